@@ -1,0 +1,338 @@
+from pushpull.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_APPLIED: _ClassVar[Outcome]
+    OUTCOME_INVALID: _ClassVar[Outcome]
+    OUTCOME_REPLACED: _ClassVar[Outcome]
+    OUTCOME_WITHDRAWN: _ClassVar[Outcome]
+    OUTCOME_SKIPPED: _ClassVar[Outcome]
+
+class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUSH_KIND_UNSPECIFIED: _ClassVar[PushKind]
+    PUSH_KIND_GRADIENT: _ClassVar[PushKind]
+    PUSH_KIND_ASSIGN: _ClassVar[PushKind]
+
+class ReplyKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLY_KIND_UNSPECIFIED: _ClassVar[ReplyKind]
+    REPLY_KIND_RECEIVED: _ClassVar[ReplyKind]
+    REPLY_KIND_COMMITTED: _ClassVar[ReplyKind]
+    REPLY_KIND_REFUSED: _ClassVar[ReplyKind]
+    REPLY_KIND_GIVEN_BACK: _ClassVar[ReplyKind]
+    REPLY_KIND_CREDIT: _ClassVar[ReplyKind]
+    REPLY_KIND_ERROR: _ClassVar[ReplyKind]
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_APPLIED: Outcome
+OUTCOME_INVALID: Outcome
+OUTCOME_REPLACED: Outcome
+OUTCOME_WITHDRAWN: Outcome
+OUTCOME_SKIPPED: Outcome
+PUSH_KIND_UNSPECIFIED: PushKind
+PUSH_KIND_GRADIENT: PushKind
+PUSH_KIND_ASSIGN: PushKind
+REPLY_KIND_UNSPECIFIED: ReplyKind
+REPLY_KIND_RECEIVED: ReplyKind
+REPLY_KIND_COMMITTED: ReplyKind
+REPLY_KIND_REFUSED: ReplyKind
+REPLY_KIND_GIVEN_BACK: ReplyKind
+REPLY_KIND_CREDIT: ReplyKind
+REPLY_KIND_ERROR: ReplyKind
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("session", "view_number", "deadline_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    view_number: int
+    deadline_ms: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., view_number: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    node_id: int
+    incarnation: int
+    max_message_bytes: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StreamHeader(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
+
+class BlockPush(_message.Message):
+    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    PULLED_PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EAGER_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    assignment_epoch: int
+    table_id: int
+    block: int
+    clock: int
+    sequence: int
+    confirmed_sequence: int
+    codec: _types_pb2.Codec
+    kind: PushKind
+    replaces: int
+    presence: bytes
+    pulled_peer_version: int
+    eager: EagerStep
+    seal: Seal
+    payload: bytes
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class EagerStep(_message.Message):
+    __slots__ = ("hyperparameters",)
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    hyperparameters: _containers.RepeatedCompositeFieldContainer[_types_pb2.Hyperparameter]
+    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ...) -> None: ...
+
+class RangeSeal(_message.Message):
+    __slots__ = ("range_id", "assignment_epoch", "sequence", "confirmed_sequence")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    assignment_epoch: int
+    sequence: int
+    confirmed_sequence: int
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ...) -> None: ...
+
+class Seal(_message.Message):
+    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_SCALE_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    clock: int
+    ranges: _containers.RepeatedCompositeFieldContainer[RangeSeal]
+    hyperparameters: _containers.RepeatedCompositeFieldContainer[_types_pb2.Hyperparameter]
+    contribution_scale: float
+    skip: bool
+    last: bool
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class Withdrawal(_message.Message):
+    __slots__ = ("table_id", "range_id", "assignment_epoch", "sequence")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    range_id: int
+    assignment_epoch: int
+    sequence: int
+    def __init__(self, table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "block", "seal", "withdrawal")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    header: StreamHeader
+    block: BlockPush
+    seal: Seal
+    withdrawal: Withdrawal
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ...) -> None: ...
+
+class EntryReply(_message.Message):
+    __slots__ = ("kind", "table_id", "range_id", "sequence", "outcome", "error", "staleness")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    kind: ReplyKind
+    table_id: int
+    range_id: int
+    sequence: int
+    outcome: Outcome
+    error: _types_pb2.Error
+    staleness: int
+    def __init__(self, kind: _Optional[_Union[ReplyKind, str]] = ..., table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., staleness: _Optional[int] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[EntryReply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[EntryReply, _Mapping]]] = ...) -> None: ...
+
+class RangePull(_message.Message):
+    __slots__ = ("range_id", "assignment_epoch", "blocks")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    assignment_epoch: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENT_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_id: int
+    ranges: _containers.RepeatedCompositeFieldContainer[RangePull]
+    clock: int
+    deadline_ms: int
+    codec: _types_pb2.Codec
+    consistent: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ...) -> None: ...
+
+class BlockValue(_message.Message):
+    __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "payload")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    version: int
+    peer_version: int
+    clock: int
+    codec: _types_pb2.Codec
+    presence: bytes
+    payload: bytes
+    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., presence: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class RangeError(_message.Message):
+    __slots__ = ("range_id", "error")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    error: _types_pb2.Error
+    def __init__(self, range_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("block", "error")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    block: BlockValue
+    error: RangeError
+    def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ...) -> None: ...
+
+class PushPullRequest(_message.Message):
+    __slots__ = ("header", "block", "seal", "pull")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    header: StreamHeader
+    block: BlockPush
+    seal: Seal
+    pull: PullRequest
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+
+class PullEnd(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PushPullResponse(_message.Message):
+    __slots__ = ("replies", "pull", "end")
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    replies: PushResponse
+    pull: PullResponse
+    end: PullEnd
+    def __init__(self, replies: _Optional[_Union[PushResponse, _Mapping]] = ..., pull: _Optional[_Union[PullResponse, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ...) -> None: ...
+
+class GetRangeStatsRequest(_message.Message):
+    __slots__ = ("table_id",)
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    def __init__(self, table_id: _Optional[int] = ...) -> None: ...
+
+class WorkerStats(_message.Message):
+    __slots__ = ("rank", "incarnation", "clock", "low_water_sequence", "last_heard_ms", "left")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LOW_WATER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_MS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    clock: int
+    low_water_sequence: int
+    last_heard_ms: int
+    left: bool
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., low_water_sequence: _Optional[int] = ..., last_heard_ms: _Optional[int] = ..., left: _Optional[bool] = ...) -> None: ...
+
+class RangeStats(_message.Message):
+    __slots__ = ("range_id", "table_id", "assignment_epoch", "clock", "block_count", "state_bytes", "update_count", "waits", "workers", "initialized")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    table_id: int
+    assignment_epoch: int
+    clock: int
+    block_count: int
+    state_bytes: int
+    update_count: int
+    waits: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStats]
+    initialized: bool
+    def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ...) -> None: ...
+
+class GetRangeStatsResponse(_message.Message):
+    __slots__ = ("ranges", "gate_bytes")
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    GATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[RangeStats]
+    gate_bytes: int
+    def __init__(self, ranges: _Optional[_Iterable[_Union[RangeStats, _Mapping]]] = ..., gate_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,152 @@
+from pushpull.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RegisterNodeRequest(_message.Message):
+    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id")
+    REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_RANK_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    registration_id: bytes
+    role: _types_pb2.NodeRole
+    address: str
+    requested_rank: int
+    protocol_version: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    kernel_fingerprint: str
+    cluster_id: str
+    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+
+class RegisterNodeResponse(_message.Message):
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_KEY_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    worker_count: int
+    heartbeat_interval_ms: int
+    lease_ms: int
+    token_key: bytes
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TableProgress(_message.Message):
+    __slots__ = ("table_id", "clock")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    clock: int
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class NodeProgress(_message.Message):
+    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
+    pushed_bytes: int
+    pulled_bytes: int
+    step_count: int
+    loss: float
+    staleness: int
+    waiting_for: str
+    planned_step_count: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("session", "progress", "view_number")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    progress: NodeProgress
+    view_number: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., view_number: _Optional[int] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("view_number",)
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    view_number: int
+    def __init__(self, view_number: _Optional[int] = ...) -> None: ...
+
+class DeregisterNodeRequest(_message.Message):
+    __slots__ = ("session", "reason")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    reason: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DeregisterNodeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchClusterRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
+
+class WatchClusterResponse(_message.Message):
+    __slots__ = ("view",)
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    view: _types_pb2.ClusterView
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ...) -> None: ...
+
+class CreateTableRequest(_message.Message):
+    __slots__ = ("session", "spec")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    spec: _types_pb2.TableSpec
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.TableSpec, _Mapping]] = ...) -> None: ...
+
+class CreateTableResponse(_message.Message):
+    __slots__ = ("table", "view_number")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    table: _types_pb2.Table
+    view_number: int
+    def __init__(self, table: _Optional[_Union[_types_pb2.Table, _Mapping]] = ..., view_number: _Optional[int] = ...) -> None: ...
+
+class GetClusterStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("node", "progress", "last_heard_ms", "view_number")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_MS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    node: _types_pb2.Node
+    progress: NodeProgress
+    last_heard_ms: int
+    view_number: int
+    def __init__(self, node: _Optional[_Union[_types_pb2.Node, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., last_heard_ms: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
+
+class GetClusterStatusResponse(_message.Message):
+    __slots__ = ("view", "nodes")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    view: _types_pb2.ClusterView
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...

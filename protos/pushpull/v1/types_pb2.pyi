@@ -1,0 +1,330 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_ROLE_UNSPECIFIED: _ClassVar[NodeRole]
+    NODE_ROLE_SERVER: _ClassVar[NodeRole]
+    NODE_ROLE_WORKER: _ClassVar[NodeRole]
+    NODE_ROLE_READER: _ClassVar[NodeRole]
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_UNSPECIFIED: _ClassVar[Codec]
+    CODEC_FP32: _ClassVar[Codec]
+    CODEC_FP16: _ClassVar[Codec]
+    CODEC_BF16: _ClassVar[Codec]
+    CODEC_FP64: _ClassVar[Codec]
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_FLOAT64: _ClassVar[DType]
+
+class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPTIMIZER_KIND_UNSPECIFIED: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_SGD: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ADAM: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ADAMW: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ADAGRAD: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_RMSPROP: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_AGGREGATE: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ASSIGN: _ClassVar[OptimizerKind]
+
+class KernelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KERNEL_KIND_UNSPECIFIED: _ClassVar[KernelKind]
+    KERNEL_KIND_FAST: _ClassVar[KernelKind]
+    KERNEL_KIND_EXACT: _ClassVar[KernelKind]
+
+class Reduction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REDUCTION_UNSPECIFIED: _ClassVar[Reduction]
+    REDUCTION_MEAN: _ClassVar[Reduction]
+    REDUCTION_SUM: _ClassVar[Reduction]
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_TENSOR: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_KEYS: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_CONFIG: _ClassVar[ErrorCode]
+    ERROR_CODE_TABLE_NOT_FOUND: _ClassVar[ErrorCode]
+    ERROR_CODE_TABLE_EXISTS: _ClassVar[ErrorCode]
+    ERROR_CODE_STALE_ASSIGNMENT: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_OWNER: _ClassVar[ErrorCode]
+    ERROR_CODE_FENCED: _ClassVar[ErrorCode]
+    ERROR_CODE_RECOVERING: _ClassVar[ErrorCode]
+    ERROR_CODE_DRAINING: _ClassVar[ErrorCode]
+    ERROR_CODE_OVERLOADED: _ClassVar[ErrorCode]
+    ERROR_CODE_WAIT_EXPIRED: _ClassVar[ErrorCode]
+    ERROR_CODE_UNAUTHENTICATED: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_PERMITTED: _ClassVar[ErrorCode]
+    ERROR_CODE_ALREADY_PAST: _ClassVar[ErrorCode]
+    ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_ALIVE: _ClassVar[NodeState]
+    NODE_STATE_SILENT: _ClassVar[NodeState]
+    NODE_STATE_LEFT: _ClassVar[NodeState]
+NODE_ROLE_UNSPECIFIED: NodeRole
+NODE_ROLE_SERVER: NodeRole
+NODE_ROLE_WORKER: NodeRole
+NODE_ROLE_READER: NodeRole
+CODEC_UNSPECIFIED: Codec
+CODEC_FP32: Codec
+CODEC_FP16: Codec
+CODEC_BF16: Codec
+CODEC_FP64: Codec
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_FLOAT16: DType
+DTYPE_BFLOAT16: DType
+DTYPE_FLOAT64: DType
+OPTIMIZER_KIND_UNSPECIFIED: OptimizerKind
+OPTIMIZER_KIND_SGD: OptimizerKind
+OPTIMIZER_KIND_ADAM: OptimizerKind
+OPTIMIZER_KIND_ADAMW: OptimizerKind
+OPTIMIZER_KIND_ADAGRAD: OptimizerKind
+OPTIMIZER_KIND_RMSPROP: OptimizerKind
+OPTIMIZER_KIND_AGGREGATE: OptimizerKind
+OPTIMIZER_KIND_ASSIGN: OptimizerKind
+KERNEL_KIND_UNSPECIFIED: KernelKind
+KERNEL_KIND_FAST: KernelKind
+KERNEL_KIND_EXACT: KernelKind
+REDUCTION_UNSPECIFIED: Reduction
+REDUCTION_MEAN: Reduction
+REDUCTION_SUM: Reduction
+ERROR_CODE_UNSPECIFIED: ErrorCode
+ERROR_CODE_INVALID_TENSOR: ErrorCode
+ERROR_CODE_INVALID_KEYS: ErrorCode
+ERROR_CODE_INVALID_CONFIG: ErrorCode
+ERROR_CODE_TABLE_NOT_FOUND: ErrorCode
+ERROR_CODE_TABLE_EXISTS: ErrorCode
+ERROR_CODE_STALE_ASSIGNMENT: ErrorCode
+ERROR_CODE_NOT_OWNER: ErrorCode
+ERROR_CODE_FENCED: ErrorCode
+ERROR_CODE_RECOVERING: ErrorCode
+ERROR_CODE_DRAINING: ErrorCode
+ERROR_CODE_OVERLOADED: ErrorCode
+ERROR_CODE_WAIT_EXPIRED: ErrorCode
+ERROR_CODE_UNAUTHENTICATED: ErrorCode
+ERROR_CODE_NOT_PERMITTED: ErrorCode
+ERROR_CODE_ALREADY_PAST: ErrorCode
+ERROR_CODE_INTERNAL: ErrorCode
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_ALIVE: NodeState
+NODE_STATE_SILENT: NodeState
+NODE_STATE_LEFT: NodeState
+
+class Error(_message.Message):
+    __slots__ = ("code", "message", "retry_after_ms", "clock")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    code: ErrorCode
+    message: str
+    retry_after_ms: int
+    clock: int
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class SessionIdentity(_message.Message):
+    __slots__ = ("cluster_id", "timeline", "node_id", "incarnation", "role", "rank", "session_token")
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    cluster_id: str
+    timeline: bytes
+    node_id: int
+    incarnation: int
+    role: NodeRole
+    rank: int
+    session_token: bytes
+    def __init__(self, cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class Hyperparameter(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class OptimizerSpec(_message.Message):
+    __slots__ = ("kind", "hyperparameters", "nesterov", "amsgrad", "centered", "maximize", "kernels")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    NESTEROV_FIELD_NUMBER: _ClassVar[int]
+    AMSGRAD_FIELD_NUMBER: _ClassVar[int]
+    CENTERED_FIELD_NUMBER: _ClassVar[int]
+    MAXIMIZE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    kind: OptimizerKind
+    hyperparameters: _containers.RepeatedCompositeFieldContainer[Hyperparameter]
+    nesterov: bool
+    amsgrad: bool
+    centered: bool
+    maximize: bool
+    kernels: KernelKind
+    def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ...) -> None: ...
+
+class BulkSynchronous(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Asynchronous(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Consistency(_message.Message):
+    __slots__ = ("bsp", "asp")
+    BSP_FIELD_NUMBER: _ClassVar[int]
+    ASP_FIELD_NUMBER: _ClassVar[int]
+    bsp: BulkSynchronous
+    asp: Asynchronous
+    def __init__(self, bsp: _Optional[_Union[BulkSynchronous, _Mapping]] = ..., asp: _Optional[_Union[Asynchronous, _Mapping]] = ...) -> None: ...
+
+class ZerosInitializer(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ConstantInitializer(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: float
+    def __init__(self, value: _Optional[float] = ...) -> None: ...
+
+class InlineInitializer(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    def __init__(self, values: _Optional[bytes] = ...) -> None: ...
+
+class FromRankZeroInitializer(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Initializer(_message.Message):
+    __slots__ = ("zeros", "constant", "inline", "from_rank_zero")
+    ZEROS_FIELD_NUMBER: _ClassVar[int]
+    CONSTANT_FIELD_NUMBER: _ClassVar[int]
+    INLINE_FIELD_NUMBER: _ClassVar[int]
+    FROM_RANK_ZERO_FIELD_NUMBER: _ClassVar[int]
+    zeros: ZerosInitializer
+    constant: ConstantInitializer
+    inline: InlineInitializer
+    from_rank_zero: FromRankZeroInitializer
+    def __init__(self, zeros: _Optional[_Union[ZerosInitializer, _Mapping]] = ..., constant: _Optional[_Union[ConstantInitializer, _Mapping]] = ..., inline: _Optional[_Union[InlineInitializer, _Mapping]] = ..., from_rank_zero: _Optional[_Union[FromRankZeroInitializer, _Mapping]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("name", "dtype", "element_count", "block_elements", "tensors", "optimizer", "consistency", "initializer", "reduction", "allow_non_finite", "gate_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    REDUCTION_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    GATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: DType
+    element_count: int
+    block_elements: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    optimizer: OptimizerSpec
+    consistency: Consistency
+    initializer: Initializer
+    reduction: Reduction
+    allow_non_finite: bool
+    gate_bytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
+
+class Table(_message.Message):
+    __slots__ = ("table_id", "first_ordinal", "spec")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    first_ordinal: int
+    spec: TableSpec
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+
+class RangeAssignment(_message.Message):
+    __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_SLOT_FIELD_NUMBER: _ClassVar[int]
+    END_SLOT_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    begin_slot: int
+    end_slot: int
+    assignment_epoch: int
+    primary_node_id: int
+    def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    node_id: int
+    incarnation: int
+    role: NodeRole
+    rank: int
+    address: str
+    state: NodeState
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ...) -> None: ...
+
+class ClusterView(_message.Message):
+    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished")
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    view_number: int
+    cluster_id: str
+    worker_count: int
+    server_count: int
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    ranges: _containers.RepeatedCompositeFieldContainer[RangeAssignment]
+    tables: _containers.RepeatedCompositeFieldContainer[Table]
+    finished: bool
+    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...

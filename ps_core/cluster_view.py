@@ -1,0 +1,117 @@
+"""Who is in the cluster and who serves what, as values.
+
+Rules:
+    - A view is immutable and numbered; a node acts on the newest that it has seen.
+    - `assignment_epoch` is per range and only grows; the view number is another thing.
+
+What it deliberately does not do: decide (`scheduler.cluster` does), or know protobuf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
+from ps_core.tables import Table
+
+
+class Role(Enum):
+    """What a node is for."""
+
+    SERVER = "server"
+    WORKER = "worker"
+    READER = "reader"
+
+
+class NodeState(Enum):
+    """Where a node is in its life."""
+
+    ALIVE = "alive"
+    SILENT = "silent"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A node's identity, as the scheduler issued it."""
+
+    cluster_id: str
+    timeline: bytes
+    node_id: NodeId
+    incarnation: Incarnation
+    role: Role
+    rank: int = 0
+    token: bytes = b""
+
+    def signed(self, token_key: bytes) -> bytes:
+        """The token that proves this identity: HMAC-SHA256 over its fields (docs/PROTOCOL.md)."""
+        text = "|".join(
+            (
+                self.cluster_id,
+                self.timeline.hex(),
+                str(self.node_id),
+                str(self.incarnation),
+                self.role.value,
+                str(self.rank),
+            )
+        )
+        return hmac.new(token_key, text.encode(), hashlib.sha256).digest()
+
+    def is_genuine(self, token_key: bytes) -> bool:
+        """Whether the token was made with `token_key` for exactly these fields."""
+        return hmac.compare_digest(self.token, self.signed(token_key))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as the scheduler knows it."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    role: Role
+    rank: int
+    address: str
+    state: NodeState
+
+
+@dataclass(frozen=True, slots=True)
+class RangeAssignment:
+    """Who serves a range; `primary` is None while nobody does."""
+
+    range_id: RangeId
+    slots: KeyRange
+    epoch: AssignmentEpoch
+    primary: NodeId | None
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """The cluster at one moment. Nodes by id, ranges by id, tables by id."""
+
+    view_number: int
+    cluster_id: str
+    worker_count: int
+    server_count: int
+    nodes: tuple[Node, ...]
+    ranges: tuple[RangeAssignment, ...]
+    tables: tuple[Table, ...]
+    finished: bool = False
+
+    @cached_property
+    def tables_by_id(self) -> dict[TableId, Table]:
+        """The tables by their number."""
+        return {table.table_id: table for table in self.tables}
+
+    @cached_property
+    def tables_by_name(self) -> dict[str, Table]:
+        """The tables by their name."""
+        return {table.spec.name: table for table in self.tables}
+
+    @cached_property
+    def nodes_by_id(self) -> dict[NodeId, Node]:
+        """The nodes by their id."""
+        return {node.node_id: node for node in self.nodes}

@@ -1,0 +1,66 @@
+"""The raw codecs: little-endian arrays of one element type, as numpy sees them.
+
+Rules:
+    - A codec never guesses: length and codec must agree, or InvalidTensor.
+    - bfloat16, which numpy lacks, is carried as uint16: the upper half of a float32, rounded to
+      nearest even.
+
+Invariants:
+    COD-1  decode(encode(x, c), c) == x for every x that c can represent.
+
+What it deliberately does not do: copy where a view will do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.errors import InvalidTensor
+from ps_core.tables import Codec
+
+_NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
+    Codec.FP32: np.dtype("<f4"),
+    Codec.FP16: np.dtype("<f2"),
+    Codec.BF16: np.dtype("<u2"),
+    Codec.FP64: np.dtype("<f8"),
+}
+
+
+def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
+    """Refuse a payload whose length is not that of `element_count` elements.
+
+    Raises:
+        InvalidTensor: it is not.
+    """
+    expected = element_count * codec.element_bytes
+    if payload_bytes != expected:
+        raise InvalidTensor(
+            f"payload has {payload_bytes} bytes; expected {expected} "
+            f"({element_count} elements of {codec.value})"
+        )
+
+
+def raw_view(payload: bytes | memoryview, codec: Codec) -> npt.NDArray[Any]:
+    """The payload as a read-only numpy vector without a copy; bfloat16 comes as uint16."""
+    return np.frombuffer(payload, dtype=_NUMPY_DTYPE[codec])
+
+
+def decode(payload: bytes | memoryview, codec: Codec) -> npt.NDArray[Any]:
+    """The payload's values: a view for fp32, fp16 and fp64, a float32 copy for bf16."""
+    raw = raw_view(payload, codec)
+    if codec is not Codec.BF16:
+        return raw
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def encode(values: npt.NDArray[Any], codec: Codec) -> bytes:
+    """`values` (any float dtype, any shape, read in C order) as a payload."""
+    if codec is not Codec.BF16:
+        return np.ascontiguousarray(values, dtype=_NUMPY_DTYPE[codec]).tobytes()
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
+    return quiet.astype(np.uint16).tobytes()

@@ -1,0 +1,74 @@
+"""Every limit of the system, with its relations asserted (LIM-*).
+
+Sizes are in bytes (`_bytes`), times in seconds (`_s`), numbers of things in `_count`.
+"""
+
+from __future__ import annotations
+
+from ps_core.errors import check
+
+SLOT_COUNT = 65_536
+"""Slots of the key space; fixed by the contract."""
+
+RANGE_COUNT = 256
+"""Key ranges of a cluster, fixed when the cluster is formed."""
+
+BLOCK_ALIGNMENT_ELEMENTS = 64
+"""Blocks are multiples of it: torch's fused CPU kernels are bit-equal only at such cuts (DESIGN 8)."""
+
+DEFAULT_BLOCK_ELEMENTS = 262_144
+"""1 MiB of float32: the best message size measured, and below gRPC's default limit."""
+
+MAX_BLOCK_ELEMENTS = 524_288
+"""A block of the widest codec (8 bytes) still fits a message."""
+
+MAX_ELEMENT_BYTES = 8
+
+MESSAGE_OVERHEAD_BYTES = 65_536
+"""The most that a message holds beside its payload: presence bits, ranges of a seal."""
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
+"""The largest message that servers and clients of ours accept."""
+
+FOREIGN_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""gRPC's default limit; a block of the default size stays below it, so foreign clients need no option."""
+
+MAX_INLINE_INITIALIZER_BYTES = 1024 * 1024
+MAX_TABLE_NAME_BYTES = 200
+MAX_TABLE_COUNT = 10_000
+MAX_TENSOR_COUNT = 100_000
+MAX_NODE_COUNT = 10_000
+MAX_HYPERPARAMETER_COUNT = 32
+MAX_WAITER_COUNT = 65_536
+"""Parked reads on one server."""
+
+MAX_LEDGER_GAP_COUNT = 65_536
+"""Sequences that a ledger holds above its low-water mark."""
+
+DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
+"""Payload bytes that a worker has in flight to one server: sent and not yet RECEIVED."""
+
+DEFAULT_GATE_EXTRA_BYTES = 256 * 1024 * 1024
+"""Room for staged steps on one server and table beyond one accumulator, if that is more than a step."""
+
+HEARTBEAT_INTERVAL_S = 1.0
+LEASE_S = 3.0
+DEFAULT_PULL_DEADLINE_S = 30.0
+DEFAULT_SESSION_DEADLINE_S = 10.0
+MAX_DEADLINE_S = 3600.0
+ROOM_RETRY_S = 0.5
+"""RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""
+
+check(DEFAULT_BLOCK_ELEMENTS % BLOCK_ALIGNMENT_ELEMENTS == 0, "LIM-1", "default block is not aligned")
+check(
+    MAX_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES <= MAX_MESSAGE_BYTES,
+    "LIM-2",
+    "the largest block does not fit a message",
+)
+check(
+    DEFAULT_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES <= FOREIGN_MAX_MESSAGE_BYTES,
+    "LIM-3",
+    "a default block does not fit gRPC's default message",
+)
+check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
+check(SLOT_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")

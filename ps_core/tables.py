@@ -1,0 +1,362 @@
+"""Tables as values: what a table is, how it is cut into blocks, and where its tensors lie.
+
+Rules:
+    - A dense table is a flat vector; its tensors follow each other without gap, C-contiguous.
+    - Block b holds elements [b * block_elements, min((b + 1) * block_elements, element_count)).
+    - A segment is the overlap of one tensor with one block; presence bits of a block number its
+      segments, in layout order.
+
+Invariants:
+    TAB-1  The segments of all blocks cover every element exactly once.
+
+What it deliberately does not do: hold values, or know protobuf (`ps_runtime.wire` converts).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig, InvalidKeys
+from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
+
+
+class DType(Enum):
+    """The element type of a table, as its workers see it."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+
+class Codec(Enum):
+    """How the elements of a payload are encoded: raw little-endian arrays."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP64 = "fp64"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return _CODEC_BYTES[self]
+
+
+_CODEC_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
+
+NATIVE_CODEC = {
+    DType.FLOAT32: Codec.FP32,
+    DType.FLOAT16: Codec.FP16,
+    DType.BFLOAT16: Codec.BF16,
+    DType.FLOAT64: Codec.FP64,
+}
+"""The codec of a table's own dtype."""
+
+
+class OptimizerKind(Enum):
+    """What a server does with a formed update."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+    ADAMW = "adamw"
+    ADAGRAD = "adagrad"
+    RMSPROP = "rmsprop"
+    AGGREGATE = "aggregate"
+    ASSIGN = "assign"
+
+
+class Kernels(Enum):
+    """Which implementation of an optimizer's arithmetic runs."""
+
+    FAST = "fast"
+    EXACT = "exact"
+
+
+class Mode(Enum):
+    """How far workers may run apart."""
+
+    BSP = "bsp"
+    ASP = "asp"
+
+
+class Reduction(Enum):
+    """How contributions are combined."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+class InitializerKind(Enum):
+    """What a table holds before its first update."""
+
+    ZEROS = "zeros"
+    CONSTANT = "constant"
+    INLINE = "inline"
+    FROM_RANK_ZERO = "from_rank_zero"
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """What a table holds at first: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE."""
+
+    kind: InitializerKind = InitializerKind.ZEROS
+    constant: float = 0.0
+    inline: bytes = b""
+
+
+HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
+    OptimizerKind.SGD: {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+    OptimizerKind.ADAM: {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    OptimizerKind.ADAMW: {
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2,
+    },
+    OptimizerKind.ADAGRAD: {
+        "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10,
+        "initial_accumulator_value": 0.0,
+    },
+    OptimizerKind.RMSPROP: {
+        "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0,
+    },
+    OptimizerKind.AGGREGATE: {},
+    OptimizerKind.ASSIGN: {},
+}  # fmt: skip
+"""The numbers of each optimizer and torch.optim's defaults of them."""
+
+Hyperparameters = tuple[tuple[str, float], ...]
+"""Sorted (name, value) pairs: comparable and hashable."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`."""
+
+    kind: OptimizerKind
+    hyperparameters: Hyperparameters = ()
+    nesterov: bool = False
+    amsgrad: bool = False
+    centered: bool = False
+    maximize: bool = False
+    kernels: Kernels = Kernels.FAST
+
+    def merged(self, given: Hyperparameters) -> Hyperparameters:
+        """The table's numbers with those `given` put over them, sorted.
+
+        Raises:
+            InvalidConfig: a name that the optimizer does not have, or a value that is not finite.
+        """
+        merged = dict(HYPERPARAMETER_DEFAULTS[self.kind])
+        merged.update(self.hyperparameters)
+        for name, value in given:
+            if name not in merged:
+                raise InvalidConfig(
+                    f"{self.kind.value} has no hyperparameter '{name}'; it has "
+                    f"{', '.join(sorted(merged)) or 'none'}"
+                )
+            if not math.isfinite(value):
+                raise InvalidConfig(f"hyperparameter '{name}' is {value}; expected a finite number")
+            merged[name] = value
+        return tuple(sorted(merged.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a dense table: `offset` is in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def element_count(self) -> int:
+        """Elements of the tensor; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """A table as its creator describes it."""
+
+    name: str
+    dtype: DType
+    element_count: int
+    optimizer: OptimizerSpec
+    block_elements: int = limits.DEFAULT_BLOCK_ELEMENTS
+    tensors: tuple[TensorSpec, ...] = ()
+    mode: Mode = Mode.BSP
+    initializer: Initializer = field(default_factory=Initializer)
+    reduction: Reduction = Reduction.MEAN
+    allow_non_finite: bool = False
+    gate_bytes: int = 0
+
+    @property
+    def accumulator_element_bytes(self) -> int:
+        """Bytes of one element of a sum: 8 for float64 tables, else 4."""
+        return 8 if self.dtype is DType.FLOAT64 else 4
+
+    def validated(self) -> TableSpec:
+        """The spec with every default filled in.
+
+        Raises:
+            InvalidConfig: naming the field, what came and what was expected.
+        """
+        from dataclasses import replace
+
+        name_bytes = len(self.name.encode())
+        _require(
+            1 <= name_bytes <= limits.MAX_TABLE_NAME_BYTES,
+            f"table name has {name_bytes} bytes; expected 1 to {limits.MAX_TABLE_NAME_BYTES}",
+        )
+        _require(self.element_count >= 1, f"table '{self.name}': element_count is below 1")
+        block = self.block_elements or limits.DEFAULT_BLOCK_ELEMENTS
+        _require(
+            0 < block <= limits.MAX_BLOCK_ELEMENTS and block % limits.BLOCK_ALIGNMENT_ELEMENTS == 0,
+            f"table '{self.name}': block_elements is {block}; expected a multiple of "
+            f"{limits.BLOCK_ALIGNMENT_ELEMENTS} up to {limits.MAX_BLOCK_ELEMENTS}",
+        )
+        tensors = self.tensors or (TensorSpec(self.name, (self.element_count,), 0),)
+        _check_layout(self.name, tensors, self.element_count)
+        if self.optimizer.kind is OptimizerKind.AGGREGATE:
+            _require(self.mode is Mode.BSP, f"table '{self.name}': AGGREGATE needs BSP")
+        inline = self.initializer.inline
+        expected = self.element_count * NATIVE_CODEC[self.dtype].element_bytes
+        if self.initializer.kind is InitializerKind.INLINE:
+            _require(
+                len(inline) == expected and expected <= limits.MAX_INLINE_INITIALIZER_BYTES,
+                f"table '{self.name}': the inline initializer has {len(inline)} bytes; expected "
+                f"{expected}, at most {limits.MAX_INLINE_INITIALIZER_BYTES}",
+            )
+        optimizer = replace(self.optimizer, hyperparameters=self.optimizer.merged(()))
+        return replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidConfig(message)
+
+
+def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: int) -> None:
+    _require(
+        len(tensors) <= limits.MAX_TENSOR_COUNT,
+        f"table '{table}' has {len(tensors)} tensors; expected at most {limits.MAX_TENSOR_COUNT}",
+    )
+    end = 0
+    for tensor in tensors:
+        _require(
+            tensor.offset == end,
+            f"table '{table}': tensor '{tensor.name}' starts at {tensor.offset}; expected {end}",
+        )
+        end += tensor.element_count
+    _require(
+        end == element_count,
+        f"table '{table}': its tensors have {end} elements; element_count is {element_count}",
+    )
+    _require(
+        len({tensor.name for tensor in tensors}) == len(tensors),
+        f"table '{table}' has two tensors of one name",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The overlap of one tensor with one block; `begin` and `end` count from the block's start."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as the cluster knows it: its number, its place in the key space, its spec."""
+
+    table_id: TableId
+    first_ordinal: int
+    spec: TableSpec
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of the table."""
+        return -(-self.spec.element_count // self.spec.block_elements)
+
+    def block_length(self, block: int) -> int:
+        """Elements of block `block` on the wire: block_elements, or what remains in the last.
+
+        Raises:
+            InvalidKeys: there is no such block.
+        """
+        if not 0 <= block < self.block_count:
+            raise InvalidKeys(
+                f"table '{self.spec.name}' has blocks 0 to {self.block_count - 1}; got {block}"
+            )
+        return min(
+            self.spec.block_elements, self.spec.element_count - block * self.spec.block_elements
+        )
+
+    def range_of_block(self, block: int, range_count: int) -> RangeId:
+        """The range that block `block` lives in."""
+        return range_of_slot(slot_of_ordinal(self.first_ordinal + block), range_count)
+
+    def blocks_by_range(self, range_count: int) -> dict[RangeId, tuple[int, ...]]:
+        """The table's blocks, by range, each ascending; ranges that hold none are absent."""
+        found: dict[RangeId, list[int]] = {}
+        for block in range(self.block_count):
+            found.setdefault(self.range_of_block(block, range_count), []).append(block)
+        return {range_id: tuple(blocks) for range_id, blocks in sorted(found.items())}
+
+    @cached_property
+    def _tensor_ends(self) -> tuple[int, ...]:
+        return tuple(t.offset + t.element_count for t in self.spec.tensors)
+
+    def segments(self, block: int) -> tuple[Segment, ...]:
+        """The overlaps of the table's tensors with block `block`, in layout order.
+
+        A tensor without elements overlaps no block.
+        """
+        begin = block * self.spec.block_elements
+        end = begin + self.block_length(block)
+        first = bisect_right(self._tensor_ends, begin)
+        found = []
+        for index in range(first, len(self.spec.tensors)):
+            tensor = self.spec.tensors[index]
+            if tensor.offset >= end:
+                break
+            low, high = max(tensor.offset, begin), min(self._tensor_ends[index], end)
+            if low < high:
+                found.append(Segment(index, low - begin, high - begin))
+        return tuple(found)
+
+
+def presence_bytes(segment_count: int) -> int:
+    """Bytes of a presence bitmap over `segment_count` segments."""
+    return (segment_count + 7) // 8
+
+
+def pack_presence(present: tuple[bool, ...]) -> bytes:
+    """The bitmap of `present`, lowest bit of the first byte first; empty if all are present."""
+    if all(present):
+        return b""
+    bits = bytearray(presence_bytes(len(present)))
+    for index, is_present in enumerate(present):
+        if is_present:
+            bits[index // 8] |= 1 << (index % 8)
+    return bytes(bits)
+
+
+def unpack_presence(bitmap: bytes, segment_count: int) -> tuple[bool, ...]:
+    """The inverse of `pack_presence`.
+
+    Raises:
+        InvalidKeys: the bitmap has another length than the segments need.
+    """
+    if not bitmap:
+        return (True,) * segment_count
+    expected = presence_bytes(segment_count)
+    if len(bitmap) != expected:
+        raise InvalidKeys(f"presence has {len(bitmap)} bytes; expected {expected}")
+    return tuple(bool(bitmap[i // 8] >> (i % 8) & 1) for i in range(segment_count))
