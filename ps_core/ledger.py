@@ -1,0 +1,106 @@
+"""The ledger: which sequences of one (range, table, incarnation) have ended, and how.
+
+It is what makes a retry safe: a sequence ends once, and a resend gets the original answer.
+
+Rules:
+    - Sequences start at 1 and have no gap once everything has arrived.
+    - An outcome is kept until the sender has confirmed seeing it.
+
+Invariants:
+    LED-1  A sequence ends at most once.
+    LED-2  low_water is the largest number such that every sequence up to it has ended.
+    LED-3  Sequences above low_water that have ended are at most MAX_LEDGER_GAP_COUNT away.
+
+What it deliberately does not do: hold payloads or entries that have not ended ("highest sequence
+seen" is not enough: a parked push at 5 beside an applied one at 6 would be lost).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ps_core.errors import InvalidKeys, PushpullError, check
+from ps_core.limits import MAX_LEDGER_GAP_COUNT
+
+
+class Outcome(Enum):
+    """How a sequence ended."""
+
+    APPLIED = "applied"
+    INVALID = "invalid"
+    REPLACED = "replaced"
+    WITHDRAWN = "withdrawn"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An outcome with what its sender is told beside it."""
+
+    outcome: Outcome
+    error: PushpullError | None = None
+    staleness: int = 0
+
+
+class Ledger:
+    """Endings of one sequence space."""
+
+    __slots__ = ("_confirmed", "_endings", "_low_water")
+
+    def __init__(self) -> None:
+        self._low_water = 0
+        self._confirmed = 0
+        self._endings: dict[int, Ending] = {}
+
+    @property
+    def low_water(self) -> int:
+        """Every sequence up to it has ended."""
+        return self._low_water
+
+    @property
+    def kept_count(self) -> int:
+        """Endings that are still kept for a resend."""
+        return len(self._endings)
+
+    def has_ended(self, sequence: int) -> bool:
+        """Whether `sequence` has ended."""
+        return sequence <= self._low_water or sequence in self._endings
+
+    def ending(self, sequence: int) -> Ending:
+        """How `sequence` ended.
+
+        Raises:
+            InvalidKeys: its sender confirmed that it saw the outcome, so it was forgotten.
+        """
+        found = self._endings.get(sequence)
+        if found is None:
+            raise InvalidKeys(
+                f"sequence {sequence} was confirmed as seen (up to {self._confirmed}) and sent again"
+            )
+        return found
+
+    def end(self, sequence: int, ending: Ending) -> None:
+        """Record how `sequence` ended (LED-1)."""
+        check(not self.has_ended(sequence), "LED-1", f"sequence {sequence} ends twice")
+        self._endings[sequence] = ending
+        while self._low_water + 1 in self._endings:
+            self._low_water += 1
+
+    def confirm(self, sequence: int) -> None:
+        """Forget endings up to `sequence`, as far as they have ended; going back does nothing."""
+        upto = min(sequence, self._low_water)
+        for seen in range(self._confirmed + 1, upto + 1):
+            del self._endings[seen]
+        self._confirmed = max(self._confirmed, upto)
+
+    def check_in_reach(self, sequence: int) -> None:
+        """Refuse a sequence that is not one, or lies too far above what has ended (LED-3).
+
+        Raises:
+            InvalidKeys: it does.
+        """
+        if not 1 <= sequence <= self._low_water + MAX_LEDGER_GAP_COUNT:
+            raise InvalidKeys(
+                f"sequence is {sequence}; expected 1 to {self._low_water + MAX_LEDGER_GAP_COUNT}"
+            )
