@@ -59,6 +59,16 @@ MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
 """RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""
 
+MAX_ERROR_MESSAGE_BYTES = 1024
+"""An error travels in trailing metadata, twice and escaped; gRPC's default limit there is 8 KiB."""
+
+MAX_HTTP_REQUEST_BYTES = 8192
+"""Request line and headers of a GET on a node's HTTP port."""
+
+MAX_HTTP_CONNECTION_COUNT = 64
+HTTP_REQUEST_DEADLINE_S = 5.0
+"""From the accept of an HTTP connection to its close."""
+
 check(DEFAULT_BLOCK_ELEMENTS % BLOCK_ALIGNMENT_ELEMENTS == 0, "LIM-1", "default block is not aligned")
 check(
     MAX_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES <= MAX_MESSAGE_BYTES,

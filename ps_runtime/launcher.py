@@ -1,0 +1,448 @@
+"""Starts the roles of a local cluster as child processes, watches them, and ends them.
+
+Rules:
+    - Each role is the leader of its own process group, so Ctrl-C in a terminal reaches only the
+      launcher, and what a role left behind ends with it.
+    - A child that has ended stays unreaped until its group has been killed: until then the kernel
+      cannot give its number to a stranger, so every signal goes where it was meant to go.
+    - Children are forked by one thread that lives as long as the launcher: the kernel's
+      parent-death signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of
+      the *thread* that forked.
+    - Nothing is polled at a fixed rate, and every wait is bounded and ends early if the child dies.
+
+What it deliberately does not do: restart a role, or know what the roles say to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import ps_core
+from pushpull.v1 import types_pb2
+from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+
+RECENT_LINE_COUNT = 40
+"""Lines of each role's output kept for the message about its end."""
+
+MAX_LINE_BYTES = 65_536
+"""A longer line is cut: memory stays bounded whatever a role prints."""
+
+READY_DEADLINE_S = 120.0
+"""A role imports torch before it answers: seconds on a busy machine, minutes on a cold disk."""
+
+STOP_GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL, for each kind of role."""
+
+_READER_JOIN_S = 1.0
+_FIRST_POLL_S = 0.005
+_MAX_POLL_S = 0.1
+
+_ADDRESSING = (
+    "ADVERTISE",
+    "CLUSTER_ID",
+    "CONFIG",
+    "HTTP_LISTEN",
+    "LISTEN",
+    "RANK",
+    "READY_FILE",
+    "SCHEDULER",
+    "SERVERS",
+    "STOP_WHEN_DONE",
+    "WORKERS",
+)
+"""PUSHPULL_ variables that say who a process is: never inherited by a role of a local cluster."""
+
+LineSink = Callable[["RoleProcess", str], None]
+"""Called with each line of output, from a thread of the launcher's, one line at a time a role."""
+
+ExitSink = Callable[["RoleExit"], None]
+"""Called once for each role that ends, from a thread of the launcher's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleCommand:
+    """What to start: `module` with `arguments`; `kind` and `index` make its name."""
+
+    kind: str
+    index: int | None
+    module: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As people read it: "scheduler", "server 0", "worker 3"."""
+        return self.kind if self.index is None else f"{self.kind} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleExit:
+    """How a role ended: `returncode` as subprocess has it, negative for a signal."""
+
+    command: RoleCommand
+    returncode: int
+    was_stopped: bool
+    recent_lines: tuple[str, ...]
+
+    @property
+    def how(self) -> str:
+        """For a person: "exit code 1", "signal 9 (SIGKILL)"."""
+        if self.returncode >= 0:
+            return f"exit code {self.returncode}"
+        number = -self.returncode
+        try:
+            return f"signal {number} ({signal.Signals(number).name})"
+        except ValueError:
+            return f"signal {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRole:
+    """What a role wrote to its ready file."""
+
+    address: str
+    http_address: str
+
+
+class RoleProcess:
+    """One running role. Made by `Launcher.start`."""
+
+    def __init__(self, command: RoleCommand, popen: subprocess.Popen[bytes]) -> None:
+        self.command = command
+        self.pid = popen.pid
+        self._popen = popen
+        self._signal_lock = threading.Lock()
+        self._is_reaped = False
+        self._recent_lines: deque[str] = deque(maxlen=RECENT_LINE_COUNT)
+        self._was_stopped = False
+        self._ended = threading.Event()
+        self._exit: RoleExit | None = None
+        self._reader: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        return self.command.name
+
+    @property
+    def recent_lines(self) -> tuple[str, ...]:
+        """The last lines that it printed."""
+        return tuple(self._recent_lines)
+
+    @property
+    def exit(self) -> RoleExit | None:
+        """How it ended, or None while it runs."""
+        return self._exit
+
+    def wait(self, timeout_s: float) -> RoleExit | None:
+        """Wait for its end.
+
+        Blocking: up to `timeout_s`; None if it still runs then.
+        """
+        self._ended.wait(max(0.0, timeout_s))
+        return self._exit
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the role itself; nothing if it has ended."""
+        with self._signal_lock:
+            if not self._is_reaped:
+                os.kill(self.pid, number)
+
+    def stop(self, number: signal.Signals) -> None:
+        """End it on purpose: its exit counts as `was_stopped`. SIGKILL goes to its whole group."""
+        self._was_stopped = True
+        if number is not signal.SIGKILL:
+            self.send(number)
+            return
+        with self._signal_lock:
+            if not self._is_reaped:
+                os.killpg(self.pid, number)
+
+    def watch(self, on_line: LineSink, on_exit: ExitSink) -> None:
+        """Begin to read its output and to wait for its end."""
+        self._reader = threading.Thread(
+            target=self._read, args=(on_line,), name=f"output of {self.name}", daemon=True
+        )
+        self._watcher = threading.Thread(
+            target=self._watch, args=(on_exit,), name=f"end of {self.name}", daemon=True
+        )
+        self._reader.start()
+        self._watcher.start()
+
+    def _read(self, on_line: LineSink) -> None:
+        stream = self._popen.stdout
+        assert stream is not None
+        for line in _lines(stream):
+            self._recent_lines.append(line)
+            on_line(self, line)
+
+    def _watch(self, on_exit: ExitSink) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._signal_lock:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            returncode = self._popen.wait()
+            self._is_reaped = True
+        if self._reader is not None:
+            # What the role wrote last says why it ended. Bounded: a process that left the group may
+            # hold the pipe open.
+            self._reader.join(_READER_JOIN_S)
+        self._exit = RoleExit(self.command, returncode, self._was_stopped, self.recent_lines)
+        self._ended.set()
+        on_exit(self._exit)
+
+
+def _lines(stream: IO[bytes]) -> Iterable[str]:
+    """The lines of `stream`; of a line that was overwritten by carriage returns, what remained."""
+    while raw := stream.readline(MAX_LINE_BYTES):
+        text = raw.decode("utf-8", "replace").rstrip("\r\n")
+        yield text.rsplit("\r", 1)[-1]
+
+
+def _ignore_line(process: RoleProcess, line: str) -> None:
+    """The default sink: lines are only kept for the message about the role's end."""
+
+
+def _ignore_exit(role_exit: RoleExit) -> None:
+    """The default sink: `RoleProcess.wait` tells."""
+
+
+class Launcher:
+    """Starts roles and ends them all. Thread-safe; use it as a context manager.
+
+    Args:
+        on_line: gets each line of output.
+        on_exit: gets each role's end, asked for or not.
+    """
+
+    def __init__(self, on_line: LineSink = _ignore_line, on_exit: ExitSink = _ignore_exit) -> None:
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
+        self._ready_directory = tempfile.TemporaryDirectory(prefix="pushpull-")
+        self._lock = threading.Lock()
+        self._processes: list[RoleProcess] = []
+        self._is_stopping = False
+
+    @property
+    def processes(self) -> tuple[RoleProcess, ...]:
+        """All roles that were started, in that order, ended ones included."""
+        with self._lock:
+            return tuple(self._processes)
+
+    def ready_file(self, command: RoleCommand) -> Path:
+        """Where the role writes its addresses."""
+        return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
+
+    def start(self, command: RoleCommand) -> RoleProcess:
+        """Start a role.
+
+        Raises:
+            InvalidConfig: the launcher has been stopped.
+        """
+        with self._lock:
+            self._check_open(command)
+            forked = self._forker.submit(self._fork, command)
+        return forked.result()
+
+    def _check_open(self, command: RoleCommand) -> None:
+        if self._is_stopping:
+            raise InvalidConfig(f"{command.name} cannot start: the launcher has been stopped")
+
+    def _fork(self, command: RoleCommand) -> RoleProcess:
+        with self._lock:
+            self._check_open(command)
+            popen = subprocess.Popen(
+                # -P: a user's scheduler.py in the working directory is not our scheduler.
+                [sys.executable, "-P", "-m", command.module, *command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=role_environment(os.environ, command.environment),
+                process_group=0,
+            )
+            process = RoleProcess(command, popen)
+            self._processes.append(process)
+        process.watch(self._on_line, self._on_exit)
+        return process
+
+    def wait_ready(self, process: RoleProcess, deadline_s: float = READY_DEADLINE_S) -> ReadyRole:
+        """Wait until a role serves.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            Recovering: the role ended first; the message has its last lines.
+            WaitExpired: it did not serve in time; the message has its last lines.
+        """
+        path = self.ready_file(process.command)
+        give_up_s = time.monotonic() + deadline_s
+        poll_s = _FIRST_POLL_S
+        while True:
+            if path.exists():
+                return _read_ready(path)
+            role_exit = process.wait(poll_s)
+            if role_exit is not None:
+                raise Recovering(describe_exit(role_exit, "before it served"))
+            if time.monotonic() >= give_up_s:
+                lines = "\n".join(process.recent_lines)
+                raise WaitExpired(f"{process.name} did not serve within {deadline_s:g} s\n{lines}")
+            poll_s = min(poll_s * 2, _MAX_POLL_S)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End all roles: workers first, then servers, then the scheduler. Idempotent.
+
+        Blocking: at most `grace_s` for each of the three kinds, and the kernel's time to kill.
+        """
+        with self._lock:
+            self._is_stopping = True
+            processes = list(self._processes)
+        for kind in ("worker", "server", "scheduler"):
+            _stop_all([p for p in processes if p.command.kind == kind], grace_s)
+        self._forker.shutdown()
+        self._ready_directory.cleanup()
+
+    def kill(self) -> None:
+        """SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
+        with self._lock:
+            self._is_stopping = True
+        for process in self.processes:
+            process.stop(signal.SIGKILL)
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
+    for process in processes:
+        process.stop(signal.SIGTERM)
+    give_up_s = time.monotonic() + grace_s
+    for process in processes:
+        if process.wait(give_up_s - time.monotonic()) is None:
+            process.stop(signal.SIGKILL)
+    for process in processes:
+        process.wait(STOP_GRACE_S + _READER_JOIN_S)
+
+
+def _read_ready(path: Path) -> ReadyRole:
+    written = json.loads(path.read_text())
+    return ReadyRole(address=written["address"], http_address=written["http_address"])
+
+
+def describe_exit(role_exit: RoleExit, when: str) -> str:
+    """The message about a role that ended: which, how, when, and what it said last."""
+    head = f"{role_exit.command.name} ended with {role_exit.how} {when}"
+    if not role_exit.recent_lines:
+        return f"{head}; it printed nothing"
+    lines = "\n".join(f"  [{role_exit.command.name}] {line}" for line in role_exit.recent_lines)
+    return f"{head}; its last lines:\n{lines}"
+
+
+def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a role: what the caller has, less who the caller is, plus `added`.
+
+    Our packages come from where this process has them, whatever the working directory: a relative
+    PYTHONPATH of the caller's is put into absolute terms.
+    """
+    dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
+    environment = {name: value for name, value in inherited.items() if name not in dropped}
+    given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
+    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PUSHPULL_DIE_WITH_PARENT"] = "1"
+    # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.update(added)
+    return environment
+
+
+def _package_roots() -> list[Path]:
+    """The folders that hold our packages, unless Python finds them by itself (an installed wheel)."""
+    found = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
+    return [root for root in found if root.name not in ("site-packages", "dist-packages")]
+
+
+def thread_count(core_count: int, process_count: int) -> int:
+    """Threads for each of `process_count` processes that share `core_count` cores; at least 1."""
+    return max(1, core_count // max(1, process_count))
+
+
+def usable_core_count() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """A local cluster: how many servers and workers, and where the scheduler listens."""
+
+    server_count: int
+    worker_count: int
+    listen: str = "127.0.0.1:0"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
+            if count < 1:
+                raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
+
+
+def start_scheduler(launcher: Launcher, shape: ClusterShape) -> ReadyRole:
+    """Start the scheduler of a local cluster and wait until it serves.
+
+    Blocking: as `Launcher.wait_ready`.
+
+    Raises:
+        Recovering: it ended first.
+        WaitExpired: it did not serve in time.
+    """
+    bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)
+    arguments = (
+        f"--listen={shape.listen}",
+        "--http-listen=127.0.0.1:0",
+        f"--workers={shape.worker_count}",
+        f"--servers={shape.server_count}",
+        f"--ready-file={launcher.ready_file(bare)}",
+    )
+    return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)))
+
+
+def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> list[RoleProcess]:
+    """Start the servers of a local cluster; `Launcher.wait_ready` waits for each."""
+    started = []
+    for index in range(shape.server_count):
+        bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
+        arguments = (
+            "--listen=127.0.0.1:0",
+            "--http-listen=127.0.0.1:0",
+            f"--scheduler={scheduler}",
+            f"--ready-file={launcher.ready_file(bare)}",
+        )
+        started.append(launcher.start(replace(bare, arguments=arguments)))
+    return started
+
+
+def worker_command(
+    rank: int, scheduler: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> RoleCommand:
+    """The command of worker `rank` of a local cluster; `arguments` are the script and its own."""
+    added = {**environment, "PUSHPULL_SCHEDULER": scheduler, "PUSHPULL_RANK": str(rank)}
+    return RoleCommand("worker", rank, "ps_worker", tuple(arguments), added)
