@@ -1,0 +1,63 @@
+"""Every environment variable that pushpull reads, with what it means.
+
+One registry for all roles, so that a role tolerates another's variables and refuses a misspelt one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from ps_core.errors import InvalidConfig
+
+PREFIX = "PUSHPULL_"
+
+VARIABLES: dict[str, str] = {
+    "PUSHPULL_SCHEDULER": "Where the scheduler is: host:port, or several of them with commas.",
+    "PUSHPULL_WORKERS": "The number of workers that opens clock 1 of a BSP table.",
+    "PUSHPULL_SERVERS": "The number of servers that must have registered before a table is placed.",
+    "PUSHPULL_RANK": "The rank that a worker asks for; unset lets the scheduler choose.",
+    "PUSHPULL_ROLE": "What a client connects as: worker or reader.",
+    "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",
+    "PUSHPULL_ADVERTISE": "host:port or host under which others reach the role.",
+    "PUSHPULL_HTTP_LISTEN": "host:port for /metrics and /healthz; port 0 chooses a free one.",
+    "PUSHPULL_CLUSTER_ID": "The cluster that a node means; empty accepts whichever answers.",
+    "PUSHPULL_LOG_LEVEL": "debug, info, warning or error.",
+    "PUSHPULL_STOP_WHEN_DONE": "1 ends the cluster when all workers have left.",
+    "PUSHPULL_CONNECT_DEADLINE_S": "Seconds to go on trying to reach the scheduler at start.",
+    "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a push or pull of a worker may wait.",
+    "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
+    "PUSHPULL_GATE_BYTES": "Gate memory of a table on a server where the table does not say.",
+    "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between heartbeats, as the scheduler tells its nodes.",
+    "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",
+    "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",
+    "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
+    "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when the process that started it ends.",
+    "PUSHPULL_THREADS": "Threads that torch uses in the role; 0 leaves torch's own choice.",
+}
+"""Name to meaning, in the order of docs and --help."""
+
+
+def check_known(env: Mapping[str, str], also: Iterable[str] = ()) -> None:
+    """Refuse a PUSHPULL_* variable that no role reads: a misspelt setting must not be ignored.
+
+    Args:
+        env: the environment; variables without the prefix are not looked at.
+        also: names known beside the registry.
+
+    Raises:
+        InvalidConfig: naming the variable and the nearest known one.
+    """
+    known = [*VARIABLES, *also]
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name not in known:
+            raise InvalidConfig(f"environment variable {name} is unknown{nearest(name, known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; expected one of {', '.join(names)}"

@@ -1,0 +1,420 @@
+"""Values of `ps_core` to messages of `pushpull.v1` and back.
+
+Rules:
+    - Every message comes from outside: an enum that is unset or unknown and a oneof that is unset
+      are refused, naming the field. What a table's spec says is judged by `TableSpec.validated`.
+    - Defaults of the contract (KERNEL_KIND_UNSPECIFIED means FAST) are filled in here and only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import TypeVar, cast
+
+from ps_core import limits
+from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.keys import (
+    AssignmentEpoch,
+    Incarnation,
+    KeyRange,
+    NodeId,
+    RangeId,
+    Slot,
+    TableId,
+)
+from ps_core.tables import (
+    Codec,
+    DType,
+    Hyperparameters,
+    Initializer,
+    InitializerKind,
+    Kernels,
+    Mode,
+    OptimizerKind,
+    OptimizerSpec,
+    Reduction,
+    Table,
+    TableSpec,
+    TensorSpec,
+)
+from pushpull.v1 import types_pb2
+
+EnumT = TypeVar("EnumT", bound=Enum)
+
+_ROLES = {
+    Role.SERVER: types_pb2.NODE_ROLE_SERVER,
+    Role.WORKER: types_pb2.NODE_ROLE_WORKER,
+    Role.READER: types_pb2.NODE_ROLE_READER,
+}
+_STATES = {
+    NodeState.ALIVE: types_pb2.NODE_STATE_ALIVE,
+    NodeState.SILENT: types_pb2.NODE_STATE_SILENT,
+    NodeState.LEFT: types_pb2.NODE_STATE_LEFT,
+}
+_CODECS = {
+    Codec.FP32: types_pb2.CODEC_FP32,
+    Codec.FP16: types_pb2.CODEC_FP16,
+    Codec.BF16: types_pb2.CODEC_BF16,
+    Codec.FP64: types_pb2.CODEC_FP64,
+}
+_DTYPES = {
+    DType.FLOAT32: types_pb2.DTYPE_FLOAT32,
+    DType.FLOAT16: types_pb2.DTYPE_FLOAT16,
+    DType.BFLOAT16: types_pb2.DTYPE_BFLOAT16,
+    DType.FLOAT64: types_pb2.DTYPE_FLOAT64,
+}
+_OPTIMIZERS = {
+    OptimizerKind.SGD: types_pb2.OPTIMIZER_KIND_SGD,
+    OptimizerKind.ADAM: types_pb2.OPTIMIZER_KIND_ADAM,
+    OptimizerKind.ADAMW: types_pb2.OPTIMIZER_KIND_ADAMW,
+    OptimizerKind.ADAGRAD: types_pb2.OPTIMIZER_KIND_ADAGRAD,
+    OptimizerKind.RMSPROP: types_pb2.OPTIMIZER_KIND_RMSPROP,
+    OptimizerKind.AGGREGATE: types_pb2.OPTIMIZER_KIND_AGGREGATE,
+    OptimizerKind.ASSIGN: types_pb2.OPTIMIZER_KIND_ASSIGN,
+}
+_KERNELS = {
+    Kernels.FAST: types_pb2.KERNEL_KIND_FAST,
+    Kernels.EXACT: types_pb2.KERNEL_KIND_EXACT,
+}
+_REDUCTIONS = {
+    Reduction.MEAN: types_pb2.REDUCTION_MEAN,
+    Reduction.SUM: types_pb2.REDUCTION_SUM,
+}
+
+
+def _inverse(numbers: Mapping[EnumT, int]) -> dict[int, EnumT]:
+    return {int(number): value for value, number in numbers.items()}
+
+
+_ROLE_OF = _inverse(_ROLES)
+_STATE_OF = _inverse(_STATES)
+_CODEC_OF = _inverse(_CODECS)
+_DTYPE_OF = _inverse(_DTYPES)
+_OPTIMIZER_OF = _inverse(_OPTIMIZERS)
+_KERNELS_OF = _inverse(_KERNELS) | {int(types_pb2.KERNEL_KIND_UNSPECIFIED): Kernels.FAST}
+_REDUCTION_OF = _inverse(_REDUCTIONS) | {int(types_pb2.REDUCTION_UNSPECIFIED): Reduction.MEAN}
+
+
+def _known(values: Mapping[int, EnumT], number: int, field: str) -> EnumT:
+    value = values.get(number)
+    if value is None:
+        raise InvalidConfig(_unknown(values, number, field))
+    return value
+
+
+def _unknown(values: Mapping[int, Enum], number: int, field: str) -> str:
+    came = "unset" if number == 0 else f"{number}, which is unknown"
+    names = ", ".join(str(value.value) for value in dict.fromkeys(values.values()))
+    return f"{field} is {came}; expected one of {names}"
+
+
+def role_to_proto(role: Role) -> types_pb2.NodeRole:
+    """The role's number."""
+    return _ROLES[role]
+
+
+def role_from_proto(number: int, field: str = "role") -> Role:
+    """The role of that number.
+
+    Raises:
+        InvalidConfig: it is unset or unknown; the message names `field`.
+    """
+    return _known(_ROLE_OF, number, field)
+
+
+def codec_to_proto(codec: Codec) -> types_pb2.Codec:
+    """The codec's number."""
+    return _CODECS[codec]
+
+
+def codec_from_proto(number: int, field: str = "codec") -> Codec:
+    """The codec of that number. Where unset has a meaning (a pull), the caller tests for 0 first.
+
+    Raises:
+        InvalidTensor: it is unset or unknown: a codec describes a payload.
+    """
+    codec = _CODEC_OF.get(number)
+    if codec is None:
+        raise InvalidTensor(_unknown(_CODEC_OF, number, field))
+    return codec
+
+
+def dtype_to_proto(dtype: DType) -> types_pb2.DType:
+    """The element type's number."""
+    return _DTYPES[dtype]
+
+
+def dtype_from_proto(number: int, field: str = "dtype") -> DType:
+    """The element type of that number.
+
+    Raises:
+        InvalidConfig: it is unset or unknown; the message names `field`.
+    """
+    return _known(_DTYPE_OF, number, field)
+
+
+def session_to_proto(session: Session) -> types_pb2.SessionIdentity:
+    """The identity that every request carries."""
+    return types_pb2.SessionIdentity(
+        cluster_id=session.cluster_id,
+        timeline=session.timeline,
+        node_id=session.node_id,
+        incarnation=session.incarnation,
+        role=role_to_proto(session.role),
+        rank=session.rank,
+        session_token=session.token,
+    )
+
+
+def session_from_proto(message: types_pb2.SessionIdentity) -> Session:
+    """The identity in a request; whether it is genuine is for the receiver to check.
+
+    Raises:
+        InvalidConfig: its role is unset or unknown.
+    """
+    return Session(
+        cluster_id=message.cluster_id,
+        timeline=message.timeline,
+        node_id=NodeId(message.node_id),
+        incarnation=Incarnation(message.incarnation),
+        role=role_from_proto(message.role, "session.role"),
+        rank=message.rank,
+        token=message.session_token,
+    )
+
+
+def hyperparameters_to_proto(values: Hyperparameters) -> list[types_pb2.Hyperparameter]:
+    """The pairs as messages, in their order."""
+    return [types_pb2.Hyperparameter(name=name, value=value) for name, value in values]
+
+
+def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> Hyperparameters:
+    """The pairs, sorted by name. Which names an optimizer has is for `OptimizerSpec.merged` to say.
+
+    Raises:
+        InvalidConfig: a name comes twice, or there are more than limits.MAX_HYPERPARAMETER_COUNT.
+    """
+    pairs = tuple(sorted((message.name, message.value) for message in messages))
+    if len(pairs) > limits.MAX_HYPERPARAMETER_COUNT:
+        raise InvalidConfig(
+            f"hyperparameters has {len(pairs)} entries; expected at most "
+            f"{limits.MAX_HYPERPARAMETER_COUNT}"
+        )
+    for (name, _), (following, _) in zip(pairs, pairs[1:], strict=False):
+        if name == following:
+            raise InvalidConfig(f"hyperparameter '{name}' comes twice; expected each name once")
+    return pairs
+
+
+def optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
+    """The optimizer and its settings."""
+    return types_pb2.OptimizerSpec(
+        kind=_OPTIMIZERS[spec.kind],
+        hyperparameters=hyperparameters_to_proto(spec.hyperparameters),
+        nesterov=spec.nesterov,
+        amsgrad=spec.amsgrad,
+        centered=spec.centered,
+        maximize=spec.maximize,
+        kernels=_KERNELS[spec.kernels],
+    )
+
+
+def optimizer_from_proto(message: types_pb2.OptimizerSpec) -> OptimizerSpec:
+    """The optimizer and its settings.
+
+    Raises:
+        InvalidConfig: a field is unset or unknown; the message names it.
+    """
+    return OptimizerSpec(
+        kind=_known(_OPTIMIZER_OF, message.kind, "optimizer.kind"),
+        hyperparameters=hyperparameters_from_proto(message.hyperparameters),
+        nesterov=message.nesterov,
+        amsgrad=message.amsgrad,
+        centered=message.centered,
+        maximize=message.maximize,
+        kernels=_known(_KERNELS_OF, message.kernels, "optimizer.kernels"),
+    )
+
+
+def _initializer_to_proto(initializer: Initializer) -> types_pb2.Initializer:
+    if initializer.kind is InitializerKind.ZEROS:
+        return types_pb2.Initializer(zeros=types_pb2.ZerosInitializer())
+    if initializer.kind is InitializerKind.CONSTANT:
+        constant = types_pb2.ConstantInitializer(value=initializer.constant)
+        return types_pb2.Initializer(constant=constant)
+    if initializer.kind is InitializerKind.INLINE:
+        return types_pb2.Initializer(inline=types_pb2.InlineInitializer(values=initializer.inline))
+    return types_pb2.Initializer(from_rank_zero=types_pb2.FromRankZeroInitializer())
+
+
+def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        names = ", ".join(kind.value for kind in InitializerKind)
+        raise InvalidConfig(f"initializer.kind is unset; expected one of {names}")
+    return Initializer(
+        kind=InitializerKind(kind), constant=message.constant.value, inline=message.inline.values
+    )
+
+
+def _mode_to_proto(mode: Mode) -> types_pb2.Consistency:
+    if mode is Mode.BSP:
+        return types_pb2.Consistency(bsp=types_pb2.BulkSynchronous())
+    return types_pb2.Consistency(asp=types_pb2.Asynchronous())
+
+
+def _mode_from_proto(message: types_pb2.Consistency) -> Mode:
+    mode = message.WhichOneof("mode")
+    if mode is None:
+        names = ", ".join(mode.value for mode in Mode)
+        raise InvalidConfig(f"consistency.mode is unset; expected one of {names}")
+    return Mode(mode)
+
+
+def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
+    """A table's description."""
+    return types_pb2.TableSpec(
+        name=spec.name,
+        dtype=dtype_to_proto(spec.dtype),
+        element_count=spec.element_count,
+        block_elements=spec.block_elements,
+        tensors=[
+            types_pb2.TensorSpec(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
+            for tensor in spec.tensors
+        ],
+        optimizer=optimizer_to_proto(spec.optimizer),
+        consistency=_mode_to_proto(spec.mode),
+        initializer=_initializer_to_proto(spec.initializer),
+        reduction=_REDUCTIONS[spec.reduction],
+        allow_non_finite=spec.allow_non_finite,
+        gate_bytes=spec.gate_bytes,
+    )
+
+
+def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
+    """A table's description, as it came: `TableSpec.validated` judges it and fills in defaults.
+
+    Raises:
+        InvalidConfig: a field is unset or unknown; the message names it.
+    """
+    return TableSpec(
+        name=message.name,
+        dtype=dtype_from_proto(message.dtype),
+        element_count=message.element_count,
+        optimizer=optimizer_from_proto(message.optimizer),
+        block_elements=message.block_elements,
+        tensors=tuple(
+            TensorSpec(tensor.name, tuple(tensor.shape), tensor.offset)
+            for tensor in message.tensors
+        ),
+        mode=_mode_from_proto(message.consistency),
+        initializer=_initializer_from_proto(message.initializer),
+        reduction=_known(_REDUCTION_OF, message.reduction, "reduction"),
+        allow_non_finite=message.allow_non_finite,
+        gate_bytes=message.gate_bytes,
+    )
+
+
+def table_to_proto(table: Table) -> types_pb2.Table:
+    """A table as the cluster knows it."""
+    return types_pb2.Table(
+        table_id=table.table_id,
+        first_ordinal=table.first_ordinal,
+        spec=spec_to_proto(table.spec),
+    )
+
+
+def table_from_proto(message: types_pb2.Table) -> Table:
+    """A table as the cluster knows it.
+
+    Raises:
+        InvalidConfig: a field of its spec is unset or unknown.
+    """
+    return Table(
+        table_id=TableId(message.table_id),
+        first_ordinal=message.first_ordinal,
+        spec=spec_from_proto(message.spec),
+    )
+
+
+def node_to_proto(node: Node) -> types_pb2.Node:
+    """A node as the scheduler knows it."""
+    return types_pb2.Node(
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        role=role_to_proto(node.role),
+        rank=node.rank,
+        address=node.address,
+        state=_STATES[node.state],
+    )
+
+
+def node_from_proto(message: types_pb2.Node) -> Node:
+    """A node as the scheduler knows it.
+
+    Raises:
+        InvalidConfig: its role or state is unset or unknown.
+    """
+    return Node(
+        node_id=NodeId(message.node_id),
+        incarnation=Incarnation(message.incarnation),
+        role=role_from_proto(message.role, "node.role"),
+        rank=message.rank,
+        address=message.address,
+        state=_known(_STATE_OF, message.state, "node.state"),
+    )
+
+
+def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
+    """Who serves a range; nobody is node 0."""
+    return types_pb2.RangeAssignment(
+        range_id=assignment.range_id,
+        begin_slot=assignment.slots.begin,
+        end_slot=assignment.slots.end,
+        assignment_epoch=assignment.epoch,
+        primary_node_id=cast(int, assignment.primary or 0),
+    )
+
+
+def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
+    """Who serves a range; node 0 is nobody."""
+    return RangeAssignment(
+        range_id=RangeId(message.range_id),
+        slots=KeyRange(Slot(message.begin_slot), Slot(message.end_slot)),
+        epoch=AssignmentEpoch(message.assignment_epoch),
+        primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
+    )
+
+
+def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
+    """The whole view."""
+    return types_pb2.ClusterView(
+        view_number=view.view_number,
+        cluster_id=view.cluster_id,
+        worker_count=view.worker_count,
+        server_count=view.server_count,
+        nodes=[node_to_proto(node) for node in view.nodes],
+        ranges=[range_to_proto(assignment) for assignment in view.ranges],
+        tables=[table_to_proto(table) for table in view.tables],
+        finished=view.finished,
+    )
+
+
+def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
+    """The whole view.
+
+    Raises:
+        InvalidConfig: a field in it is unset or unknown.
+    """
+    return ClusterView(
+        view_number=message.view_number,
+        cluster_id=message.cluster_id,
+        worker_count=message.worker_count,
+        server_count=message.server_count,
+        nodes=tuple(node_from_proto(node) for node in message.nodes),
+        ranges=tuple(range_from_proto(assignment) for assignment in message.ranges),
+        tables=tuple(table_from_proto(table) for table in message.tables),
+        finished=message.finished,
+    )
