@@ -143,9 +143,7 @@ def print_config(config: DataclassInstance) -> None:
         print(f"# {field.name} is not set" if value is None else f"{field.name} = {_toml(value)}")
 
 
-def _add_flag(
-    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: object
-) -> None:
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: object) -> None:
     text = str(field.metadata.get("help", "no description"))
     if _has_default(field):
         default = (
@@ -171,8 +169,7 @@ def _add_flag(
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
     return (
-        field.default is not dataclasses.MISSING
-        or field.default_factory is not dataclasses.MISSING
+        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     )
 
 

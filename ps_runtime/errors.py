@@ -65,7 +65,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 def error_to_proto(error: tree.PushpullError) -> types_pb2.Error:
     """The error as a message; a text over MAX_ERROR_MESSAGE_BYTES is cut, for metadata is limited."""
     return types_pb2.Error(
-        code=types_pb2.ErrorCode.Value(f"ERROR_CODE_{error.code}"),
+        code=cast(types_pb2.ErrorCode, types_pb2.ErrorCode.Value(f"ERROR_CODE_{error.code}")),
         message=_bounded(error.message),
         retry_after_ms=error.retry_after_ms,
         clock=error.clock,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
@@ -374,7 +374,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         begin_slot=assignment.slots.begin,
         end_slot=assignment.slots.end,
         assignment_epoch=assignment.epoch,
-        primary_node_id=cast(int, assignment.primary or 0),
+        primary_node_id=assignment.primary or 0,
     )
 
 
