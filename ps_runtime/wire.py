@@ -141,7 +141,7 @@ def codec_from_proto(number: int, field: str = "codec") -> Codec:
     return codec
 
 
-def dtype_to_proto(dtype: DType) -> types_pb2.DType:
+def dtype_to_proto(dtype: DType) -> types_pb2.Dtype:
     """The element type's number."""
     return _DTYPES[dtype]
 

@@ -22,13 +22,13 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_BF16: _ClassVar[Codec]
     CODEC_FP64: _ClassVar[Codec]
 
-class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    DTYPE_UNSPECIFIED: _ClassVar[DType]
-    DTYPE_FLOAT32: _ClassVar[DType]
-    DTYPE_FLOAT16: _ClassVar[DType]
-    DTYPE_BFLOAT16: _ClassVar[DType]
-    DTYPE_FLOAT64: _ClassVar[DType]
+    DTYPE_UNSPECIFIED: _ClassVar[Dtype]
+    DTYPE_FLOAT32: _ClassVar[Dtype]
+    DTYPE_FLOAT16: _ClassVar[Dtype]
+    DTYPE_BFLOAT16: _ClassVar[Dtype]
+    DTYPE_FLOAT64: _ClassVar[Dtype]
 
 class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -88,11 +88,11 @@ CODEC_FP32: Codec
 CODEC_FP16: Codec
 CODEC_BF16: Codec
 CODEC_FP64: Codec
-DTYPE_UNSPECIFIED: DType
-DTYPE_FLOAT32: DType
-DTYPE_FLOAT16: DType
-DTYPE_BFLOAT16: DType
-DTYPE_FLOAT64: DType
+DTYPE_UNSPECIFIED: Dtype
+DTYPE_FLOAT32: Dtype
+DTYPE_FLOAT16: Dtype
+DTYPE_BFLOAT16: Dtype
+DTYPE_FLOAT64: Dtype
 OPTIMIZER_KIND_UNSPECIFIED: OptimizerKind
 OPTIMIZER_KIND_SGD: OptimizerKind
 OPTIMIZER_KIND_ADAM: OptimizerKind
@@ -257,7 +257,7 @@ class TableSpec(_message.Message):
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     GATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    dtype: DType
+    dtype: Dtype
     element_count: int
     block_elements: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -267,7 +267,7 @@ class TableSpec(_message.Message):
     reduction: Reduction
     allow_non_finite: bool
     gate_bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("table_id", "first_ordinal", "spec")

@@ -1,0 +1,76 @@
+# `make help` lists the targets. Everything runs in .venv, which the first target builds from pinned
+# versions; PYTHON=python3.12 chooses the interpreter, COMPOSE=... the container engine's compose command.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+COMPOSE ?= docker compose
+SEEDS ?= 200
+SEED ?=
+export COMPOSE
+
+BIN := .venv/bin
+READY := .venv/ready
+FAST_TESTS := tests/tidy tests/unit tests/property tests/contract tests/sim tests/integration
+
+.PHONY: help demo test check protos protos-check lint format sim bench system-deps test-system clean
+
+help: ## List the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pushpull needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no ensurepip, so it cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 workers, test accuracy >= 97 %
+	$(BIN)/pushpull train examples/digits_cnn.py --workers 2 --servers 2
+
+test: $(READY) ## Run every test that needs pip packages only
+	$(BIN)/python -m pytest $(FAST_TESTS)
+
+check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
+	$(MAKE) test
+	$(MAKE) sim
+	$(MAKE) demo
+	$(MAKE) system-deps
+	$(MAKE) test-system
+
+protos: $(READY) ## Generate the stubs from protos/ again
+	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. pushpull/v1/*.proto
+
+protos-check: $(READY) ## Fail if the committed stubs are not what the protos give
+	$(BIN)/python -m pytest -q tests/tidy/test_stubs.py
+
+lint: $(READY) ## Lint and type-check the code and the protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHONPATH=.:protos $(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/baseline.binpb
+
+format: $(READY) ## Format the code and apply the lint's safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
+	$(BIN)/python -m pytest tests/sim --sim-seeds=$(SEEDS) $(if $(SEED),--sim-seed=$(SEED))
+
+bench: $(READY) ## Measure, and print JSON with the environment it was measured in
+	$(BIN)/python -m benchmarks
+
+system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)
+	tests/system/install-deps
+
+test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
+	$(BIN)/python -m pytest tests/system
+
+clean: ## Remove .venv and everything generated, but not the committed stubs
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

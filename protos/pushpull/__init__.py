@@ -1,0 +1,1 @@
+"""pushpull: the generated stubs of the contract (`pushpull.v1`)."""
