@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import ps_core
-from pushpull.v1 import types_pb2
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from pushpull.v1 import types_pb2
 
 RECENT_LINE_COUNT = 40
 """Lines of each role's output kept for the message about its end."""
@@ -121,10 +121,13 @@ class ReadyRole:
 class RoleProcess:
     """One running role. Made by `Launcher.start`."""
 
-    def __init__(self, command: RoleCommand, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, command: RoleCommand, popen: subprocess.Popen[bytes], output: IO[bytes]
+    ) -> None:
         self.command = command
         self.pid = popen.pid
         self._popen = popen
+        self._output = output
         self._signal_lock = threading.Lock()
         self._is_reaped = False
         self._recent_lines: deque[str] = deque(maxlen=RECENT_LINE_COUNT)
@@ -185,11 +188,10 @@ class RoleProcess:
         self._watcher.start()
 
     def _read(self, on_line: LineSink) -> None:
-        stream = self._popen.stdout
-        assert stream is not None
-        for line in _lines(stream):
-            self._recent_lines.append(line)
-            on_line(self, line)
+        with self._output:
+            for line in _lines(self._output):
+                self._recent_lines.append(line)
+                on_line(self, line)
 
     def _watch(self, on_exit: ExitSink) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -267,16 +269,21 @@ class Launcher:
     def _fork(self, command: RoleCommand) -> RoleProcess:
         with self._lock:
             self._check_open(command)
-            popen = subprocess.Popen(
-                # -P: a user's scheduler.py in the working directory is not our scheduler.
-                [sys.executable, "-P", "-m", command.module, *command.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=role_environment(os.environ, command.environment),
-                process_group=0,
-            )
-            process = RoleProcess(command, popen)
+            read_end, write_end = os.pipe()
+            output = os.fdopen(read_end, "rb")
+            try:
+                popen = subprocess.Popen(
+                    # -P: a user's scheduler.py in the working directory is not our scheduler.
+                    [sys.executable, "-P", "-m", command.module, *command.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=subprocess.STDOUT,
+                    env=role_environment(os.environ, command.environment),
+                    process_group=0,
+                )
+            finally:
+                os.close(write_end)
+            process = RoleProcess(command, popen, output)
             self._processes.append(process)
         process.watch(self._on_line, self._on_exit)
         return process
@@ -324,7 +331,7 @@ class Launcher:
         for process in self.processes:
             process.stop(signal.SIGKILL)
 
-    def __enter__(self) -> Launcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -375,7 +382,7 @@ def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> 
 
 
 def _package_roots() -> list[Path]:
-    """The folders that hold our packages, unless Python finds them by itself (an installed wheel)."""
+    """The folders that hold our packages, less those that Python finds by itself."""
     found = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
     return [root for root in found if root.name not in ("site-packages", "dist-packages")]
 
@@ -405,7 +412,9 @@ class ClusterShape:
                 raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
 
 
-def start_scheduler(launcher: Launcher, shape: ClusterShape) -> ReadyRole:
+def start_scheduler(
+    launcher: Launcher, shape: ClusterShape, deadline_s: float = READY_DEADLINE_S
+) -> ReadyRole:
     """Start the scheduler of a local cluster and wait until it serves.
 
     Blocking: as `Launcher.wait_ready`.
@@ -422,7 +431,7 @@ def start_scheduler(launcher: Launcher, shape: ClusterShape) -> ReadyRole:
         f"--servers={shape.server_count}",
         f"--ready-file={launcher.ready_file(bare)}",
     )
-    return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)))
+    return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
 
 
 def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> list[RoleProcess]:

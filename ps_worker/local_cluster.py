@@ -1,0 +1,85 @@
+"""An embedded cluster for notebooks and tests: one call, real processes, gone with their parent."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Self
+
+from ps_runtime.launcher import (
+    READY_DEADLINE_S,
+    ClusterShape,
+    Launcher,
+    start_scheduler,
+    start_servers,
+)
+
+
+class LocalCluster:
+    """A scheduler and servers on this machine; workers connect from this or any other process.
+
+    The processes end with `stop`, at the end of the `with` block, and when this process ends,
+    however it ends: a SIGKILL leaves nothing behind.
+
+    Args:
+        servers: how many servers.
+        workers: how many workers clock 1 of a BSP table waits for.
+        ready_deadline_s: how long each role may take until it serves.
+
+    Blocking: until all roles serve.
+
+    Raises:
+        InvalidConfig: `servers` or `workers` is below 1.
+        Recovering: a role ended before it served; the message has its last lines.
+        WaitExpired: a role did not serve in time; the message has its last lines.
+    """
+
+    def __init__(
+        self, servers: int = 1, workers: int = 1, ready_deadline_s: float = READY_DEADLINE_S
+    ) -> None:
+        shape = ClusterShape(server_count=servers, worker_count=workers)
+        self._launcher = Launcher()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._launcher.stop)
+            self._scheduler = start_scheduler(self._launcher, shape, ready_deadline_s)
+            for process in start_servers(self._launcher, shape, self._scheduler.address):
+                self._launcher.wait_ready(process, ready_deadline_s)
+            undo.pop_all()
+
+    @property
+    def address(self) -> str:
+        """The scheduler's "host:port", as `ps.connect` takes it."""
+        return self._scheduler.address
+
+    @property
+    def http_address(self) -> str:
+        """The scheduler's "host:port" for /metrics and /healthz."""
+        return self._scheduler.http_address
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The process id of each role by its name: "scheduler", "server 0", ..."""
+        return {process.name: process.pid for process in self._launcher.processes}
+
+    def stop(self) -> None:
+        """End all processes. Idempotent.
+
+        Blocking: a few seconds at most.
+        """
+        self._launcher.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def local_cluster(
+    servers: int = 1, workers: int = 1, ready_deadline_s: float = READY_DEADLINE_S
+) -> LocalCluster:
+    """Start a cluster on this machine; see `LocalCluster`.
+
+    >>> with local_cluster(servers=2, workers=1) as cluster:  # doctest: +SKIP
+    ...     client = ps_worker.connect(cluster.address)
+    """
+    return LocalCluster(servers, workers, ready_deadline_s)
