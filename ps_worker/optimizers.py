@@ -1,0 +1,285 @@
+"""Optimizers that run on the servers, named and numbered as torch.optim has them.
+
+Each is a frozen dataclass whose fields are the keys of a `torch.optim` parameter group, so that a
+group and an optimizer can be turned into each other, and torch's learning-rate schedulers find the
+names that they look for.
+
+Rules:
+    - Fields, defaults and bounds are those of the `torch.optim` namesake.
+    - `hyperparameters` gives the numbers that travel with each step; the switches (`nesterov`,
+      `amsgrad`, `centered`, `maximize`) and `initial_accumulator_value` are the table's for good.
+
+What it deliberately does not do: arithmetic (the servers do), or touch tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables import (
+    HYPERPARAMETER_DEFAULTS,
+    Hyperparameters,
+    Kernels,
+    OptimizerKind,
+    OptimizerSpec,
+)
+
+_SWITCHES = ("nesterov", "amsgrad", "centered", "maximize")
+_FIXED_AT_CREATION = ("initial_accumulator_value",)
+
+
+class SupportsFloat(Protocol):
+    """A number: a float, an int, a one-element tensor (torch allows tensors as learning rates)."""
+
+    def __float__(self) -> float: ...
+
+
+class ServerOptimizer:
+    """Base of the optimizers below: conversion from and to parameter groups and table settings."""
+
+    __slots__ = ()
+    kind: ClassVar[OptimizerKind]
+
+    def defaults(self) -> dict[str, Any]:
+        """The keys and values of a torch parameter group with these settings."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
+        """The optimizer as a table's setting, every number filled in."""
+        group = self.defaults()
+        switches = {name: bool(group[name]) for name in _SWITCHES if name in group}
+        return OptimizerSpec(
+            kind=self.kind,
+            hyperparameters=hyperparameters(self.kind, group),
+            kernels=kernels,
+            **switches,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(ServerOptimizer):
+    """`torch.optim.SGD`, on the servers.
+
+    Raises:
+        InvalidConfig: a number out of bounds, or Nesterov without momentum or with dampening.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.SGD
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "lr", "momentum", "weight_decay")
+        _require_number("SGD", "dampening", self.dampening)
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise InvalidConfig(
+                f"SGD: nesterov needs momentum above 0 and dampening 0; got momentum "
+                f"{self.momentum} and dampening {self.dampening}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(ServerOptimizer):
+    """`torch.optim.Adam`, on the servers.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ADAM
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "lr", "eps", "weight_decay")
+        _require_betas("Adam", self.betas)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(ServerOptimizer):
+    """`torch.optim.AdamW`, on the servers.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ADAMW
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    amsgrad: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "lr", "eps", "weight_decay")
+        _require_betas("AdamW", self.betas)
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad(ServerOptimizer):
+    """`torch.optim.Adagrad`, on the servers.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ADAGRAD
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _require_not_negative(
+            self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RMSprop(ServerOptimizer):
+    """`torch.optim.RMSprop`, on the servers.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.RMSPROP
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "lr", "alpha", "eps", "weight_decay", "momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate(ServerOptimizer):
+    """The servers reduce the gradients; each worker runs its own torch optimizer on the result.
+
+    Needs BSP. All workers run the same optimizer on the same reduced gradient, so their parameters
+    stay equal.
+
+    Args:
+        factory: Builds the torch optimizer from parameter groups, for instance
+            ``functools.partial(torch.optim.NAdam, lr=1e-3)``. Needed by `DistributedOptimizer`; a
+            table made by hand has no use for it.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.AGGREGATE
+
+    factory: Callable[[list[dict[str, Any]]], Any] | None = None
+
+    def defaults(self) -> dict[str, Any]:
+        """None: the groups belong to the worker's own optimizer."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Assign(ServerOptimizer):
+    """The reduced contribution replaces the table's value: running statistics, averages."""
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ASSIGN
+
+
+def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
+    """The numbers of a torch parameter group that `kind` has, sorted by name.
+
+    `betas` become `beta1` and `beta2`; one-element tensors become floats; other keys are ignored.
+
+    Raises:
+        InvalidConfig: a number is missing, is no number, or is not finite.
+    """
+    found = []
+    for name in HYPERPARAMETER_DEFAULTS[kind]:
+        key, index = ("betas", int(name[-1]) - 1) if name.startswith("beta") else (name, None)
+        if key not in group:
+            raise InvalidConfig(f"the parameter group has no '{key}', which {kind.value} needs")
+        value = group[key] if index is None else group[key][index]
+        found.append((name, _require_number(kind.value, name, value)))
+    return tuple(sorted(found))
+
+
+_Optimizer = TypeVar("_Optimizer", bound=ServerOptimizer)
+
+
+def for_group(optimizer: _Optimizer, group: Mapping[str, Any]) -> _Optimizer:
+    """`optimizer` with what a parameter group says instead, validated.
+
+    Raises:
+        InvalidConfig: as the optimizer's own constructor.
+    """
+    return type(optimizer)(
+        **{key: group.get(key, own) for key, own in optimizer.defaults().items()}
+    )
+
+
+def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) -> None:
+    """Refuse a group whose switches have been changed since its table was created.
+
+    Raises:
+        InvalidConfig: naming the switch.
+    """
+    for name in _SWITCHES:
+        if name in group and bool(group[name]) != getattr(spec, name):
+            raise InvalidConfig(
+                f"'{name}' of table '{table}' is {getattr(spec, name)} for good; the parameter "
+                f"group now says {group[name]}"
+            )
+    created = dict(spec.hyperparameters)
+    for name in _FIXED_AT_CREATION:
+        if name in group and name in created and float(group[name]) != created[name]:
+            raise InvalidConfig(
+                f"'{name}' of table '{table}' is {created[name]} for good; the parameter group now "
+                f"says {group[name]}"
+            )
+
+
+def _require_number(optimizer: str, name: str, value: SupportsFloat) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidConfig(f"{optimizer}: {name} is {value!r}; expected a number") from error
+    if not math.isfinite(number):
+        raise InvalidConfig(f"{optimizer}: {name} is {number}; expected a finite number")
+    return number
+
+
+def _require_not_negative(optimizer: ServerOptimizer, *names: str) -> None:
+    for name in names:
+        label = type(optimizer).__name__
+        number = _require_number(label, name, getattr(optimizer, name))
+        if number < 0:
+            raise InvalidConfig(f"{label}: {name} is {number}; expected 0 or more")
+
+
+def _require_betas(optimizer: str, betas: object) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise InvalidConfig(f"{optimizer}: betas are {betas!r}; expected two numbers")
+    for index, beta in enumerate(betas):
+        number = _require_number(optimizer, f"beta{index + 1}", beta)
+        if not 0.0 <= number < 1.0:
+            raise InvalidConfig(f"{optimizer}: beta{index + 1} is {number}; expected 0 <= beta < 1")

@@ -1,0 +1,94 @@
+"""The worker's optimizer descriptions: torch's defaults, torch's bounds, torch's group keys."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
+from ps_worker import optimizers
+from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, RMSprop, ServerOptimizer
+
+PAIRS: list[tuple[type[ServerOptimizer], type[torch.optim.Optimizer]]] = [
+    (SGD, torch.optim.SGD),
+    (Adam, torch.optim.Adam),
+    (AdamW, torch.optim.AdamW),
+    (Adagrad, torch.optim.Adagrad),
+    (RMSprop, torch.optim.RMSprop),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_defaults_are_those_of_torch(
+    ours: type[ServerOptimizer], theirs: type[torch.optim.Optimizer]
+) -> None:
+    signature = inspect.signature(theirs)
+    for name, value in ours().defaults().items():
+        assert signature.parameters[name].default == value, name
+    spec = ours().spec()
+    assert dict(spec.hyperparameters) == HYPERPARAMETER_DEFAULTS[ours.kind]
+
+
+BAD: list[tuple[type[ServerOptimizer], dict[str, Any], str]] = [
+    (SGD, {"lr": -1.0}, "lr is -1.0"),
+    (SGD, {"momentum": -0.1}, "momentum is -0.1"),
+    (SGD, {"weight_decay": -0.1}, "weight_decay"),
+    (SGD, {"nesterov": True}, "nesterov needs momentum"),
+    (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening 0"),
+    (SGD, {"lr": float("nan")}, "finite"),
+    (SGD, {"lr": "fast"}, "expected a number"),
+    (Adam, {"betas": (1.0, 0.9)}, "beta1 is 1.0"),
+    (Adam, {"betas": (0.9, -0.1)}, "beta2 is -0.1"),
+    (Adam, {"betas": (0.9,)}, "two numbers"),
+    (AdamW, {"eps": -1.0}, "eps"),
+    (Adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value"),
+    (Adagrad, {"lr_decay": -1.0}, "lr_decay"),
+    (RMSprop, {"alpha": -1.0}, "alpha"),
+    (RMSprop, {"momentum": -1.0}, "momentum"),
+]
+
+
+@pytest.mark.parametrize(("ours", "arguments", "message"), BAD)
+def test_bounds_are_those_of_torch(
+    ours: type[ServerOptimizer], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        ours(**arguments)
+
+
+def test_numbers_come_from_a_torch_group_by_torchs_names() -> None:
+    parameter = torch.zeros(1, requires_grad=True)
+    group = torch.optim.Adam([parameter], lr=torch.tensor(0.5), betas=(0.8, 0.99)).param_groups[0]
+    assert dict(optimizers.hyperparameters(OptimizerKind.ADAM, group)) == {
+        "lr": 0.5, "beta1": 0.8, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0,
+    }  # fmt: skip
+    with pytest.raises(InvalidConfig, match="no 'momentum'"):
+        optimizers.hyperparameters(OptimizerKind.SGD, group)
+
+
+def test_a_group_overrides_what_the_optimizer_says() -> None:
+    chosen = optimizers.for_group(SGD(lr=0.1), {"lr": 0.2, "momentum": 0.9, "nesterov": True})
+    assert chosen == SGD(lr=0.2, momentum=0.9, nesterov=True)
+    spec = chosen.spec(Kernels.EXACT)
+    assert (
+        spec.nesterov and spec.kernels is Kernels.EXACT and dict(spec.hyperparameters)["lr"] == 0.2
+    )
+    with pytest.raises(InvalidConfig, match="lr is -3"):
+        optimizers.for_group(SGD(), {"lr": -3})
+
+
+def test_switches_are_for_good() -> None:
+    spec = Adagrad(initial_accumulator_value=0.5).spec()
+    optimizers.check_switches(spec, {"lr": 7, "maximize": False}, "t")
+    with pytest.raises(InvalidConfig, match="'maximize' of table 't'"):
+        optimizers.check_switches(spec, {"maximize": True}, "t")
+    with pytest.raises(InvalidConfig, match="initial_accumulator_value"):
+        optimizers.check_switches(spec, {"initial_accumulator_value": 0.1}, "t")
+
+
+def test_aggregate_has_no_numbers() -> None:
+    assert Aggregate(torch.optim.SGD).spec().hyperparameters == ()
