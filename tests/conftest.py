@@ -1,0 +1,26 @@
+"""What every kind of test shares: the seeds of a simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of `make sim`."""
+    group = parser.getgroup("simulation")
+    group.addoption(
+        "--sim-seeds",
+        type=int,
+        default=20,
+        help="how many seeds each simulation runs, from 0 up (default: %(default)s)",
+    )
+    group.addoption("--sim-seed", type=int, default=None, help="run this seed alone")
+
+
+@pytest.fixture(scope="session")
+def sim_seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """The seeds that a simulation runs: those of `--sim-seeds`, or the one of `--sim-seed`."""
+    only: int | None = request.config.getoption("--sim-seed")
+    if only is not None:
+        return (only,)
+    return tuple(range(request.config.getoption("--sim-seeds")))
