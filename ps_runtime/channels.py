@@ -1,7 +1,7 @@
 """gRPC channels and event loops, tuned once for every role.
 
-The sizes were measured (docs/ARCHITECTURE.md): with gRPC's default frame, write-buffer and look-ahead
-sizes a stream of 1 MiB messages runs at 1.0-1.4 GB/s on one machine, with these at 1.8-2.2.
+The sizes were measured (docs/ARCHITECTURE.md): with gRPC's default frame, write-buffer and
+look-ahead sizes a stream of 1 MiB messages runs at 1.0-1.4 GB/s on one machine, with these at 1.8-2.2.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def aio_channel(address: str) -> grpc.aio.Channel:
 def tune_allocator() -> bool:
     """Keep freed blocks in the process: twice the throughput of the data path.
 
-    By default glibc maps every 1 MiB payload anew: an mmap, 256 page faults and an munmap each. With
-    the thresholds raised the memory is reused.
+    By default glibc maps every 1 MiB payload anew: an mmap, 256 page faults and an munmap each.
+    With the thresholds raised the memory is reused.
 
     Returns:
         Whether the allocator took the setting; False where it is not glibc's.

@@ -12,5 +12,5 @@ _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now_s() -> float:
-    """Seconds since some fixed moment of this machine; never goes back, never compared across machines."""
+    """Seconds since some fixed moment; never goes back, and never compared between machines."""
     return time.clock_gettime(_CLOCK_ID)

@@ -1,9 +1,9 @@
 """Settings of a role: flag over environment over file over default, resolved once at start.
 
 A role's settings are one frozen dataclass; each field carries ``metadata={"help": ...}``. Field
-`http_listen` is flag ``--http-listen``, variable ``PUSHPULL_HTTP_LISTEN`` and key ``http_listen`` of a
-TOML file. Unknown keys are errors that name the nearest known one. Types: str, int, float, bool, Path,
-tuple[str, ...] (commas), and each of them or None.
+`http_listen` is flag ``--http-listen``, variable ``PUSHPULL_HTTP_LISTEN`` and key ``http_listen``
+of a TOML file. Unknown keys are errors that name the nearest known one. Types: str, int, float,
+bool, Path, tuple[str, ...] (commas), and each of them or None.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def resolve(
     """The settings of `cls`: flag, else PUSHPULL_<FIELD>, else the file's key, else the default.
 
     Args:
+        cls: a dataclass.
         flags: by field name; None means not given. Names that are no field are not looked at, so
             that ``vars(parser.parse_args())`` can be passed whole.
         env: the environment; an empty value counts as not given.
@@ -118,8 +119,8 @@ def from_command_line(
 ) -> DataclassT:
     """What an entry point does with its command line: parse, resolve, and print if asked to.
 
-    Ends the process with status 0 after --print-config, and with status 2 and one line on stderr when
-    a setting is wrong.
+    Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when a
+    setting is wrong.
     """
     parser = argument_parser(cls, description)
     arguments = vars(parser.parse_args(argv))

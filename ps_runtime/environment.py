@@ -28,11 +28,11 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a push or pull of a worker may wait.",
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
     "PUSHPULL_GATE_BYTES": "Gate memory of a table on a server where the table does not say.",
-    "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between heartbeats, as the scheduler tells its nodes.",
+    "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between two heartbeats of a node.",
     "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",
     "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
-    "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when the process that started it ends.",
+    "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",
     "PUSHPULL_THREADS": "Threads that torch uses in the role; 0 leaves torch's own choice.",
 }
 """Name to meaning, in the order of docs and --help."""

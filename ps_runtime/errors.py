@@ -1,7 +1,7 @@
 """The translator between the error tree and gRPC: the only place that knows both.
 
-A call that fails as a whole carries its error twice: as a gRPC status that any client understands, and
-as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A method
+A call that fails as a whole carries its error twice: as a gRPC status that any client understands,
+and as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A method
 wrapped with `translated` never ends as UNKNOWN: what is not in the catalogue is logged with its
 traceback and answered as INTERNAL.
 """
@@ -57,13 +57,13 @@ _WITHOUT_DETAIL: dict[grpc.StatusCode, type[tree.PushpullError]] = {
     grpc.StatusCode.UNIMPLEMENTED: tree.InvalidConfig,
 }
 _OVER_THE_LIMIT = "larger than max"
-"""gRPC's words for a message over the limit, which has the status of an overload but no retry helps."""
+"""gRPC's words for a message over the limit: the status is that of an overload, but no retry helps."""
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def error_to_proto(error: tree.PushpullError) -> types_pb2.Error:
-    """The error as a message; a text over MAX_ERROR_MESSAGE_BYTES is cut, for metadata is limited."""
+    """The error as a message; a text over MAX_ERROR_MESSAGE_BYTES is cut: metadata is limited."""
     return types_pb2.Error(
         code=cast(types_pb2.ErrorCode, types_pb2.ErrorCode.Value(f"ERROR_CODE_{error.code}")),
         message=_bounded(error.message),
@@ -100,8 +100,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: tree.Pushpul
 def from_rpc_error(failure: grpc.RpcError) -> tree.PushpullError:
     """The error that a failed call means.
 
-    Without `pushpull-error-bin` the failure is gRPC's own (nobody listens, a deadline passed) and is
-    told by its status.
+    Without `pushpull-error-bin` the failure is gRPC's own (nobody listens, a deadline passed) and
+    is told by its status.
     """
     call = cast(grpc.Call, failure)
     for key, value in cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ()):
@@ -120,8 +120,9 @@ def from_rpc_error(failure: grpc.RpcError) -> tree.PushpullError:
 def translated(method: MethodT) -> MethodT:
     """Wrap a servicer method (coroutine or async generator) so that its exceptions become statuses.
 
-    A `PushpullError` ends the call by the catalogue. Anything else is a bug of ours: logged with its
-    traceback, answered as INTERNAL without its text, which is nobody's business across the wire.
+    A `PushpullError` ends the call by the catalogue; a message that does not parse is an
+    InvalidTensor. Anything else is a bug of ours: logged with its traceback, answered as INTERNAL
+    without its text, which is nobody's business across the wire.
     """
     if inspect.isasyncgenfunction(method):
 
@@ -130,7 +131,7 @@ def translated(method: MethodT) -> MethodT:
             try:
                 async for response in method(self, request, context):
                     yield response
-            except Exception as failure:
+            except Exception as failure:  # noqa: BLE001 - a status for every failure is the point
                 await _end(method, context, failure)
 
         return cast(MethodT, stream)
@@ -139,7 +140,7 @@ def translated(method: MethodT) -> MethodT:
     async def unary(self: object, request: Any, context: Any) -> Any:
         try:
             return await method(self, request, context)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - as above
             await _end(method, context, failure)
 
     return cast(MethodT, unary)
@@ -153,6 +154,8 @@ async def _end(
     """Abort as `failure` says, if there is still somebody to tell."""
     if isinstance(failure, grpc.aio.AbortError) or context.done():
         raise failure
+    if isinstance(failure, DecodeError):
+        failure = tree.InvalidTensor(f"a message of the stream does not parse: {failure}")
     if isinstance(failure, tree.PushpullError):
         if failure.code == "INTERNAL":
             logs.exception("call_failed", failure, method=method.__qualname__)

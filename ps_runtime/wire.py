@@ -3,13 +3,15 @@
 Rules:
     - Every message comes from outside: an enum that is unset or unknown and a oneof that is unset
       are refused, naming the field. What a table's spec says is judged by `TableSpec.validated`.
-    - Defaults of the contract (KERNEL_KIND_UNSPECIFIED means FAST) are filled in here and only here.
+    - Defaults of the contract (KERNEL_KIND_UNSPECIFIED means FAST) are filled in here and nowhere
+      else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from itertools import pairwise
 from typing import TypeVar
 
 from ps_core import limits
@@ -202,7 +204,7 @@ def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> 
             f"hyperparameters has {len(pairs)} entries; expected at most "
             f"{limits.MAX_HYPERPARAMETER_COUNT}"
         )
-    for (name, _), (following, _) in zip(pairs, pairs[1:], strict=False):
+    for (name, _), (following, _) in pairwise(pairs):
         if name == following:
             raise InvalidConfig(f"hyperparameter '{name}' comes twice; expected each name once")
     return pairs
