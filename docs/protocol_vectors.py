@@ -1,0 +1,254 @@
+"""Makes docs/protocol_vectors.json and the worked messages inside docs/PROTOCOL.md from the code.
+
+`python docs/protocol_vectors.py` writes both; tests/unit/test_protocol_vectors.py fails when either
+is not what this script would write. Run it with the repository root and protos/ on the path (both
+are, once the project is installed).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from wire_dump import dump
+from worked_messages import EXAMPLE_TOKEN_KEY, WorkedMessage, example_session, worked_messages
+
+from ps_core import codec as codecs
+from ps_core.keys import key_ranges, range_of_slot, slot_of_ordinal
+from ps_core.tables import (
+    Codec,
+    DType,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableId,
+    TableSpec,
+    TensorSpec,
+    pack_presence,
+)
+
+DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "PROTOCOL.md"
+VECTORS = DOCS / "protocol_vectors.json"
+
+ORDINALS = (0, 1, 2, 3, 4, 5, 100, 65_535, 65_536, 65_537, 1_000_000, 2**32, 2**53 - 1)
+RANGE_COUNTS = (1, 2, 3, 7, 256, 1000, 65_536)
+SLOTS = (0, 1, 255, 256, 257, 21_845, 21_846, 32_767, 32_768, 40_503, 65_534, 65_535)
+CODEC_VALUES = (0.0, -0.0, 1.0, -2.0, 0.5, 0.1, -0.3, 3.140625, 1e-7, 65_504.0, float("inf"))
+PRESENCE = (
+    (True,),
+    (False,),
+    (True, False, True),
+    (False,) * 9,
+    (False,) * 8 + (True,),
+    (True,) * 9,
+    (True, True, False, False, True, False, True, False, False, True),
+)
+
+
+def slot_vectors() -> list[dict[str, int]]:
+    """Ordinals and their slots."""
+    return [{"ordinal": n, "slot": slot_of_ordinal(n)} for n in ORDINALS]
+
+
+def range_vectors() -> list[dict[str, Any]]:
+    """For each number of ranges: its first and last bounds, and the ranges of some slots."""
+    found = []
+    for count in RANGE_COUNTS:
+        ranges = key_ranges(count)
+        picked = sorted({0, 1, count // 2, count - 1} & set(range(count)))
+        found.append(
+            {
+                "range_count": count,
+                "ranges": [
+                    {"range": i, "begin_slot": ranges[i].begin, "end_slot": ranges[i].end}
+                    for i in picked
+                ],
+                "slots": [{"slot": s, "range": range_of_slot(s, count)} for s in SLOTS],
+            }
+        )
+    return found
+
+
+def layout_tables() -> tuple[Table, ...]:
+    """The tables whose layout the vectors spell out."""
+
+    def table(first_ordinal: int, block_elements: int, *shapes: tuple[int, ...]) -> Table:
+        tensors, end = [], 0
+        for index, shape in enumerate(shapes):
+            tensors.append(TensorSpec(f"t{index}", shape, end))
+            end += tensors[-1].element_count
+        spec = TableSpec(
+            name="vectors",
+            dtype=DType.FLOAT32,
+            element_count=end,
+            optimizer=OptimizerSpec(OptimizerKind.SGD),
+            block_elements=block_elements,
+            tensors=tuple(tensors),
+        )
+        return Table(TableId(1), first_ordinal, spec.validated())
+
+    return (
+        table(0, 64, (3, 4)),
+        table(7, 64, (8, 8), (64,)),
+        table(1000, 128, (10, 20), (), (0, 3), (5,), (300,)),
+    )
+
+
+def layout_vectors() -> list[dict[str, Any]]:
+    """Tables cut into blocks: lengths, places in the key space, tensors of each block."""
+    range_count = 256
+    found = []
+    for table in layout_tables():
+        spec = table.spec
+        blocks = [
+            {
+                "block": block,
+                "begin": block * spec.block_elements,
+                "length": table.block_length(block),
+                "slot": slot_of_ordinal(table.first_ordinal + block),
+                "range": table.range_of_block(block, range_count),
+                "segments": [
+                    {"tensor": s.tensor, "begin": s.begin, "end": s.end}
+                    for s in table.segments(block)
+                ],
+            }
+            for block in range(table.block_count)
+        ]
+        found.append(
+            {
+                "first_ordinal": table.first_ordinal,
+                "range_count": range_count,
+                "element_count": spec.element_count,
+                "block_elements": spec.block_elements,
+                "tensors": [
+                    {"name": t.name, "shape": list(t.shape), "offset": t.offset}
+                    for t in spec.tensors
+                ],
+                "blocks": blocks,
+            }
+        )
+    return found
+
+
+def _json_number(value: float) -> float | str:
+    return value if np.isfinite(value) else str(value)
+
+
+def codec_vectors() -> list[dict[str, Any]]:
+    """Values, their bytes, and what the bytes decode to; infinity is the string "inf"."""
+    values = np.array(CODEC_VALUES, dtype=np.float64)
+    found = []
+    for codec in Codec:
+        payload = codecs.encode(values, codec)
+        decoded = codecs.decode(payload, codec)
+        found.append(
+            {
+                "codec": codec.value,
+                "element_bytes": codec.element_bytes,
+                "values": [_json_number(v) for v in CODEC_VALUES],
+                "hex": payload.hex(),
+                "decoded": [_json_number(float(v)) for v in decoded],
+            }
+        )
+    return found
+
+
+def presence_vectors() -> list[dict[str, Any]]:
+    """Which segments are present, and the bitmap."""
+    return [{"present": list(p), "hex": pack_presence(p).hex()} for p in PRESENCE]
+
+
+def token_vector() -> dict[str, Any]:
+    """An identity, the text that is signed, and the token."""
+    session = example_session()
+    return {
+        "token_key": EXAMPLE_TOKEN_KEY.hex(),
+        "cluster_id": session.cluster_id,
+        "timeline": session.timeline.hex(),
+        "node_id": session.node_id,
+        "incarnation": session.incarnation,
+        "role": session.role.value,
+        "rank": session.rank,
+        "session_token": session.signed(EXAMPLE_TOKEN_KEY).hex(),
+    }
+
+
+def serialized(message: Message) -> bytes:
+    """The message's bytes, fields in the order of their numbers."""
+    return message.SerializeToString(deterministic=True)
+
+
+def message_vectors() -> list[dict[str, str]]:
+    """The worked messages as they go over the wire."""
+    return [
+        {
+            "name": worked.name,
+            "type": worked.message.DESCRIPTOR.full_name,
+            "hex": serialized(worked.message).hex(),
+        }
+        for worked in worked_messages()
+    ]
+
+
+def vectors() -> dict[str, Any]:
+    """Everything in docs/protocol_vectors.json."""
+    return {
+        "about": "Made by docs/protocol_vectors.py; docs/PROTOCOL.md explains each part.",
+        "slots": slot_vectors(),
+        "ranges": range_vectors(),
+        "layouts": layout_vectors(),
+        "presence": presence_vectors(),
+        "codecs": codec_vectors(),
+        "token": token_vector(),
+        "messages": message_vectors(),
+    }
+
+
+def vectors_text() -> str:
+    """The text of docs/protocol_vectors.json: one vector a line."""
+    parts = []
+    for key, value in vectors().items():
+        if isinstance(value, list):
+            rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in value)
+            parts.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def worked_text(worked: WorkedMessage) -> str:
+    """One worked message as it stands on the page: a sentence, then its bytes, field by field."""
+    name = worked.message.DESCRIPTOR.name
+    payload = serialized(worked.message)
+    lines = dump(payload, worked.message.DESCRIPTOR)
+    return f"\n{worked.caption} `{name}`, {len(payload)} bytes:\n\n```text\n{lines}\n```\n"
+
+
+def page_text(page: str) -> str:
+    """The page with each of its generated parts made anew.
+
+    Raises:
+        ValueError: the page lacks the markers of a part.
+    """
+    for worked in worked_messages():
+        begin, end = f"<!-- generated: {worked.name} -->\n", f"<!-- end: {worked.name} -->\n"
+        head, found_begin, rest = page.partition(begin)
+        _, found_end, tail = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ValueError(f"{PAGE.name} lacks the markers {begin.strip()} and {end.strip()}")
+        page = head + begin + worked_text(worked) + "\n" + end + tail
+    return page
+
+
+def main() -> None:
+    """Writes both files."""
+    VECTORS.write_text(vectors_text())
+    PAGE.write_text(page_text(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
