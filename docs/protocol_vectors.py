@@ -1,8 +1,7 @@
 """Makes docs/protocol_vectors.json and the worked messages inside docs/PROTOCOL.md from the code.
 
-`python docs/protocol_vectors.py` writes both; tests/unit/test_protocol_vectors.py fails when either
-is not what this script would write. Run it with the repository root and protos/ on the path (both
-are, once the project is installed).
+`python -m docs.protocol_vectors`, run in the repository root, writes both;
+tests/unit/test_protocol_vectors.py fails when either is not what this script would write.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
-from wire_dump import dump
-from worked_messages import EXAMPLE_TOKEN_KEY, WorkedMessage, example_session, worked_messages
 
+from docs.wire_dump import dump
+from docs.worked_messages import EXAMPLE_TOKEN_KEY, WorkedMessage, example_session, worked_messages
 from ps_core import codec as codecs
-from ps_core.keys import key_ranges, range_of_slot, slot_of_ordinal
+from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.tables import (
     Codec,
     DType,
     OptimizerKind,
     OptimizerSpec,
     Table,
-    TableId,
     TableSpec,
     TensorSpec,
     pack_presence,
@@ -67,7 +65,7 @@ def range_vectors() -> list[dict[str, Any]]:
                     {"range": i, "begin_slot": ranges[i].begin, "end_slot": ranges[i].end}
                     for i in picked
                 ],
-                "slots": [{"slot": s, "range": range_of_slot(s, count)} for s in SLOTS],
+                "slots": [{"slot": s, "range": range_of_slot(Slot(s), count)} for s in SLOTS],
             }
         )
     return found

@@ -12,20 +12,16 @@ import json
 import math
 import re
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs import protocol_vectors
 from ps_core import errors, limits
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-sys.path.insert(0, str(DOCS))
-
-import protocol_vectors  # noqa: E402
-
 VECTORS: dict[str, Any] = json.loads((DOCS / "protocol_vectors.json").read_text())
 PAGE = (DOCS / "PROTOCOL.md").read_text()
 FORMATS = {"fp32": "<f", "fp16": "<e", "fp64": "<d"}
