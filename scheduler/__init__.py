@@ -1,0 +1,1 @@
+"""The scheduler: membership, tables and placement; `python -m scheduler` runs it."""

@@ -1,0 +1,207 @@
+"""Who may become a node: every check of a registration, and the words of every refusal.
+
+Rules:
+    - A refusal changes nothing and says what came, what was expected and, where a place is taken,
+      who has it.
+    - Checks that concern the request alone come before those that concern the cluster.
+
+What it deliberately does not do: change the state, or answer repeated requests
+(`scheduler.cluster`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ps_core import limits
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded
+from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
+
+PROTOCOL_VERSION = 1
+REGISTRATION_ID_BYTES = 16
+MAX_ADDRESS_BYTES = 300
+MAX_FINGERPRINT_BYTES = 1024
+MAX_FEATURE_COUNT = 64
+MAX_FEATURE_BYTES = 64
+_LISTED_COUNT = 8
+_WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they are refused
+
+Describe = Callable[[Node], str]
+"""Says who a node is and when it was last heard."""
+
+
+def check_request(request: Registration, settings: ClusterSettings) -> None:
+    """Refuse what is wrong with the request in itself, or means another cluster.
+
+    Raises:
+        Fenced: it names another cluster.
+        InvalidConfig: anything else, naming the field.
+    """
+    if len(request.registration_id) != REGISTRATION_ID_BYTES:
+        raise InvalidConfig(
+            f"registration_id has {len(request.registration_id)} bytes; expected "
+            f"{REGISTRATION_ID_BYTES}"
+        )
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise InvalidConfig(
+            f"protocol_version is {request.protocol_version}; this cluster speaks "
+            f"{PROTOCOL_VERSION}"
+        )
+    if request.cluster_id not in ("", settings.cluster_id):
+        raise Fenced(
+            f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
+            f"'{settings.cluster_id}'. A scheduler that was started again is a new cluster: "
+            f"its nodes must be started again too"
+        )
+    _check_features(request.features)
+    if request.role is Role.SERVER:
+        _check_address(request.address)
+        _check_fingerprint(request.kernel_fingerprint)
+    if request.role is not Role.WORKER and request.requested_rank is not None:
+        raise InvalidConfig(
+            f"requested_rank is {request.requested_rank}; a {request.role.value} has no rank"
+        )
+
+
+def _check_features(features: tuple[str, ...]) -> None:
+    longest = max((len(name.encode()) for name in features), default=0)
+    if len(features) > MAX_FEATURE_COUNT or longest > MAX_FEATURE_BYTES:
+        raise InvalidConfig(
+            f"features has {len(features)} names of up to {longest} bytes; expected at most "
+            f"{MAX_FEATURE_COUNT} of up to {MAX_FEATURE_BYTES}"
+        )
+
+
+def _check_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    shown = address[:MAX_ADDRESS_BYTES]
+    well_formed = (
+        colon
+        and not any(c.isspace() for c in address)
+        and port.isascii()
+        and port.isdigit()
+        and 1 <= int(port[:6]) <= 65_535
+        and len(address.encode()) <= MAX_ADDRESS_BYTES
+    )
+    if not well_formed:
+        raise InvalidConfig(
+            f"a server's address is '{shown}'; expected 'host:port' with a port from 1 to 65535, "
+            f"at most {MAX_ADDRESS_BYTES} bytes"
+        )
+    if host in _WILDCARDS:
+        raise InvalidConfig(
+            f"a server's address is '{shown}': nobody can reach a server there; set --advertise to "
+            f"the 'host:port' that others reach it at"
+        )
+
+
+def _check_fingerprint(fingerprint: str) -> None:
+    size_bytes = len(fingerprint.encode())
+    if not 1 <= size_bytes <= MAX_FINGERPRINT_BYTES:
+        raise InvalidConfig(
+            f"a server's kernel_fingerprint has {size_bytes} bytes; expected 1 to "
+            f"{MAX_FINGERPRINT_BYTES}"
+        )
+
+
+def check_repeated(request: Registration, first: Registration, node: Node) -> None:
+    """Refuse a registration_id that comes again for something else, or after its node left.
+
+    Raises:
+        Fenced: the node has left.
+        InvalidConfig: another request had the id.
+    """
+    for name in ("role", "address", "requested_rank", "kernel_fingerprint"):
+        came, was = getattr(request, name), getattr(first, name)
+        if came != was:
+            raise InvalidConfig(
+                f"this registration_id was node {node.node_id}'s with {name} {was!r}; it came "
+                f"again with {came!r}. A process draws its own registration_id"
+            )
+    if node.state is NodeState.LEFT:
+        raise Fenced(
+            f"this registration_id was node {node.node_id}'s, which has left; register under "
+            f"a new one"
+        )
+
+
+def check_place(request: Registration, state: ClusterState, describe: Describe) -> None:
+    """Refuse a node that the cluster, as it is, has no place for.
+
+    Raises:
+        Draining: the cluster is finished.
+        Overloaded: it has as many nodes as it can.
+        InvalidConfig: a server with other kernels than the servers that are here, or at the address
+            of one.
+    """
+    if state.finished:
+        raise Draining(
+            f"the cluster is finished: all workers have left; no {request.role.value} may join"
+        )
+    if len(state.members) >= limits.MAX_NODE_COUNT:
+        raise Overloaded(
+            f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
+        )
+    if request.role is Role.SERVER:
+        _check_servers(request, state, describe)
+
+
+def _check_servers(request: Registration, state: ClusterState, describe: Describe) -> None:
+    for node in state.nodes_of(Role.SERVER):
+        if node.state is NodeState.LEFT:
+            continue
+        theirs = state.members[node.node_id].registration.kernel_fingerprint
+        if request.kernel_fingerprint != theirs:
+            raise InvalidConfig(
+                f"the server's kernel_fingerprint is '{request.kernel_fingerprint}'; "
+                f"{describe(node)} has '{theirs}'. Servers of one cluster need the same torch and "
+                f"CPU capability, or their results differ"
+            )
+        # A silent server's address may be taken over: it is what a restart on the same port looks
+        like. if node.address == request.address and node.state is NodeState.ALIVE:
+            raise InvalidConfig(
+                f"a server's address is '{request.address}', which {describe(node)} has already"
+            )
+
+
+def choose_rank(
+    request: Registration, settings: ClusterSettings, state: ClusterState, describe: Describe
+) -> int:
+    """The rank of a new worker: the one that it asks for, or the lowest that was never given.
+
+    Raises:
+        InvalidConfig: there is no such rank, or somebody has or had it.
+    """
+    holders = {node.rank: node for node in state.nodes_of(Role.WORKER)}
+    rank = request.requested_rank
+    if rank is None:
+        rank = next((r for r in range(settings.worker_count) if r not in holders), None)
+        if rank is None:
+            raise InvalidConfig(_all_taken(settings.worker_count, holders, describe))
+        return rank
+    if not 0 <= rank < settings.worker_count:
+        raise InvalidConfig(
+            f"requested_rank is {rank}; the cluster was started for {settings.worker_count} "
+            f"workers, ranks 0 to {settings.worker_count - 1}"
+        )
+    holder = holders.get(rank)
+    if holder is None:
+        return rank
+    if holder.state is NodeState.LEFT:
+        raise InvalidConfig(
+            f"rank {rank} was {describe(holder)}; the rank of a worker that left is not given again"
+        )
+    raise InvalidConfig(f"rank {rank} is taken by {describe(holder)}")
+
+
+def _all_taken(worker_count: int, holders: dict[int, Node], describe: Describe) -> str:
+    listed = [
+        f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]
+    ]
+    if worker_count > _LISTED_COUNT:
+        listed.append(f"and {worker_count - _LISTED_COUNT} more")
+    return (
+        f"a worker beyond the {worker_count} that the cluster was started for: every rank is "
+        f"given, {', '.join(listed)}"
+    )

@@ -1,0 +1,203 @@
+"""What the scheduler knows and what it says: settings, state, requests and transitions, as values.
+
+Rules:
+    - `ClusterState` is everything that a journal would have to keep, and nothing else: when a node
+      was last heard and what it said of its progress are not part of it.
+    - A transition is one thing that changed; the edge logs each, once.
+
+What it deliberately does not do: decide (`scheduler.cluster` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ps_core import limits
+from ps_core.cluster_view import Node, RangeAssignment, Role
+from ps_core.errors import InvalidConfig
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
+from ps_core.tables import Table
+
+TIMELINE_BYTES = 16
+MIN_TOKEN_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What a cluster is told when it is formed. The random parts are drawn by the caller.
+
+    Attributes:
+        cluster_id: the cluster's identity, random; not empty.
+        timeline: what a restore starts anew, random; 16 bytes.
+        token_key: what session tokens are made with, random and secret; at least 16 bytes.
+        first_incarnation: the incarnation of the first node; later ones count up. At least 1;
+            random, so that two clusters do not give the same ones.
+        worker_count: the number of workers that opens clock 1 of a BSP table; at least 1.
+        server_count: the number of servers that a table waits for; at least 1.
+        stop_when_done: whether the cluster is finished when all workers have left.
+        range_count: key ranges; fixed for the life of the cluster.
+        heartbeat_interval_s: how often nodes call, in seconds; at most half of `lease_s`.
+        lease_s: after this time without a word a node counts as silent, in seconds.
+        features: what the cluster can do, for nodes to compare with what they need.
+    """
+
+    cluster_id: str
+    timeline: bytes
+    token_key: bytes
+    first_incarnation: Incarnation
+    worker_count: int
+    server_count: int
+    stop_when_done: bool = False
+    range_count: int = limits.RANGE_COUNT
+    heartbeat_interval_s: float = limits.HEARTBEAT_INTERVAL_S
+    lease_s: float = limits.LEASE_S
+    features: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")
+        _require(
+            len(self.timeline) == TIMELINE_BYTES,
+            f"timeline has {len(self.timeline)} bytes; expected {TIMELINE_BYTES}",
+        )
+        _require(
+            len(self.token_key) >= MIN_TOKEN_KEY_BYTES,
+            f"token_key has {len(self.token_key)} bytes; expected at least {MIN_TOKEN_KEY_BYTES}",
+        )
+        _require(
+            self.first_incarnation >= 1,
+            f"first_incarnation is {self.first_incarnation}; expected at least 1",
+        )
+        for name, count in (("workers", self.worker_count), ("servers", self.server_count)):
+            _require(
+                1 <= count <= limits.MAX_NODE_COUNT // 2,
+                f"{name} is {count}; expected 1 to {limits.MAX_NODE_COUNT // 2}",
+            )
+        _require(
+            0 < self.heartbeat_interval_s <= self.lease_s / 2,
+            f"heartbeat interval is {self.heartbeat_interval_s} s; expected above 0 and at most "
+            f"half of the lease of {self.lease_s} s",
+        )
+        key_ranges(self.range_count)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidConfig(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Asks to become a node; the fields are those of `pushpull.v1.RegisterNodeRequest`."""
+
+    registration_id: bytes
+    role: Role
+    address: str = ""
+    requested_rank: int | None = None
+    protocol_version: int = 1
+    features: tuple[str, ...] = ()
+    kernel_fingerprint: str = ""
+    cluster_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node and the request that made it one."""
+
+    node: Node
+    registration: Registration
+
+
+@dataclass(slots=True)
+class ClusterState:
+    """Membership, tables and ownership. Dictionaries are in order of creation.
+
+    `range_bytes` is what each range holds, absent where nothing; `view_table_bytes` is what the
+    tables take of a view. Both are sums over `tables`, kept so that a creation costs its own blocks
+    only.
+    """
+
+    next_incarnation: Incarnation
+    ranges: list[RangeAssignment]
+    view_number: int = 1
+    next_node_id: int = 1
+    next_ordinal: int = 0
+    members: dict[NodeId, Member] = field(default_factory=dict)
+    node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    range_bytes: dict[RangeId, int] = field(default_factory=dict)
+    finished: bool = False
+    view_table_bytes: int = 0
+
+    @classmethod
+    def empty(cls, settings: ClusterSettings) -> ClusterState:
+        """The state of a cluster that nobody has joined."""
+        ranges = [
+            RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), None)
+            for index, slots in enumerate(key_ranges(settings.range_count))
+        ]
+        return cls(next_incarnation=settings.first_incarnation, ranges=ranges)
+
+    def nodes_of(self, role: Role) -> list[Node]:
+        """The nodes of one role, by id."""
+        return [m.node for m in self.members.values() if m.node.role is role]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRegistered:
+    """A node joined."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSilent:
+    """A node was not heard within the lease; `quiet_s` is for how long."""
+
+    node: Node
+    quiet_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHeardAgain:
+    """A silent node spoke."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft:
+    """A node ended its membership, or a silent reader was given up; `reason` says why."""
+
+    node: Node
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableCreated:
+    """A table came to be."""
+
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class RangesPlaced:
+    """Ranges got their servers; `counts` says how many each server got, by node id."""
+
+    counts: tuple[tuple[NodeId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFinished:
+    """All workers have left, and the cluster was told to end then."""
+
+
+Transition = (
+    NodeRegistered
+    | NodeSilent
+    | NodeHeardAgain
+    | NodeLeft
+    | TableCreated
+    | RangesPlaced
+    | ClusterFinished
+)
+"""One thing that changed."""

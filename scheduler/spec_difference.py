@@ -1,0 +1,79 @@
+"""How two table specifications differ, in words: the first field that does, what it is and what
+came.
+
+Rules:
+    - Two specifications are the same exactly if there is no difference; NaN is the same as NaN.
+    - The words stay short whatever the sizes: long tuples are narrowed to their first difference,
+      bytes to a position.
+
+What it deliberately does not do: judge which of the two is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+
+from ps_core.tables import TableSpec
+
+_SHOWN_CHARACTERS = 120
+
+
+def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
+    """The first field that differs, as "field is x; got y"; None if none does.
+
+    Both are `validated`.
+    """
+    if exists == came:
+        return None
+    return _differs("", exists, came)
+
+
+def _differs(path: str, exists: object, came: object) -> str | None:
+    if exists == came or (exists != exists and came != came):
+        return None
+    if dataclasses.is_dataclass(exists) and type(exists) is type(came):
+        parts = (
+            _differs(
+                f"{path}.{field.name}" if path else field.name,
+                getattr(exists, field.name),
+                getattr(came, field.name),
+            )
+            for field in dataclasses.fields(exists)
+        )
+        return next((part for part in parts if part is not None), None)
+    if isinstance(exists, tuple) and isinstance(came, tuple):
+        return _tuples_differ(path, exists, came)
+    if isinstance(exists, bytes) and isinstance(came, bytes):
+        return _bytes_differ(path, exists, came)
+    return f"{path} is {_shown(exists)}; got {_shown(came)}"
+
+
+def _tuples_differ(path: str, exists: tuple[object, ...], came: tuple[object, ...]) -> str | None:
+    if all(isinstance(value, int | float | str) for value in (*exists, *came)):
+        if len(exists) == len(came) and all(
+            _differs("", a, b) is None for a, b in zip(exists, came, strict=True)
+        ):
+            return None
+        return f"{path} is {_shown(exists)}; got {_shown(came)}"
+    for index, (one, other) in enumerate(zip(exists, came, strict=False)):
+        part = _differs(f"{path}[{index}]", one, other)
+        if part is not None:
+            return part
+    if len(exists) == len(came):
+        return None
+    return f"{path} has {len(exists)} entries; got {len(came)}"
+
+
+def _bytes_differ(path: str, exists: bytes, came: bytes) -> str:
+    if len(exists) != len(came):
+        return f"{path} has {len(exists)} bytes; got {len(came)}"
+    first = next(i for i, (a, b) in enumerate(zip(exists, came, strict=True)) if a != b)
+    return f"{path} has byte {exists[first]:#04x} at {first}; got {came[first]:#04x}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

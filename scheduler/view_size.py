@@ -1,0 +1,50 @@
+"""How large a cluster view is as a message: upper bounds, so that no view outgrows its nodes.
+
+Rules:
+    - A view is sent whole, to every node, clients in other languages included; one that is larger
+      than gRPC's default limit would reach nobody, and the cluster would stand still. So whatever
+      makes the view larger asks here first.
+
+Invariants:
+    VS-1  The bounds are never below the serialized size (tested against the real messages).
+
+What it deliberately does not do: serialize, or know protobuf beyond the widths of its encoding.
+"""
+
+from __future__ import annotations
+
+from ps_core import limits
+from ps_core.cluster_view import Node
+from ps_core.tables import TableSpec
+
+MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES
+
+_FIELD_BYTES = 11
+"""A tag of one byte and the widest varint."""
+
+_LENGTH_BYTES = 6
+"""A tag and the length of a field that has one."""
+
+_NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 40
+"""A hyperparameter: a name of at most 32 bytes and a double."""
+
+
+def table_bytes(spec: TableSpec) -> int:
+    """The most bytes that a table takes of a view; `spec` is validated."""
+    fixed = 24 * _FIELD_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
+    numbers = len(spec.optimizer.hyperparameters) * _NAMED_NUMBER_BYTES
+    tensors = sum(
+        4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
+        for t in spec.tensors
+    )
+    return fixed + numbers + tensors
+
+
+def node_bytes(node: Node) -> int:
+    """The most bytes that a node takes of a view."""
+    return 6 * _FIELD_BYTES + len(node.address.encode())
+
+
+def fixed_bytes(cluster_id: str, range_count: int) -> int:
+    """The most bytes that a view takes beside its nodes and tables."""
+    return 8 * _FIELD_BYTES + len(cluster_id.encode()) + range_count * 6 * _FIELD_BYTES
