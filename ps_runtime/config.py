@@ -119,8 +119,8 @@ def from_command_line(
 ) -> DataclassT:
     """What an entry point does with its command line: parse, resolve, and print if asked to.
 
-    Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when a
-    setting is wrong.
+    Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when
+    a setting is wrong.
     """
     parser = argument_parser(cls, description)
     arguments = vars(parser.parse_args(argv))

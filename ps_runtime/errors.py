@@ -1,13 +1,14 @@
 """The translator between the error tree and gRPC: the only place that knows both.
 
 A call that fails as a whole carries its error twice: as a gRPC status that any client understands,
-and as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A method
-wrapped with `translated` never ends as UNKNOWN: what is not in the catalogue is logged with its
-traceback and answered as INTERNAL.
+and as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A
+method wrapped with `translated` never ends as UNKNOWN: what is not in the catalogue is logged with
+its traceback and answered as INTERNAL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -57,7 +58,7 @@ _WITHOUT_DETAIL: dict[grpc.StatusCode, type[tree.PushpullError]] = {
     grpc.StatusCode.UNIMPLEMENTED: tree.InvalidConfig,
 }
 _OVER_THE_LIMIT = "larger than max"
-"""gRPC's words for a message over the limit: the status is that of an overload, but no retry helps."""
+"""gRPC's words for a message over the limit: it has an overload's status, but no retry helps."""
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -129,8 +130,9 @@ def translated(method: MethodT) -> MethodT:
         @functools.wraps(method)
         async def stream(self: object, request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async for response in method(self, request, context):
-                    yield response
+                async with contextlib.aclosing(method(self, request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except Exception as failure:  # noqa: BLE001 - a status for every failure is the point
                 await _end(method, context, failure)
 

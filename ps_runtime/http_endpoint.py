@@ -1,0 +1,115 @@
+"""The HTTP port of a node: GET /metrics for Prometheus and GET /healthz for probes.
+
+Small on purpose: one request a connection, bounded in size, time and number, on the node's own
+event loop. It is no web server and parses nothing beyond the request line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from ps_core.errors import InvalidConfig
+from ps_core.limits import (
+    HTTP_REQUEST_DEADLINE_S,
+    MAX_HTTP_CONNECTION_COUNT,
+    MAX_HTTP_REQUEST_BYTES,
+)
+from ps_runtime import logs
+from ps_runtime.addresses import join_address, split_address
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+class HttpEndpoint:
+    """Serves /metrics of a registry, and /healthz by asking `is_serving`."""
+
+    def __init__(self, registry: CollectorRegistry, is_serving: Callable[[], bool]) -> None:
+        self._registry = registry
+        self._is_serving = is_serving
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def start(self, listen: str) -> None:
+        """Bind `listen` ("host:port", port 0 for a free one) and serve.
+
+        Raises:
+            InvalidConfig: it cannot be bound.
+        """
+        host, port = split_address(listen, "http_listen")
+        try:
+            self._server = await asyncio.start_server(
+                self._accept, host, port, limit=MAX_HTTP_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise InvalidConfig(
+                f"http_listen is '{listen}', which cannot be bound: {error}"
+            ) from error
+        self.address = join_address(host, self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close the port and the connections that are open."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            return
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(HTTP_REQUEST_DEADLINE_S):
+                writer.write(await self._respond(reader))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+            logs.debug("http_request_dropped")
+        finally:
+            writer.transport.abort()  # whatever is still unsent has had its time
+            self._connections.discard(task)
+
+    async def _respond(self, reader: asyncio.StreamReader) -> bytes:
+        if len(self._connections) > MAX_HTTP_CONNECTION_COUNT:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"too many connections\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"request is too large\n")
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response(HTTPStatus.BAD_REQUEST, b"expected an HTTP/1 request line\n")
+        if words[0] != b"GET":
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"expected GET\n")
+        return self._page(words[1].split(b"?", 1)[0])
+
+    def _page(self, path: bytes) -> bytes:
+        if path == b"/metrics":
+            return _response(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        if path != b"/healthz":
+            return _response(HTTPStatus.NOT_FOUND, b"expected /metrics or /healthz\n")
+        if self._is_serving():
+            return _response(HTTPStatus.OK, b"ok\n")
+        return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")
+
+
+def _response(status: HTTPStatus, body: bytes, content_type: str = _TEXT) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        lines.append("Allow: GET")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
