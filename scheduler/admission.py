@@ -158,8 +158,8 @@ def _check_servers(request: Registration, state: ClusterState, describe: Describ
                 f"{describe(node)} has '{theirs}'. Servers of one cluster need the same torch and "
                 f"CPU capability, or their results differ"
             )
-        # A silent server's address may be taken over: it is what a restart on the same port looks
-        like. if node.address == request.address and node.state is NodeState.ALIVE:
+        # A silent server's address may be taken over: a restart on the same port looks like that.
+        if node.address == request.address and node.state is NodeState.ALIVE:
             raise InvalidConfig(
                 f"a server's address is '{request.address}', which {describe(node)} has already"
             )
