@@ -45,6 +45,9 @@ MAX_WAITER_COUNT = 65_536
 MAX_LEDGER_GAP_COUNT = 65_536
 """Sequences that a ledger holds above its low-water mark."""
 
+MAX_CLOCK_LEAD_COUNT = 64
+"""How far beyond its newest seal in effect a worker may send."""
+
 DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
 """Payload bytes that a worker has in flight to one server: sent and not yet RECEIVED."""
 

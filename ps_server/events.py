@@ -1,0 +1,199 @@
+"""What happens to a server's machines (events) and what they want done (effects), as values.
+
+`origin` is an opaque name of the stream that an entry came on; replies go back there. `payload` is
+opaque too: the machines never look into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ps_core.errors import PushpullError
+from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
+from ps_core.ledger import Ending
+from ps_core.tables import Hyperparameters
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an entry goes, and under which epoch its sender believes that it may."""
+
+    table_id: TableId
+    range_id: RangeId
+    epoch: AssignmentEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sent an entry, and on which stream."""
+
+    incarnation: Incarnation
+    rank: int
+    origin: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealTerms:
+    """What a seal says, beside its place."""
+
+    clock: int
+    hyperparameters: Hyperparameters = ()
+    contribution_scale: float = 1.0
+    skip: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PushEvent:
+    """A block arrived. `problem` is what is wrong with its payload, if anything."""
+
+    place: Place
+    sender: Sender
+    sequence: int
+    clock: int
+    block: int
+    byte_count: int
+    payload: object
+    problem: PushpullError | None = None
+    is_assign: bool = False
+    replaces: int = 0
+    confirmed: int = 0
+    pulled_peer_version: int | None = None
+    eager: Hyperparameters | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SealEvent:
+    """A seal arrived. `skip_if_invalid`: it came with its only push."""
+
+    place: Place
+    sender: Sender
+    sequence: int
+    terms: SealTerms
+    confirmed: int = 0
+    skip_if_invalid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawEvent:
+    """A number is given up."""
+
+    place: Place
+    sender: Sender
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullEvent:
+    """A read arrived: `incarnation` is None for readers, whose `clock` counts only if `consistent`."""
+
+    place: Place
+    waiter: int
+    incarnation: Incarnation | None
+    clock: int
+    consistent: bool
+    deadline_s: float
+
+
+class ReplyKind(Enum):
+    """What a reply says (`pushpull.v1.ReplyKind`)."""
+
+    RECEIVED = "received"
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    GIVEN_BACK = "given_back"
+    CREDIT = "credit"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Answer an entry."""
+
+    sender: Sender
+    kind: ReplyKind
+    table_id: TableId
+    range_id: RangeId
+    sequence: int
+    ending: Ending | None = None
+    error: PushpullError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Add one worker's step into the accumulator of `clock`; its payloads are staged no more."""
+
+    table_id: TableId
+    range_id: RangeId
+    clock: int
+    rank: int
+    parts: tuple[tuple[int, object], ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """A worker's part in an update: the sequences that it ends."""
+
+    rank: int
+    incarnation: Incarnation
+    sequences: tuple[int, ...]
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A decision, numbered in its (range, table): what is replicated, then committed, then applied."""
+
+    table_id: TableId
+    range_id: RangeId
+    index: int
+    clock: int
+    is_assign: bool
+    contributors: tuple[Contributor, ...]
+    hyperparameters: Hyperparameters
+    blocks: tuple[int, ...]
+
+    @property
+    def contributor_count(self) -> int:
+        """Workers whose step took part."""
+        return sum(not contributor.skip for contributor in self.contributors)
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The record is committed: apply the accumulator of `record.clock`."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """The record is committed: these are the initial values."""
+
+    record: Record
+    parts: tuple[tuple[int, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPull:
+    """The read may be answered now, before any later effect."""
+
+    waiter: int
+    table_id: TableId
+    range_id: RangeId
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePull:
+    """The read cannot be answered."""
+
+    waiter: int
+    table_id: TableId
+    range_id: RangeId
+    error: PushpullError
+
+
+Effect = ReplyTo | Fold | Apply | Assign | AnswerPull | RefusePull

@@ -1,0 +1,106 @@
+"""Gate memory of one table on one server: who may stage a step, and who must give way (SEMANTICS S3).
+
+Rules:
+    - A step is (clock, rank). Room goes to the lowest step among those with something sent here.
+    - Where a lower step finds no room, the highest steps are given back, whole, to be sent again.
+    - So two servers never favour two different workers for good, and no order of arrival deadlocks.
+
+Invariants:
+    ROOM-1  Staged bytes never exceed the capacity.
+    ROOM-2  The capacity holds any one step whole, so the lowest step always finds room.
+
+What it deliberately does not do: hold payloads, or know ranges and sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ps_core.errors import check
+
+
+class Step(NamedTuple):
+    """One worker's step: ordered by clock, then rank."""
+
+    clock: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Whether there is room, and which steps were given back to make it."""
+
+    admitted: bool
+    given_back: tuple[Step, ...] = ()
+
+
+class GateRoom:
+    """Room for staged steps."""
+
+    def __init__(self, capacity_bytes: int, step_bytes: int) -> None:
+        """Args:
+        capacity_bytes: room for staged payloads; taken as `step_bytes` if it is less.
+        step_bytes: the most that one step stages on this server.
+        """
+        self._capacity_bytes = max(capacity_bytes, step_bytes)
+        self._step_bytes = step_bytes
+        self._staged: dict[Step, int] = {}
+        self._waiting: dict[Step, int] = {}
+
+    def resize(self, capacity_bytes: int, step_bytes: int) -> None:
+        """The table grew on this server; the room never shrinks."""
+        self._step_bytes = max(self._step_bytes, step_bytes)
+        self._capacity_bytes = max(self._capacity_bytes, capacity_bytes, self._step_bytes)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged at present."""
+        return sum(self._staged.values())
+
+    def admit(self, step: Step, byte_count: int) -> Admission:
+        """Ask for room for one more payload of `step`."""
+        free = self._capacity_bytes - self.staged_bytes
+        given_back: list[Step] = []
+        for other in sorted((s for s in self._staged if s > step), reverse=True):
+            if free >= byte_count:
+                break
+            free += self._staged[other]
+            given_back.append(other)
+        if free < byte_count:
+            asked = self._waiting.get(step, 0) + byte_count
+            # A retry without credit asks for the same bytes again: never count more than a step.
+            self._waiting[step] = min(asked, self._step_bytes - self._staged.get(step, 0))
+            return Admission(False)
+        for other in given_back:
+            self._waiting[other] = self._waiting.get(other, 0) + self._staged.pop(other)
+        self._staged[step] = self._staged.get(step, 0) + byte_count
+        self._waiting.pop(step, None)
+        check(self.staged_bytes <= self._capacity_bytes, "ROOM-1", "staged more than fits")
+        return Admission(True, tuple(given_back))
+
+    def release(self, step: Step, byte_count: int) -> None:
+        """A payload of `step` is no longer staged."""
+        left = self._staged.get(step, 0) - byte_count
+        check(left >= 0, "ROOM-3", f"step {step} releases {byte_count} bytes that it does not stage")
+        if left:
+            self._staged[step] = left
+        else:
+            self._staged.pop(step, None)
+
+    def forget(self, rank: int) -> None:
+        """A worker left: it waits for nothing any more."""
+        for step in [step for step in self._waiting if step.rank == rank]:
+            del self._waiting[step]
+
+    def credit(self) -> tuple[Step, ...]:
+        """The waiting steps whose turn has come, in order; each is named once."""
+        turns: list[Step] = []
+        promised = 0
+        for step in sorted(self._waiting):
+            lower = sum(size for other, size in self._staged.items() if other <= step)
+            if lower + promised + self._waiting[step] > self._capacity_bytes:
+                break
+            promised += self._waiting.pop(step)
+            turns.append(step)
+        return tuple(turns)

@@ -1,0 +1,256 @@
+"""The server machine: which ranges this server serves, and who may send to them.
+
+It routes every event to its range machine after the checks that do not consume a sequence number
+(table, ownership, epoch), and shares each table's gate memory among the table's ranges.
+
+Invariants:
+    SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server and
+          that hold blocks.
+    SM-2  An event of another assignment_epoch than the range's never reaches its machine.
+
+What it deliberately does not do: hold values (effects name them), or authenticate (the servicer does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ps_core import limits
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import (
+    InvalidConfig,
+    InvalidKeys,
+    NotOwner,
+    Overloaded,
+    PushpullError,
+    StaleAssignment,
+    TableNotFound,
+)
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
+from ps_core.tables import Mode, Table
+from ps_server.events import (
+    Effect,
+    Place,
+    PullEvent,
+    PushEvent,
+    RefusePull,
+    ReplyKind,
+    ReplyTo,
+    SealEvent,
+    Sender,
+    WithdrawEvent,
+)
+from ps_server.range_machine import RangeMachine
+from ps_server.room import GateRoom, Step
+
+
+@dataclass(frozen=True, slots=True)
+class PartAdded:
+    """This server now serves these blocks of the table."""
+
+    table: Table
+    range_id: RangeId
+    blocks: tuple[int, ...]
+
+
+class TableRoom:
+    """One table's gate memory on this server, shared by its ranges."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._parts: list[RangeMachine] = []
+        self._senders: dict[int, Sender] = {}
+        self._step_bytes = 0
+        self._room = GateRoom(0, 0)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged in all ranges."""
+        return self._room.staged_bytes
+
+    def add(self, part: RangeMachine) -> None:
+        """A range joins; the room grows with the step."""
+        self._parts.append(part)
+        element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
+        self._step_bytes += sum(
+            self._table.block_length(block) * element_bytes for block in part.blocks
+        )
+        bound = self._table.spec.gate_bytes or (
+            self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
+        )
+        # The bound holds the accumulator too, which is one step large.
+        self._room.resize(bound - self._step_bytes, self._step_bytes)
+
+    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
+        """See `range_machine.Room`."""
+        admission = self._room.admit(step, byte_count)
+        for given in admission.given_back:
+            for part in self._parts:
+                part.give_back(given, effects)
+        return admission.admitted
+
+    def release(self, step: Step, byte_count: int) -> None:
+        """See `range_machine.Room`."""
+        self._room.release(step, byte_count)
+
+    def heard(self, sender: Sender) -> None:
+        """Remember where to send credit."""
+        self._senders[sender.rank] = sender
+
+    def credits(self) -> Iterator[ReplyTo]:
+        """Tell those whose turn has come."""
+        for step in self._room.credit():
+            sender = self._senders.get(step.rank)
+            if sender is not None:
+                yield ReplyTo(sender, ReplyKind.CREDIT, self._table.table_id, RangeId(0), 0)
+
+
+class ServerMachine:
+    """All range parts of one server."""
+
+    def __init__(self, node_id: NodeId, worker_count: int) -> None:
+        self._node_id = node_id
+        self._worker_count = worker_count
+        self._epochs: dict[RangeId, AssignmentEpoch] = {}
+        self._tables: dict[TableId, Table] = {}
+        self._rooms: dict[TableId, TableRoom] = {}
+        self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._waiting: dict[int, RangeMachine] = {}
+        self.view_number = 0
+
+    # --- what the scheduler says
+
+    def observe(self, view: ClusterView) -> list[PartAdded]:
+        """A new view: returns the parts that this server serves from now on."""
+        if view.view_number <= self.view_number:
+            return []
+        self.view_number = view.view_number
+        self._epochs = {r.range_id: r.epoch for r in view.ranges if r.primary == self._node_id}
+        self._tables = view.tables_by_id
+        added = []
+        for table in view.tables:
+            for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
+                if range_id in self._epochs and (table.table_id, range_id) not in self._parts:
+                    added.append(self._add_part(table, range_id, blocks))
+        return added
+
+    def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
+        room = self._rooms.setdefault(table.table_id, TableRoom(table))
+        part = RangeMachine(table, range_id, blocks, self._worker_count, room)
+        room.add(part)
+        self._parts[table.table_id, range_id] = part
+        return PartAdded(table, range_id, blocks)
+
+    # --- what workers say
+
+    def table(self, table_id: TableId) -> Table:
+        """The table of that number.
+
+        Raises:
+            TableNotFound: there is none.
+        """
+        found = self._tables.get(table_id)
+        if found is None:
+            raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
+        return found
+
+    def part(self, place: Place) -> RangeMachine:
+        """The machine that `place` means (SM-2).
+
+        Raises:
+            TableNotFound, NotOwner, StaleAssignment, InvalidKeys: it means none here.
+        """
+        table = self.table(place.table_id)
+        epoch = self._epochs.get(place.range_id)
+        if epoch is None:
+            raise NotOwner(
+                f"server {self._node_id} does not serve range {place.range_id} "
+                f"(view {self.view_number})"
+            )
+        if epoch != place.epoch:
+            raise StaleAssignment(
+                f"range {place.range_id} is at assignment_epoch {epoch}; got {place.epoch}"
+            )
+        part = self._parts.get((place.table_id, place.range_id))
+        if part is None:
+            raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
+        return part
+
+    def entry(self, event: PushEvent | SealEvent | WithdrawEvent, now_s: float) -> list[Effect]:
+        """A push, a seal or a withdrawal arrived."""
+        try:
+            part = self.part(event.place)
+        except PushpullError as error:
+            return [self._refusal(event, error)]
+        room = self._rooms[event.place.table_id]
+        room.heard(event.sender)
+        if isinstance(event, PushEvent):
+            effects = part.push(event, now_s)
+        elif isinstance(event, SealEvent):
+            effects = part.seal(event, now_s)
+        else:
+            effects = part.withdraw(event, now_s)
+        effects.extend(room.credits())
+        return effects
+
+    @staticmethod
+    def _refusal(event: PushEvent | SealEvent | WithdrawEvent, error: PushpullError) -> ReplyTo:
+        return ReplyTo(
+            event.sender,
+            ReplyKind.ERROR,
+            event.place.table_id,
+            event.place.range_id,
+            event.sequence,
+            error=error,
+        )
+
+    def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
+        """A read of one range arrived."""
+        try:
+            part = self.part(event.place)
+            if event.consistent and part.table.spec.mode is not Mode.BSP:
+                raise InvalidConfig(
+                    f"table '{part.table.spec.name}' is not BSP: it has no consistent reads"
+                )
+            if len(self._waiting) >= limits.MAX_WAITER_COUNT:
+                raise Overloaded(f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500)
+        except PushpullError as error:
+            place = event.place
+            return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
+        effects = part.pull(event, now_s)
+        if not effects:
+            self._waiting[event.waiter] = part
+        return effects
+
+    def answered(self, waiter: int) -> None:
+        """The read has been answered, refused or cancelled: nothing waits for it."""
+        part = self._waiting.pop(waiter, None)
+        if part is not None:
+            part.cancel(waiter)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time passed: reads expire."""
+        return [effect for part in set(self._waiting.values()) for effect in part.tick(now_s)]
+
+    # --- views of the state
+
+    @property
+    def parts(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
+        """Every range part of this server."""
+        return self._parts
+
+    def epoch(self, range_id: RangeId) -> AssignmentEpoch:
+        """The epoch under which this server serves the range; 0 if it does not."""
+        return self._epochs.get(range_id, AssignmentEpoch(0))
+
+    @property
+    def gate_bytes(self) -> int:
+        """Bytes staged, all tables."""
+        return sum(room.staged_bytes for room in self._rooms.values())
+
+    def peer_version(
+        self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
+    ) -> int:
+        """Updates of the block in which the incarnation had no part."""
+        return self._parts[place].peer_version(incarnation, block)
