@@ -36,7 +36,8 @@ class NodeServer:
     """A running gRPC server with its health, reflection and HTTP port. Made by `start`.
 
     It starts as not serving: `/healthz` answers 503 and health NOT_SERVING until
-    `set_serving(True)`, which the role calls when it is ready for others. Calls are answered from the start.
+    `set_serving(True)`, which the role calls when it is ready for others. Calls are answered from
+    the start.
     """
 
     def __init__(self, registry: CollectorRegistry, service_names: Sequence[str]) -> None:
@@ -138,7 +139,7 @@ class NodeServer:
             raise InvalidConfig(f"listen is '{listen}', which cannot be bound")
         return port
 
-    async def _publish_health(self, state: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _publish_health(self, state: int) -> None:
         for name in self._service_names:
             await self._health.set(name, state)
 
@@ -153,7 +154,7 @@ class _Malformed:
 class _RefuseMalformed(grpc.aio.ServerInterceptor):
     """Ends a call whose only request does not parse as InvalidTensor; gRPC would answer UNKNOWN.
 
-    Messages of a request stream are parsed inside the servicer: `translated` sees the failure there.
+    Messages of a request stream are parsed inside the servicer, under `translated`.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,213 @@
+"""Every Prometheus metric of pushpull: one class a role, one help text a metric.
+
+Labels are bounded: roles, outcomes, error codes. A table's or worker's name is never one; per-table
+figures are in GetRangeStats, which `pushpull status` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+
+_LATENCY_BUCKETS_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+_STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own figures (memory, CPU, file descriptors, Python)."""
+    registry = CollectorRegistry(auto_describe=True)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return registry
+
+
+class NodeMetrics:
+    """What every node that is registered with a scheduler shows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.view_number = Gauge(
+            "pushpull_node_view_number",
+            "The cluster view that the node acts on.",
+            registry=registry,
+        )
+        self.scheduler_contact_age_seconds = Gauge(
+            "pushpull_node_scheduler_contact_age_seconds",
+            "Seconds since the scheduler last answered the node.",
+            registry=registry,
+        )
+
+    def watch(self, view_number: Callable[[], int], contact_age_s: Callable[[], float]) -> None:
+        """Ask these at each scrape instead of being told."""
+        self.view_number.set_function(view_number)
+        self.scheduler_contact_age_seconds.set_function(contact_age_s)
+
+
+class SchedulerMetrics:
+    """What a scheduler shows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.view_number = Gauge(
+            "pushpull_scheduler_view_number", "The newest cluster view.", registry=registry
+        )
+        self.nodes = Gauge(
+            "pushpull_scheduler_nodes",
+            "Nodes that have registered, by role and state (alive, silent, left).",
+            ("role", "state"),
+            registry=registry,
+        )
+        self.tables = Gauge("pushpull_scheduler_tables", "Tables.", registry=registry)
+        self.heartbeats = Counter(
+            "pushpull_scheduler_heartbeats_total",
+            "Heartbeats answered, by role.",
+            ("role",),
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "pushpull_scheduler_refusals_total",
+            "Calls refused, by the error's code.",
+            ("code",),
+            registry=registry,
+        )
+
+
+class ServerMetrics:
+    """What a parameter server shows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.push_duration_seconds = Histogram(
+            "pushpull_server_push_duration_seconds",
+            "From the arrival of an entry to its COMMITTED reply; under BSP it includes the wait for "
+            "the other workers.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.pull_duration_seconds = Histogram(
+            "pushpull_server_pull_duration_seconds",
+            "From the arrival of a pull to its last block, waits included.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.apply_duration_seconds = Histogram(
+            "pushpull_server_apply_duration_seconds",
+            "Optimizer time of one update of one range of a table.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.staleness_updates = Histogram(
+            "pushpull_server_staleness_updates",
+            "Others' updates to a block between a worker's pull and its push (ASP).",
+            buckets=_STALENESS_BUCKETS,
+            registry=registry,
+        )
+        self._count(registry)
+        self._level(registry)
+
+    def _count(self, registry: CollectorRegistry) -> None:
+        self.received_bytes = Counter(
+            "pushpull_server_received_bytes_total", "Payload bytes received.", registry=registry
+        )
+        self.sent_bytes = Counter(
+            "pushpull_server_sent_bytes_total", "Payload bytes sent.", registry=registry
+        )
+        self.applied_updates = Counter(
+            "pushpull_server_applied_updates_total",
+            "Updates applied, counted once for each range of a table.",
+            registry=registry,
+        )
+        self.entries = Counter(
+            "pushpull_server_entries_total",
+            "Pushes and seals that have ended, by outcome.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.resent_entries = Counter(
+            "pushpull_server_resent_entries_total",
+            "Entries that had been received before and were answered from the ledger.",
+            registry=registry,
+        )
+        self.room_refusals = Counter(
+            "pushpull_server_room_refusals_total",
+            "Entries refused or given back for lack of gate memory.",
+            registry=registry,
+        )
+        self.errors = Counter(
+            "pushpull_server_errors_total",
+            "Errors answered, by code.",
+            ("code",),
+            registry=registry,
+        )
+
+    def _level(self, registry: CollectorRegistry) -> None:
+        self.gate_bytes = Gauge(
+            "pushpull_server_gate_bytes",
+            "Bytes staged at the gates: sums and steps not yet applied.",
+            registry=registry,
+        )
+        self.state_bytes = Gauge(
+            "pushpull_server_state_bytes",
+            "Bytes of parameters and optimizer state.",
+            registry=registry,
+        )
+        self.parked_pulls = Gauge(
+            "pushpull_server_parked_pulls",
+            "Reads that wait for the consistency setting to allow them.",
+            registry=registry,
+        )
+        self.primary_ranges = Gauge(
+            "pushpull_server_primary_ranges",
+            "Ranges that the server is primary of.",
+            registry=registry,
+        )
+        self.sessions = Gauge(
+            "pushpull_server_sessions", "Sessions that have been opened.", registry=registry
+        )
+
+
+class WorkerMetrics:
+    """What a worker or reader shows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.pushed_bytes = Counter(
+            "pushpull_worker_pushed_bytes_total",
+            "Payload bytes sent, resends included.",
+            registry=registry,
+        )
+        self.pulled_bytes = Counter(
+            "pushpull_worker_pulled_bytes_total", "Payload bytes received.", registry=registry
+        )
+        self.steps = Counter(
+            "pushpull_worker_steps_total", "Steps sealed, of all tables.", registry=registry
+        )
+        self.step_duration_seconds = Histogram(
+            "pushpull_worker_step_duration_seconds",
+            "From the first push of a step to the end of its pull.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.pull_duration_seconds = Histogram(
+            "pushpull_worker_pull_duration_seconds",
+            "From a pull's call to its last block, waits included.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.resent_entries = Counter(
+            "pushpull_worker_resent_entries_total",
+            "Entries sent again, by the reason's error code.",
+            ("code",),
+            registry=registry,
+        )
+        self.window_bytes = Gauge(
+            "pushpull_worker_window_bytes",
+            "Payload bytes sent and not yet RECEIVED, of all servers.",
+            registry=registry,
+        )

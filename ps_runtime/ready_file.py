@@ -1,0 +1,29 @@
+"""The file by which a role tells its starter that it serves, and where."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ps_core.errors import InvalidConfig
+
+
+def write_ready_file(path: Path, address: str, http_address: str) -> None:
+    """Write ``{"address": ..., "http_address": ...}`` to `path`.
+
+    The file is renamed into place: a reader sees all of it or no file.
+
+    Blocking: writes the file.
+
+    Raises:
+        InvalidConfig: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    content = {"address": address, "http_address": http_address}
+    try:
+        unfinished.write_text(json.dumps(content) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise InvalidConfig(f"the ready file {path} cannot be written: {error.strerror}") from error

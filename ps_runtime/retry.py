@@ -1,0 +1,45 @@
+"""When to try again: which errors a retry may cure, and how long to wait before it.
+
+Waits have full jitter (Brooker, "Exponential Backoff And Jitter", 2015): uniform between nothing
+and a bound that doubles, so that a thousand workers do not come back at the same moment.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ps_core.errors import Draining, Overloaded, PushpullError, Recovering
+
+FIRST_BOUND_S = 0.05
+LAST_BOUND_S = 2.0
+
+
+def is_retryable(error: PushpullError) -> bool:
+    """Whether the same request may succeed later, without anything else being done."""
+    return isinstance(error, (Recovering, Draining, Overloaded))
+
+
+class Backoff:
+    """The waits between attempts at one thing; `reset` after a success."""
+
+    def __init__(
+        self,
+        rng: random.Random | None = None,
+        first_bound_s: float = FIRST_BOUND_S,
+        last_bound_s: float = LAST_BOUND_S,
+    ) -> None:
+        self._rng = rng if rng is not None else random.Random()  # noqa: S311 - jitter, no secret
+        self._first_bound_s = first_bound_s
+        self._last_bound_s = last_bound_s
+        self._bound_s = first_bound_s
+
+    def next_s(self, error: PushpullError | None = None) -> float:
+        """Seconds to wait before the next attempt; at least what `error` asks for, if it asks."""
+        jitter_s = self._rng.uniform(0.0, self._bound_s)
+        self._bound_s = min(2 * self._bound_s, self._last_bound_s)
+        asked_s = error.retry_after_ms / 1000 if error is not None else 0.0
+        return asked_s + jitter_s
+
+    def reset(self) -> None:
+        """Start again with short waits."""
+        self._bound_s = self._first_bound_s

@@ -1,0 +1,437 @@
+"""A node's tie to the scheduler: registration, heartbeats, the view, tables.
+
+The link survives a scheduler that is away: it goes on trying, in turn at every address that it was
+given, and logs one line when the scheduler goes and one when it is back. It ends only when the
+scheduler says that this node has been replaced (Fenced), or when it is closed.
+
+Everything belongs to the event loop that `connect` ran on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, WaitExpired
+from ps_core.limits import MAX_DEADLINE_S
+from ps_core.tables import Table, TableSpec
+from ps_runtime import clock, logs, wire
+from ps_runtime.channels import aio_channel
+from ps_runtime.errors import from_rpc_error
+from ps_runtime.retry import Backoff, is_retryable
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+AnswerT = TypeVar("AnswerT")
+Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
+"""One call, given the stub and the seconds that it may take."""
+
+REGISTRATION_ID_BYTES = 16
+ATTEMPT_DEADLINE_S = 5.0
+"""The longest that one attempt at a short call may take before the next address is tried."""
+
+ANSWER_MARGIN_S = 1.0
+"""A call that the scheduler parks gets this much longer than it may wait there, so that the scheduler's
+own answer, which names who is missing, comes before gRPC's, which does not."""
+
+FAREWELL_DEADLINE_S = 5.0
+
+
+def no_progress() -> scheduler_pb2.NodeProgress:
+    """What a node says of itself until its role knows better."""
+    return scheduler_pb2.NodeProgress()
+
+
+class _Addresses:
+    """The scheduler's addresses, each with its channel; one of them is the present one."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._present = 0
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    @property
+    def present(self) -> str:
+        return self._addresses[self._present]
+
+    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
+        channel = self._channels.get(self.present)
+        if channel is None:
+            channel = self._channels[self.present] = aio_channel(self.present)
+        return scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+    def leave(self, address: str) -> None:
+        """Go on to the next address, unless another task has left this one already."""
+        if self.present == address:
+            self._present = (self._present + 1) % len(self._addresses)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+class SchedulerLink:
+    """A registered node's link. Made by `connect`; `close` ends it.
+
+    Attributes:
+        session: the identity to put into every request.
+        worker_count: the number of workers of the cluster.
+        token_key: servers: what session tokens are checked with. Otherwise empty.
+        view: the newest view that came, or None before the first.
+        on_view: called on the loop with each newer view, in order of addition; a callback that is
+            added late is not called for views of before.
+        on_fenced: called once on the loop when the link has ended because of `fenced_by`.
+        fenced: set at that moment.
+        fenced_by: the scheduler's words, or None.
+        progress: asked at each heartbeat for what the node says of itself.
+        last_scheduler_contact_s: when the scheduler last answered, by `clock.now_s`.
+    """
+
+    def __init__(self, addresses: _Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
+        self.session: Session = wire.session_from_proto(answer.session)
+        self.worker_count: int = answer.worker_count
+        self.token_key: bytes = answer.token_key
+        self.cluster_features: tuple[str, ...] = tuple(answer.features)
+        self.view: ClusterView | None = None
+        self.on_view: list[Callable[[ClusterView], None]] = []
+        self.on_fenced: list[Callable[[PushpullError], None]] = []
+        self.fenced = asyncio.Event()
+        self.fenced_by: PushpullError | None = None
+        self.progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress
+        self.last_scheduler_contact_s = clock.now_s()
+        self._identity = answer.session
+        self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
+        self._lease_s = answer.lease_ms / 1000
+        self._addresses = addresses
+        self._is_away = False
+        self._is_closed = False
+        self._news = asyncio.Event()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @classmethod
+    async def connect(
+        cls,
+        addresses: Sequence[str],
+        register: scheduler_pb2.RegisterNodeRequest,
+        deadline_s: float,
+        progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress,
+    ) -> SchedulerLink:
+        """Register with the scheduler, going on until it answers, and start the heartbeats.
+
+        Args:
+            addresses: "host:port" of the scheduler, or of several of which one answers.
+            register: the request; a registration_id is drawn if it has none.
+            deadline_s: how long to go on trying.
+            progress: see the class.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            WaitExpired: no scheduler answered; the message names the addresses and the last failure.
+            PushpullError: a scheduler answered and refused.
+        """
+        if not addresses:
+            raise InvalidConfig("no scheduler address; give --scheduler or PUSHPULL_SCHEDULER")
+        request = scheduler_pb2.RegisterNodeRequest()
+        request.CopyFrom(register)
+        request.registration_id = register.registration_id or os.urandom(REGISTRATION_ID_BYTES)
+        book = _Addresses(addresses)
+        try:
+            link = cls(
+                book, await _registered(book, request, clock.now_s() + deadline_s, deadline_s)
+            )
+        except BaseException:
+            await book.close()
+            raise
+        link.progress = progress
+        loop = asyncio.get_running_loop()
+        link._tasks = (loop.create_task(link._beat()), loop.create_task(link._watch()))
+        return link
+
+    async def view_at_least(self, number: int, deadline_s: float) -> ClusterView:
+        """The first view that came with at least that number.
+
+        Raises:
+            WaitExpired: none came in time.
+            Fenced: the link ended meanwhile.
+        """
+        return await self.view_where(
+            lambda view: view.view_number >= number, f"view {number} of the cluster", deadline_s
+        )
+
+    async def view_where(
+        self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
+    ) -> ClusterView:
+        """The first view that came for which `holds`; `what` names it in the error.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            WaitExpired: none came in time.
+            Fenced: the link ended meanwhile.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    if self.view is not None and holds(self.view):
+                        return self.view
+                    self._check_open()
+                    news = self._news
+                    await news.wait()
+        except TimeoutError:
+            raise WaitExpired(f"waited {deadline_s:.1f} s for {what}; {self._standing()}") from None
+
+    async def create_table(self, spec: TableSpec, deadline_s: float) -> tuple[Table, int]:
+        """Create a table, or find the identical one, and wait until the own view holds it.
+
+        Returns:
+            The table as the cluster knows it, and the first view that holds it.
+
+        Blocking: up to `deadline_s`; the scheduler waits until enough servers have registered.
+
+        Raises:
+            TableExists: one of that name differs.
+            InvalidConfig: the spec is wrong.
+            WaitExpired: in time neither enough servers came nor the scheduler answered.
+            Fenced: this node has been replaced.
+        """
+        end_s = clock.now_s() + deadline_s
+        request = scheduler_pb2.CreateTableRequest(
+            session=self._identity, spec=wire.spec_to_proto(spec)
+        )
+        what = f"table '{spec.name}' to be created"
+        answer = await self._until(
+            lambda stub, left_s: stub.CreateTable(request, timeout=left_s), what, end_s
+        )
+        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), ANSWER_MARGIN_S))
+        return wire.table_from_proto(answer.table), answer.view_number
+
+    async def deregister(self, reason: str) -> bool:
+        """Leave the cluster: a last heartbeat with the final progress, then the farewell.
+
+        Returns:
+            Whether the scheduler heard it; if not, it will count this node as silent.
+
+        Blocking: up to FAREWELL_DEADLINE_S.
+        """
+        await self._end_tasks()
+        if self.fenced_by is not None or self._is_closed:
+            return False
+        end_s = clock.now_s() + FAREWELL_DEADLINE_S
+        beat = self._heartbeat()
+        farewell = scheduler_pb2.DeregisterNodeRequest(session=self._identity, reason=reason)
+        what = "the scheduler to hear the farewell"
+        try:
+            await self._until(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
+            await self._until(lambda stub, s: stub.DeregisterNode(farewell, timeout=s), what, end_s)
+        except PushpullError as error:
+            logs.warning("farewell_unheard", error=error.message)
+            return False
+        logs.info("deregistered", reason=reason)
+        return True
+
+    async def close(self) -> None:
+        """End the heartbeats and the connection without a farewell. Idempotent.
+
+        Waits for views end with Fenced.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._end_tasks()
+        self._wake()
+        await self._addresses.close()
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Heartbeats, one an interval, whatever becomes of each."""
+        while self.fenced_by is None:
+            address = self._addresses.present
+            request = self._heartbeat()
+            try:
+                await _answer(self._addresses.stub().Heartbeat(request, timeout=self._lease_s))
+                self._heard()
+            except PushpullError as error:
+                self._failed(address, error)
+            await asyncio.sleep(self._heartbeat_interval_s)
+
+    async def _watch(self) -> None:
+        """The stream of views, opened again whenever it ends."""
+        backoff = Backoff(last_bound_s=max(self._heartbeat_interval_s, 0.1))
+        request = scheduler_pb2.WatchClusterRequest(session=self._identity)
+        while self.fenced_by is None:
+            address = self._addresses.present
+            failure: PushpullError = Recovering("the scheduler ended the stream of views")
+            try:
+                async for response in self._addresses.stub().WatchCluster(request):
+                    self._take(wire.view_from_proto(response.view))
+                    backoff.reset()
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+            except PushpullError as error:
+                failure = error
+            self._failed(address, failure)
+            await asyncio.sleep(backoff.next_s(failure))
+
+    async def _until(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
+        """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed."""
+        backoff = Backoff()
+        begun_s = clock.now_s()
+        while True:
+            self._check_open()
+            left_s = max(end_s - clock.now_s(), 0.0) + ANSWER_MARGIN_S
+            address = self._addresses.present
+            try:
+                answer = await _answer(attempt(self._addresses.stub(), left_s))
+            except PushpullError as error:
+                if not is_retryable(error):
+                    raise self._named(error, what) from error
+                self._failed(address, error)
+                wait_s = backoff.next_s(error)
+                if clock.now_s() + wait_s >= end_s:
+                    waited_s = clock.now_s() - begun_s
+                    raise WaitExpired(
+                        f"waited {waited_s:.1f} s for {what}; {self._standing()}; "
+                        f"last failure: {error.message}"
+                    ) from error
+                await asyncio.sleep(wait_s)
+            else:
+                self._heard()
+                return answer
+
+    def _named(self, error: PushpullError, what: str) -> PushpullError:
+        """The error of an answered call; gRPC's own expiry names nobody, so say what is known."""
+        if isinstance(error, WaitExpired) and error.message.startswith("DEADLINE_EXCEEDED"):
+            return WaitExpired(f"waited for {what}; {self._standing()}")
+        if isinstance(error, Fenced):
+            self._fence(error)
+        return error
+
+    def _take(self, view: ClusterView) -> None:
+        self._heard()
+        if self.view is not None and view.view_number <= self.view.view_number:
+            return
+        self.view = view
+        for callback in tuple(self.on_view):
+            callback(view)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _heard(self) -> None:
+        self.last_scheduler_contact_s = clock.now_s()
+        if self._is_away:
+            self._is_away = False
+            logs.info("scheduler_is_back", address=self._addresses.present)
+
+    def _failed(self, address: str, error: PushpullError) -> None:
+        """A call to `address` failed: be fenced, or say once that the scheduler is away."""
+        if isinstance(error, Fenced):
+            self._fence(error)
+            return
+        self._addresses.leave(address)
+        if not self._is_away:
+            self._is_away = True
+            logs.warning("scheduler_is_away", address=address, error=error.message)
+
+    def _fence(self, error: PushpullError) -> None:
+        if self.fenced_by is not None:
+            return
+        self.fenced_by = error
+        logs.error("fenced", node_id=self.session.node_id, error=error.message)
+        self.fenced.set()
+        for callback in tuple(self.on_fenced):
+            callback(error)
+        self._wake()
+
+    def _check_open(self) -> None:
+        if self.fenced_by is not None:
+            raise self.fenced_by
+        if self._is_closed:
+            raise Fenced("the link to the scheduler is closed; connect again")
+
+    def _heartbeat(self) -> scheduler_pb2.HeartbeatRequest:
+        return scheduler_pb2.HeartbeatRequest(
+            session=self._identity,
+            progress=self.progress(),
+            view_number=self.view.view_number if self.view else 0,
+        )
+
+    def _standing(self) -> str:
+        """What is known of the cluster, for the message of a wait that expired."""
+        silent_s = clock.now_s() - self.last_scheduler_contact_s
+        heard = f"scheduler {self._addresses.present} last heard {silent_s:.1f} s ago"
+        if self.view is None:
+            return f"{heard}; no view has come yet"
+        alive = [
+            node
+            for node in self.view.nodes
+            if node.role is Role.SERVER and node.state is NodeState.ALIVE
+        ]
+        return (
+            f"{heard}; the view is {self.view.view_number}, with {len(alive)} of "
+            f"{self.view.server_count} servers"
+        )
+
+
+async def _registered(
+    book: _Addresses,
+    request: scheduler_pb2.RegisterNodeRequest,
+    end_s: float,
+    deadline_s: float,
+) -> scheduler_pb2.RegisterNodeResponse:
+    """Register, at whichever address answers, until `end_s`."""
+    backoff = Backoff()
+    has_failed = False
+    while True:
+        address = book.present
+        attempt_s = min(max(end_s - clock.now_s(), 0.1), ATTEMPT_DEADLINE_S)
+        try:
+            answer = await _answer(book.stub().RegisterNode(request, timeout=attempt_s))
+        except PushpullError as error:
+            if not (is_retryable(error) or isinstance(error, WaitExpired)):
+                raise
+            book.leave(address)
+            if not has_failed:
+                has_failed = True
+                logs.warning("waiting_for_scheduler", addresses=str(book), error=error.message)
+            wait_s = backoff.next_s(error)
+            if clock.now_s() + wait_s >= end_s:
+                raise WaitExpired(
+                    f"no scheduler answered at {book} within {deadline_s:.1f} s; last failure: "
+                    f"{error.message}"
+                ) from error
+            await asyncio.sleep(wait_s)
+        else:
+            session = answer.session
+            logs.info(
+                "registered",
+                scheduler=address,
+                cluster_id=session.cluster_id,
+                node_id=session.node_id,
+                incarnation=session.incarnation,
+            )
+            return answer
+
+
+async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
+    """The answer of a call, its failure told by the catalogue."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error

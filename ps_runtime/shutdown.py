@@ -1,0 +1,75 @@
+"""How a role's process ends: by a signal, and never later than the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from ps_core.errors import InvalidConfig
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+DIE_WITH_PARENT = "PUSHPULL_DIE_WITH_PARENT"
+
+_PR_SET_PDEATHSIG = 1
+
+
+async def wait_for_stop_signal() -> signal.Signals:
+    """Wait for SIGTERM or SIGINT, and say which came.
+
+    From its return on the signals have their default effect again: a second one ends the process at
+    once, if its orderly end takes too long for somebody. Call it from the main thread's loop.
+
+    Blocking: until a signal comes.
+    """
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        if not came.done():
+            came.set_result(number)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, note, number)
+    try:
+        return await came
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def die_with_parent() -> bool:
+    """Have the kernel kill this process with SIGKILL when its parent ends; Linux only.
+
+    The signal comes when the *thread* that started this process ends, so a parent starts roles from a
+    thread that lives as long as they do. If the parent has ended before the call took effect, the
+    process ends here.
+
+    Returns:
+        Whether the kernel took the wish; False on other systems.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    parent = os.getppid()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        return False
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
+    """Call `die_with_parent` if PUSHPULL_DIE_WITH_PARENT is 1; a role does so first of all.
+
+    Raises:
+        InvalidConfig: the variable is neither 0, 1, empty nor absent.
+    """
+    wish = env.get(DIE_WITH_PARENT, "")
+    if wish not in ("", "0", "1"):
+        raise InvalidConfig(f"{DIE_WITH_PARENT} is '{wish}'; expected 0 or 1")
+    if wish == "1":
+        die_with_parent()
