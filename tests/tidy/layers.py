@@ -1,0 +1,113 @@
+"""Which layer each module is in, and what each layer may know.
+
+L0 `ps_core` <- L1 the roles' machines <- L2 what touches the world <- L3 entry points. A new module
+of a role is entered here by whoever adds it: a module without a layer is a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.tidy.source import Finding, Source, imports_of
+
+PURE_MODULES = {
+    "ps_server.events",
+    "ps_server.gate",
+    "ps_server.kernel_fingerprint",
+    "ps_server.optimizers",
+    "ps_server.range_machine",
+    "ps_server.room",
+    "ps_server.server_machine",
+    "ps_server.shard_store",
+    "ps_worker.cutting",
+    "ps_worker.flat_layout",
+    "ps_worker.optimizers",
+    "ps_worker.push_window",
+    "ps_worker.settings",
+    "ps_worker.values",
+    "scheduler.admission",
+    "scheduler.cluster",
+    "scheduler.cluster_state",
+    "scheduler.placement",
+    "scheduler.spec_difference",
+    "scheduler.view_size",
+}
+"""L1: they decide; time, randomness and input are arguments, and what to do is returned."""
+
+EDGE_MODULES = {
+    "ps_server.servicer",
+    "ps_worker",
+    "ps_worker.client",
+    "ps_worker.config",
+    "ps_worker.distributed_optimizer",
+    "ps_worker.links",
+    "ps_worker.local_cluster",
+    "ps_worker.pulls",
+    "ps_worker.tickets",
+    "ps_server",
+    "scheduler",
+    "scheduler.servicer",
+}
+"""L2 of the roles; all of `ps_runtime` is L2 too."""
+
+ROLES = ("scheduler", "ps_server", "ps_worker")
+
+IMPURE = {
+    "asyncio", "ctypes", "datetime", "grpc", "google", "http", "io", "logging", "multiprocessing",
+    "os", "pathlib", "prometheus_client", "pushpull", "queue", "secrets", "select", "shutil",
+    "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid",
+    "uvloop", "concurrent", "mmap", "rich", "typer", "random",
+}  # fmt: skip
+"""What L0 and L1 never import."""
+
+PURE_EXCEPTIONS = {"random.Random"}
+"""The type of a generator that is passed in; the module's own generator is hidden state."""
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of a shipped module, or None where nobody has said."""
+    package, _, rest = module.partition(".")
+    if package == "ps_core":
+        return 0
+    if package == "ps_cli" or rest == "__main__":
+        return 3
+    if module in PURE_MODULES:
+        return 1
+    if package == "ps_runtime" or module in EDGE_MODULES:
+        return 2
+    return None
+
+
+def check_layers(source: Source) -> Iterator[Finding]:
+    """Imports point down only, roles never import each other, and L0 and L1 know no world."""
+    if not source.is_shipped:
+        return
+    layer = layer_of(source.module)
+    if layer is None:
+        yield Finding(source.path, 1, f"{source.module} has no layer in tests/tidy/layers.py")
+        return
+    for imported in imports_of(source):
+        for message in _breaches(source, layer, imported.module, imported.dotted):
+            yield Finding(source.path, imported.line, message)
+
+
+def _breaches(source: Source, layer: int, module: str, dotted: str) -> Iterator[str]:
+    root = module.split(".", maxsplit=1)[0]
+    if layer <= 1 and root in IMPURE and dotted not in PURE_EXCEPTIONS:
+        yield f"L{layer} imports {dotted}, which touches the world"
+    if layer == 0 and root == "torch":
+        yield "L0 imports torch; it knows the standard library and numpy"
+    if source.package == "scheduler" and root == "torch":
+        yield "the scheduler imports torch"
+    if root in ROLES and source.package in ROLES and root != source.package:
+        yield f"role {source.package} imports role {root}"
+    if source.package == "ps_runtime" and root in (*ROLES, "ps_cli"):
+        yield f"the edge imports {root}, which stands above it"
+    if source.package == "ps_cli" and root in ("scheduler", "ps_server"):
+        yield f"the command line imports {dotted}; it starts that role as a process"
+    if source.package == "ps_cli" and module.startswith("ps_worker."):
+        yield f"the command line imports {dotted}; it may know ps_worker's public names only"
+    target = layer_of(dotted) if layer_of(dotted) is not None else layer_of(module)
+    is_ours = root in ("ps_core", "ps_runtime", "ps_cli", *ROLES)
+    if is_ours and target is not None and target > layer:
+        yield f"L{layer} imports {dotted} of L{target}; imports point down"

@@ -1,0 +1,121 @@
+"""The repository's own source files, parsed once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PACKAGES = ("ps_core", "ps_runtime", "scheduler", "ps_server", "ps_worker", "ps_cli")
+"""What a user installs, beside the generated stubs."""
+
+PYTHON_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs", "clients")
+
+_NOT_OURS = {"node_modules", "__pycache__", ".venv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One Python file: where it is, what it says, and its syntax tree."""
+
+    path: str
+    """Relative to the repository, with forward slashes."""
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """The dotted name under which the file is imported."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def package(self) -> str:
+        """The first folder: a package, `tests`, `examples`, ..."""
+        return self.path.split("/", maxsplit=1)[0]
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether a user installs it."""
+        return self.package in PACKAGES
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it lies under tests/."""
+        return self.package == "tests"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that does not hold somewhere."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def parse(path: str, text: str) -> Source:
+    """A source file from its text."""
+    return Source(path, text, ast.parse(text, filename=path))
+
+
+def is_generated(path: Path) -> bool:
+    """Whether protoc wrote the file."""
+    return path.stem.endswith(("_pb2", "_pb2_grpc"))
+
+
+@cache
+def python_sources() -> tuple[Source, ...]:
+    """Every Python file that a person wrote."""
+    return tuple(
+        parse(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for folder in PYTHON_FOLDERS
+        for path in sorted(files_under(ROOT / folder, ".py"))
+        if not is_generated(path)
+    )
+
+
+def files_under(folder: Path, *suffixes: str) -> Iterator[Path]:
+    """Files of ours below `folder` whose name ends in one of `suffixes`."""
+    for path in folder.rglob("*"):
+        if path.suffix in suffixes and path.is_file() and not _NOT_OURS & set(path.parts):
+            yield path
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported name: `from module import name`, or `import module` where `name` is empty."""
+
+    module: str
+    name: str
+    line: int
+
+    @property
+    def dotted(self) -> str:
+        """Module and name together."""
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def imports_of(source: Source) -> Iterator[Import]:
+    """What the file imports at run time, at any depth: what only annotations need is left out."""
+    for node in _run_time_nodes(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, "", node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield Import(node.module or "", alias.name, node.lineno)
+
+
+def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from _run_time_nodes(child)

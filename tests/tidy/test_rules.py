@@ -1,0 +1,97 @@
+"""The house's rules hold in every file, and each rule is seen to bite."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tidy.layers import EDGE_MODULES, PURE_MODULES
+from tests.tidy.rules import RULES
+from tests.tidy.source import parse, python_sources
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_holds_everywhere(name: str) -> None:
+    findings = [str(finding) for source in python_sources() for finding in RULES[name](source)]
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_every_module_with_a_layer_exists() -> None:
+    existing = {source.module for source in python_sources()}
+    assert not (PURE_MODULES | EDGE_MODULES) - existing
+
+
+_LONG_FUNCTION = "def long() -> None:\n" + "    pass\n" * 70
+_SEVEN = "def call(self, a, b, c, *, d, e, f, g): ..."
+
+BAD = [
+    ("layers", "ps_core/keys.py", "import time"),
+    ("layers", "ps_core/keys.py", "from random import random"),
+    ("layers", "ps_core/keys.py", "import torch"),
+    ("layers", "ps_core/keys.py", "from ps_runtime.clock import now_s"),
+    ("layers", "ps_server/gate.py", "def f():\n    import asyncio"),
+    ("layers", "ps_server/gate.py", "from pushpull.v1 import types_pb2"),
+    ("layers", "ps_server/gate.py", "from ps_server import servicer"),
+    ("layers", "ps_server/gate.py", "from ps_server.servicer import ParameterServicer"),
+    ("layers", "ps_server/servicer.py", "from ps_server.__main__ import main"),
+    ("layers", "ps_server/servicer.py", "from ps_worker import connect"),
+    ("layers", "scheduler/servicer.py", "import torch.nn"),
+    ("layers", "ps_runtime/wire.py", "from scheduler.cluster import Cluster"),
+    ("layers", "ps_cli/up.py", "from scheduler import cluster"),
+    ("layers", "ps_cli/up.py", "from ps_worker.links import Link"),
+    ("layers", "ps_server/nobody_knows.py", "x = 1"),
+    ("function_length", "ps_core/keys.py", _LONG_FUNCTION),
+    ("file_length", "ps_core/keys.py", "x = 1\n" * 501),
+    ("parameters", "ps_core/keys.py", _SEVEN),
+    ("line_length", "ps_core/keys.py", "x = '" + "x" * 100 + "'"),
+    ("names", "ps_core/utils.py", "x = 1"),
+    ("names", "ps_core/keys.py", "class KeyManager: ..."),
+    ("names", "ps_core/keys.py", "def key_helper(): ..."),
+    ("names", "ps_core/keys.py", "def call(data): ..."),
+    ("names", "ps_core/keys.py", "for epoch in (): ..."),
+    ("names", "tests/unit/misc.py", "x = 1"),
+    ("units", "ps_core/keys.py", "def wait(timeout: float | None): ..."),
+    ("units", "ps_core/keys.py", "class C:\n    request_deadline: float"),
+    ("marks", "ps_core/keys.py", "x = 1  # TO" + "DO later"),
+    ("sleep", "tests/unit/test_keys.py", "import asyncio\nawait_me = asyncio.sleep(1)"),
+    ("sleep", "tests/unit/test_keys.py", "from time import sleep\nsleep(1)"),
+    ("fixed_ports", "tests/integration/test_up.py", "listen = 'localhost:5000'"),
+    ("fixed_ports", "tests/integration/test_up.py", "listen = f'127.0.0.1:5000{1}'"),
+    ("hidden_tests", "tests/unit/test_keys.py", "pytest.skip('no engine')"),
+    ("hidden_tests", "tests/unit/test_keys.py", "@pytest.mark.xfail\ndef test_it(): ..."),
+    ("hidden_tests", "tests/unit/test_keys.py", "grpc = pytest.importorskip('grpc')"),
+    ("mocks", "tests/unit/test_keys.py", "from unittest.mock import MagicMock"),
+    ("mocks", "tests/unit/test_keys.py", "from unittest import mock"),
+    ("mocks", "tests/unit/test_keys.py", "monkeypatch.setattr(module, 'name', 1)"),
+    ("pure_tests", "tests/unit/test_keys.py", "import subprocess"),
+    ("deadlines", "ps_worker/links.py", "async def f(stub):\n    await stub.RegisterNode(request)"),
+    ("invariants", "ps_core/keys.py", '"""Keys.\n\nKEY-1 holds."""\ncheck(False, "KEY-2", "no")'),
+    ("invariants", "ps_core/keys.py", 'raise InvariantViolation("KEY-2", "no")'),
+    ("prints", "ps_server/servicer.py", "print('hello')"),
+]
+
+GOOD = [
+    ("layers", "ps_core/keys.py", "from random import Random\nimport math, numpy"),
+    ("layers", "ps_server/servicer.py", "import asyncio, grpc, time\nfrom ps_server import gate"),
+    ("layers", "ps_cli/train.py", "import ps_worker as ps\nfrom ps_runtime import launcher"),
+    ("names", "examples/digits_cnn.py", "for epoch in (): ..."),
+    ("units", "ps_core/keys.py", "def wait(deadline_s: float): ..."),
+    ("fixed_ports", "tests/integration/test_up.py", "listen = '127.0.0.1:0'"),
+    ("deadlines", "ps_worker/links.py", "call = stub.RegisterNode(request, timeout=deadline_s)"),
+    ("invariants", "ps_core/keys.py", '"""KEY-1 holds."""\ncheck(True, "KEY-1", "yes")'),
+    ("prints", "ps_cli/status.py", "print('hello')"),
+    ("prints", "ps_runtime/config.py", "def print_config(): print('hello')"),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "text"), BAD)
+def test_rule_bites(name: str, path: str, text: str) -> None:
+    assert list(RULES[name](parse(path, text)))
+
+
+@pytest.mark.parametrize(("name", "path", "text"), GOOD)
+def test_rule_lets_pass(name: str, path: str, text: str) -> None:
+    assert not list(RULES[name](parse(path, text)))
+
+
+def test_every_rule_has_a_bad_snippet() -> None:
+    assert {name for name, _, _ in BAD} == set(RULES)
