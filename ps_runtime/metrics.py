@@ -86,8 +86,8 @@ class ServerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.push_duration_seconds = Histogram(
             "pushpull_server_push_duration_seconds",
-            "From the arrival of an entry to its COMMITTED reply; under BSP it includes the wait for "
-            "the other workers.",
+            "From the arrival of an entry to its COMMITTED reply; under BSP it includes the wait "
+            "for the other workers.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )

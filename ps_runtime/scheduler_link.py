@@ -18,8 +18,7 @@ import grpc
 import grpc.aio
 
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
-from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, WaitExpired
-from ps_core.limits import MAX_DEADLINE_S
+from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.tables import Table, TableSpec
 from ps_runtime import clock, logs, wire
 from ps_runtime.channels import aio_channel
@@ -35,9 +34,8 @@ REGISTRATION_ID_BYTES = 16
 ATTEMPT_DEADLINE_S = 5.0
 """The longest that one attempt at a short call may take before the next address is tried."""
 
-ANSWER_MARGIN_S = 1.0
-"""A call that the scheduler parks gets this much longer than it may wait there, so that the scheduler's
-own answer, which names who is missing, comes before gRPC's, which does not."""
+LEAST_ATTEMPT_S = 0.2
+"""The shortest: less would fail for want of a round trip."""
 
 FAREWELL_DEADLINE_S = 5.0
 
@@ -89,9 +87,10 @@ class SchedulerLink:
         view: the newest view that came, or None before the first.
         on_view: called on the loop with each newer view, in order of addition; a callback that is
             added late is not called for views of before.
-        on_fenced: called once on the loop when the link has ended because of `fenced_by`.
+        on_fenced: called once on the loop when the link has ended: the scheduler said that this node
+            has been replaced, or the link itself failed. Whoever holds the link then stops.
         fenced: set at that moment.
-        fenced_by: the scheduler's words, or None.
+        fenced_by: why, or None.
         progress: asked at each heartbeat for what the node says of itself.
         last_scheduler_contact_s: when the scheduler last answered, by `clock.now_s`.
     """
@@ -146,15 +145,15 @@ class SchedulerLink:
         request.registration_id = register.registration_id or os.urandom(REGISTRATION_ID_BYTES)
         book = _Addresses(addresses)
         try:
-            link = cls(
-                book, await _registered(book, request, clock.now_s() + deadline_s, deadline_s)
-            )
+            link = cls(book, await _registered(book, request, deadline_s))
         except BaseException:
             await book.close()
             raise
         link.progress = progress
         loop = asyncio.get_running_loop()
         link._tasks = (loop.create_task(link._beat()), loop.create_task(link._watch()))
+        for task in link._tasks:
+            task.add_done_callback(link._task_ended)
         return link
 
     async def view_at_least(self, number: int, deadline_s: float) -> ClusterView:
@@ -212,21 +211,21 @@ class SchedulerLink:
         answer = await self._until(
             lambda stub, left_s: stub.CreateTable(request, timeout=left_s), what, end_s
         )
-        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), ANSWER_MARGIN_S))
+        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire.table_from_proto(answer.table), answer.view_number
 
-    async def deregister(self, reason: str) -> bool:
+    async def deregister(self, reason: str, deadline_s: float = FAREWELL_DEADLINE_S) -> bool:
         """Leave the cluster: a last heartbeat with the final progress, then the farewell.
 
         Returns:
             Whether the scheduler heard it; if not, it will count this node as silent.
 
-        Blocking: up to FAREWELL_DEADLINE_S.
+        Blocking: up to `deadline_s`.
         """
         await self._end_tasks()
         if self.fenced_by is not None or self._is_closed:
             return False
-        end_s = clock.now_s() + FAREWELL_DEADLINE_S
+        end_s = clock.now_s() + deadline_s
         beat = self._heartbeat()
         farewell = scheduler_pb2.DeregisterNodeRequest(session=self._identity, reason=reason)
         what = "the scheduler to hear the farewell"
@@ -274,17 +273,19 @@ class SchedulerLink:
         request = scheduler_pb2.WatchClusterRequest(session=self._identity)
         while self.fenced_by is None:
             address = self._addresses.present
-            failure: PushpullError = Recovering("the scheduler ended the stream of views")
+            ended_by = "the scheduler"
             try:
                 async for response in self._addresses.stub().WatchCluster(request):
                     self._take(wire.view_from_proto(response.view))
                     backoff.reset()
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error)
-            except PushpullError as error:
-                failure = error
-            self._failed(address, failure)
-            await asyncio.sleep(backoff.next_s(failure))
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure)
+                if isinstance(error, Fenced):
+                    self._fence(error)
+                ended_by = error.message
+            # No warning: if the scheduler is away the next heartbeat says so, and says it once.
+            logs.debug("stream_of_views_ended", address=address, by=ended_by)
+            await asyncio.sleep(backoff.next_s())
 
     async def _until(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
         """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed."""
@@ -292,7 +293,7 @@ class SchedulerLink:
         begun_s = clock.now_s()
         while True:
             self._check_open()
-            left_s = max(end_s - clock.now_s(), 0.0) + ANSWER_MARGIN_S
+            left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
             address = self._addresses.present
             try:
                 answer = await _answer(attempt(self._addresses.stub(), left_s))
@@ -325,9 +326,9 @@ class SchedulerLink:
         if self.view is not None and view.view_number <= self.view.view_number:
             return
         self.view = view
+        self._wake()
         for callback in tuple(self.on_view):
             callback(view)
-        self._wake()
 
     def _wake(self) -> None:
         self._news.set()
@@ -358,6 +359,13 @@ class SchedulerLink:
         for callback in tuple(self.on_fenced):
             callback(error)
         self._wake()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A heartbeat or watch task that fails is a bug: end the link, so that nobody waits on it."""
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            logs.exception("link_failed", failure)
+            self._fence(Internal(f"the link to the scheduler failed: {failure!r}"))
 
     def _check_open(self) -> None:
         if self.fenced_by is not None:
@@ -392,17 +400,19 @@ class SchedulerLink:
 async def _registered(
     book: _Addresses,
     request: scheduler_pb2.RegisterNodeRequest,
-    end_s: float,
     deadline_s: float,
 ) -> scheduler_pb2.RegisterNodeResponse:
-    """Register, at whichever address answers, until `end_s`."""
+    """Register, at whichever address answers, going on for `deadline_s`."""
+    end_s = clock.now_s() + deadline_s
     backoff = Backoff()
     has_failed = False
     while True:
         address = book.present
-        attempt_s = min(max(end_s - clock.now_s(), 0.1), ATTEMPT_DEADLINE_S)
+        attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
         try:
-            answer = await _answer(book.stub().RegisterNode(request, timeout=attempt_s))
+            answer: scheduler_pb2.RegisterNodeResponse = await _answer(
+                book.stub().RegisterNode(request, timeout=attempt_s)
+            )
         except PushpullError as error:
             if not (is_retryable(error) or isinstance(error, WaitExpired)):
                 raise

@@ -44,8 +44,8 @@ async def wait_for_stop_signal() -> signal.Signals:
 def die_with_parent() -> bool:
     """Have the kernel kill this process with SIGKILL when its parent ends; Linux only.
 
-    The signal comes when the *thread* that started this process ends, so a parent starts roles from a
-    thread that lives as long as they do. If the parent has ended before the call took effect, the
+    The signal comes when the *thread* that started this process ends, so a parent starts roles from
+    a thread that lives as long as they do. If the parent has ended before the call took effect, the
     process ends here.
 
     Returns:
