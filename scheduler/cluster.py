@@ -356,8 +356,8 @@ class Cluster:
         table_count = len(self._state.tables)
         if table_count >= limits.MAX_TABLE_COUNT:
             raise InvalidConfig(
-                f"table '{spec.name}' would be the cluster's {table_count + 1}th; it can have "
-                f"{limits.MAX_TABLE_COUNT}"
+                f"table '{spec.name}' would be table number {table_count + 1} of the cluster; it "
+                f"can have {limits.MAX_TABLE_COUNT}"
             )
         block_count = -(-spec.element_count // spec.block_elements)
         if block_count > MAX_TABLE_BLOCK_COUNT:
