@@ -1,0 +1,1 @@
+"""The command line: `pushpull train`, `pushpull up`, `pushpull status`, `pushpull version`."""

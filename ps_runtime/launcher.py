@@ -54,11 +54,11 @@ _MAX_POLL_S = 0.1
 _ADDRESSING = (
     "ADVERTISE",
     "CLUSTER_ID",
-    "CONFIG",
     "HTTP_LISTEN",
     "LISTEN",
     "RANK",
     "READY_FILE",
+    "ROLE",
     "SCHEDULER",
     "SERVERS",
     "STOP_WHEN_DONE",

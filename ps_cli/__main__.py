@@ -1,0 +1,169 @@
+"""`pushpull`, also as `python -m ps_cli`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Coroutine
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ps_cli.output import Output
+from ps_cli.scheduler_query import first_status, server_answers
+from ps_cli.status_document import status_document
+from ps_cli.status_view import status_view
+from ps_cli.train import DEFAULT_LINE_INTERVAL_S, TrainRun, TrainSettings
+from ps_cli.up import UpSettings, run_up
+from ps_core.errors import InvalidConfig, PushpullError
+
+USAGE_EXIT_CODE = 2
+
+app = typer.Typer(
+    name="pushpull",
+    help="A parameter server for PyTorch: train on a local cluster, run one, look into one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+WorkerCount = Annotated[
+    int,
+    typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
+]
+ServerCount = Annotated[
+    int,
+    typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
+]
+
+
+def _guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
+    """Run a command to its exit code; an error of the catalogue becomes one line and a code."""
+    with Output() as output:
+        try:
+            code = asyncio.run(command(output))
+        except InvalidConfig as error:
+            output.close()
+            output.complain(error.message)
+            code = USAGE_EXIT_CODE
+        except PushpullError as error:
+            output.close()
+            output.complain(error.message)
+            code = 1
+    raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    script: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script."),
+    ],
+    script_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
+    ] = None,
+    workers: WorkerCount = 2,
+    servers: ServerCount = 1,
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),
+    ] = DEFAULT_LINE_INTERVAL_S,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
+    ] = False,
+) -> None:
+    """Train SCRIPT on a local cluster: a scheduler, servers, and a copy of SCRIPT a worker.
+
+    The script finds its cluster with `ps_worker.connect()` and its place in it with
+    `client.rank` and `client.world_size`. Its output appears behind its worker's name.
+
+    Exit code: 0 when every worker has finished; 1 when a role died, with the reason; 130 after
+    Ctrl-C.
+
+    Example: `pushpull train examples/digits_cnn.py --workers 2 --servers 2 -- --epochs 5`
+    """
+    settings = TrainSettings(
+        script=script,
+        arguments=tuple(script_arguments or ()),
+        worker_count=workers,
+        server_count=servers,
+        line_interval_s=interval,
+        shows_all_roles=verbose,
+    )
+    _guarded(lambda output: TrainRun(settings, output).run())
+
+
+@app.command()
+def up(
+    workers: WorkerCount = 1,
+    servers: ServerCount = 1,
+    listen: Annotated[
+        str,
+        typer.Option(help="Where the scheduler listens; port 0 takes a free one."),
+    ] = "127.0.0.1:0",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
+    ] = False,
+) -> None:
+    """Run a cluster alone and print its address; start workers beside it by hand."""
+    settings = UpSettings(workers, servers, listen, quiet)
+    _guarded(lambda output: run_up(settings, output))
+
+
+@app.command()
+def status(
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            envvar="PUSHPULL_SCHEDULER",
+            help="host:port of the scheduler, or several with commas.",
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print it for a program.")] = False,
+) -> None:
+    """Show a cluster's roles, ranges, tables, workers with their clocks, and who waits for whom."""
+    addresses = [address.strip() for address in scheduler.split(",") if address.strip()]
+    _guarded(lambda _: _show_status(addresses, as_json))
+
+
+async def _show_status(addresses: list[str], as_json: bool) -> int:
+    response = await first_status(addresses)
+    document = status_document(response, await server_answers(response))
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(status_view(document))
+    return 0
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that matter in a report of a problem."""
+    parts = [f"{name} {_installed(name)}" for name in ("pushpull", "torch", "grpcio", "protobuf")]
+    print(", ".join((*parts, f"Python {platform.python_version()}", f"{os.uname().machine}")))
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed as a package)"
+
+
+def main() -> None:
+    """The entry point of the `pushpull` command."""
+    app(prog_name="pushpull")
+
+
+if __name__ == "__main__":
+    main()

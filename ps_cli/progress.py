@@ -1,0 +1,223 @@
+"""What `pushpull train` shows: rows made from the scheduler's status messages, as pure functions.
+
+Rules:
+    - Rates are differences of counters over the time between the *reports*, not between the polls:
+      a report is as old as `last_heard_ms` says, whatever the rate of polling.
+    - Nothing here reads a clock or writes to a terminal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pushpull.v1 import scheduler_pb2, types_pb2
+
+WINDOW_S = 5.0
+"""Rates are averages over about this time: longer than a heartbeat, short enough to follow."""
+
+MAX_LINE_WORKERS = 8
+"""Up to this many workers each has its own line where there is no terminal."""
+
+_SAME_REPORT_S = 0.05
+"""Two polls that date a report this close saw the same report."""
+
+_BAR_WIDTH = 16
+_STATES = {
+    int(types_pb2.NODE_STATE_ALIVE): "training",
+    int(types_pb2.NODE_STATE_SILENT): "silent",
+    int(types_pb2.NODE_STATE_LEFT): "left",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """What a worker said of itself, and when (seconds on the caller's clock)."""
+
+    rank: int
+    state: str
+    reported_at_s: float
+    clock: int
+    step_count: int
+    planned_step_count: int
+    moved_bytes: int
+    loss: float | None
+    staleness: int
+    waiting_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker's newest sample and its rates; a rate is None until two reports have come."""
+
+    sample: WorkerSample
+    steps_per_s: float | None
+    bytes_per_s: float | None
+
+
+def worker_samples(
+    response: scheduler_pb2.GetClusterStatusResponse, now_s: float
+) -> tuple[WorkerSample, ...]:
+    """The workers of a status message, by rank."""
+    workers = [n for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER]
+    found = (_sample(status, now_s) for status in workers)
+    return tuple(sorted(found, key=lambda sample: sample.rank))
+
+
+def _sample(status: scheduler_pb2.NodeStatus, now_s: float) -> WorkerSample:
+    said = status.progress
+    return WorkerSample(
+        rank=status.node.rank,
+        state=_STATES.get(int(status.node.state), "unknown"),
+        reported_at_s=now_s - status.last_heard_ms / 1000,
+        clock=max((table.clock for table in said.tables), default=0),
+        step_count=said.step_count,
+        planned_step_count=said.planned_step_count,
+        moved_bytes=said.pushed_bytes + said.pulled_bytes,
+        loss=said.loss if said.HasField("loss") else None,
+        staleness=said.staleness,
+        waiting_for=said.waiting_for,
+    )
+
+
+class RateWindow:
+    """The reports of the last `WINDOW_S` seconds, by rank: `observe` samples, then read `rows`."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, deque[WorkerSample]] = {}
+
+    def observe(self, samples: Sequence[WorkerSample]) -> None:
+        """Take the samples of one status message in."""
+        for sample in samples:
+            reports = self._reports.setdefault(sample.rank, deque())
+            if reports and sample.reported_at_s - reports[-1].reported_at_s < _SAME_REPORT_S:
+                reports.pop()
+            reports.append(sample)
+            while len(reports) > 2 and reports[1].reported_at_s < sample.reported_at_s - WINDOW_S:
+                reports.popleft()
+
+    def rows(self) -> tuple[WorkerRow, ...]:
+        """Each worker's newest sample with its rates, by rank."""
+        return tuple(_row(self._reports[rank]) for rank in sorted(self._reports))
+
+
+def _row(reports: Sequence[WorkerSample]) -> WorkerRow:
+    first, last = reports[0], reports[-1]
+    between_s = last.reported_at_s - first.reported_at_s
+    if between_s < _SAME_REPORT_S:
+        return WorkerRow(last, None, None)
+    return WorkerRow(
+        last,
+        max(0, last.step_count - first.step_count) / between_s,
+        max(0, last.moved_bytes - first.moved_bytes) / between_s,
+    )
+
+
+def live_view(rows: Sequence[WorkerRow], elapsed_s: float, note: str) -> RenderableType:
+    """The table that a terminal shows beneath the workers' output."""
+    head = Text(f"train {duration(elapsed_s)}  {note}".rstrip(), style="bold")
+    if not rows:
+        return head
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("worker", justify="right")
+    table.add_column("progress", no_wrap=True)
+    for name in ("clock", "steps/s", "loss", "staleness", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", style="yellow", overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        sample = row.sample
+        table.add_row(
+            str(sample.rank),
+            _bar(sample),
+            str(sample.clock),
+            _number(row.steps_per_s, 1),
+            _number(sample.loss, 4),
+            str(sample.staleness),
+            _gigabytes(row.bytes_per_s),
+            sample.waiting_for or ("" if sample.state == "training" else sample.state),
+        )
+    return Group(head, table)
+
+
+def _bar(sample: WorkerSample) -> RenderableType:
+    if not sample.planned_step_count:
+        return Text(f"{sample.step_count} steps")
+    return ProgressBar(
+        total=sample.planned_step_count,
+        completed=min(sample.step_count, sample.planned_step_count),
+        width=_BAR_WIDTH,
+    )
+
+
+def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float) -> list[str]:
+    """The periodic lines where there is no terminal: one a worker, or one for all of many."""
+    head = f"[train {duration(elapsed_s)}]"
+    if not rows:
+        return [f"{head} no worker has joined yet"]
+    if len(rows) > MAX_LINE_WORKERS:
+        return [f"{head} {_summary(rows)}"]
+    return [f"{head} worker {row.sample.rank}: {_line(row)}" for row in rows]
+
+
+def _line(row: WorkerRow) -> str:
+    sample = row.sample
+    planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
+    parts = [
+        f"step {sample.step_count}{planned}",
+        f"clock {sample.clock}",
+        f"{_number(row.steps_per_s, 1)} steps/s",
+        f"loss {_number(sample.loss, 4)}",
+        f"staleness {sample.staleness}",
+        f"{_gigabytes(row.bytes_per_s)} GB/s",
+    ]
+    if sample.state != "training":
+        parts.append(sample.state)
+    if sample.waiting_for:
+        parts.append(f"waits for {sample.waiting_for}")
+    return ", ".join(parts)
+
+
+def _summary(rows: Sequence[WorkerRow]) -> str:
+    clocks = [row.sample.clock for row in rows]
+    losses = [row.sample.loss for row in rows if row.sample.loss is not None]
+    slowest = min(rows, key=lambda row: (row.sample.clock, row.sample.rank))
+    loss = sum(losses) / len(losses) if losses else None
+    parts = [
+        f"{len(rows)} workers",
+        f"clocks {min(clocks)} to {max(clocks)}",
+        f"{_number(_total([row.steps_per_s for row in rows]), 1)} steps/s",
+        f"mean loss {_number(loss, 4)}",
+        f"staleness up to {max(row.sample.staleness for row in rows)}",
+        f"{_gigabytes(_total([row.bytes_per_s for row in rows]))} GB/s",
+        f"slowest is worker {slowest.sample.rank}",
+    ]
+    return ", ".join(parts)
+
+
+def _total(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _gigabytes(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3f}"
+
+
+def duration(elapsed_s: float) -> str:
+    """Seconds as people read them: "7s", "2m05s", "1h02m"."""
+    seconds = int(elapsed_s)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02}m"

@@ -1,0 +1,235 @@
+"""What `pushpull status --json` prints, made from the scheduler's and the servers' answers.
+
+A pure function of the messages. Times are in seconds (`_s`), sizes in bytes. A value that is not
+known (a server that does not answer) is null, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TypedDict
+
+from ps_core.cluster_view import ClusterView, Role
+from ps_core.errors import PushpullError
+from ps_core.tables import Table
+from ps_runtime.wire import node_from_proto, view_from_proto
+from pushpull.v1 import parameters_pb2, scheduler_pb2
+
+ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
+
+
+class NodeEntry(TypedDict):
+    """One node; `rank` and `clocks` (by table name) are a worker's, else null and empty."""
+
+    node_id: int
+    incarnation: int
+    role: str
+    rank: int | None
+    address: str
+    state: str
+    last_heard_s: float
+    view_number: int
+    clocks: dict[str, int]
+    step_count: int
+    planned_step_count: int
+    loss: float | None
+    staleness: int
+    pushed_bytes: int
+    pulled_bytes: int
+    waiting_for: str
+
+
+class ServerEntry(TypedDict):
+    """What one server serves; `error` says why the other values are null."""
+
+    node_id: int
+    address: str
+    ranges: list[str]
+    range_count: int
+    block_count: int | None
+    state_bytes: int | None
+    gate_bytes: int | None
+    update_count: int | None
+    error: str | None
+
+
+class TableEntry(TypedDict):
+    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have)."""
+
+    table_id: int
+    name: str
+    dtype: str
+    element_count: int
+    block_count: int
+    optimizer: str
+    hyperparameters: dict[str, float]
+    consistency: str
+    reduction: str
+    clock: int | None
+    update_count: int | None
+    state_bytes: int | None
+    is_initialized: bool | None
+
+
+class WaitEntry(TypedDict):
+    """Something that waits, and for whom; `where` is "worker 3", or "server 2, range 17"."""
+
+    where: str
+    table: str | None
+    waits_for: str
+
+
+class StatusDocument(TypedDict):
+    """The whole."""
+
+    cluster_id: str
+    view_number: int
+    worker_count: int
+    server_count: int
+    is_finished: bool
+    unserved_ranges: list[str]
+    nodes: list[NodeEntry]
+    servers: list[ServerEntry]
+    tables: list[TableEntry]
+    waits: list[WaitEntry]
+
+
+def status_document(
+    response: scheduler_pb2.GetClusterStatusResponse, answers: Mapping[int, ServerAnswer]
+) -> StatusDocument:
+    """The document.
+
+    Args:
+        response: what the scheduler said.
+        answers: what each server said, or why it did not, by node id.
+    """
+    view = view_from_proto(response.view)
+    stats = [
+        entry
+        for answer in answers.values()
+        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
+        for entry in answer.ranges
+    ]
+    knows_all = all(
+        isinstance(answer, parameters_pb2.GetRangeStatsResponse) for answer in answers.values()
+    )
+    unserved = (int(r.range_id) for r in view.ranges if r.primary is None)
+    return StatusDocument(
+        cluster_id=view.cluster_id,
+        view_number=view.view_number,
+        worker_count=view.worker_count,
+        server_count=view.server_count,
+        is_finished=view.finished,
+        unserved_ranges=spans(unserved),
+        nodes=[_node(status, view) for status in response.nodes],
+        servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
+        tables=[_table(table, stats, knows_all) for table in view.tables],
+        waits=[*_worker_waits(response), *_range_waits(answers, view)],
+    )
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as spans: 1, 2, 3, 7 become "1-3" and "7"."""
+    ordered = sorted(numbers)
+    found = []
+    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        first, last = members[0], members[-1]
+        found.append(str(first) if first == last else f"{first}-{last}")
+    return found
+
+
+def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
+    node, said = node_from_proto(status.node), status.progress
+    names = {int(table.table_id): table.spec.name for table in view.tables}
+    return NodeEntry(
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        role=node.role.value,
+        rank=node.rank if node.role is Role.WORKER else None,
+        address=node.address,
+        state=node.state.value,
+        last_heard_s=status.last_heard_ms / 1000,
+        view_number=status.view_number,
+        clocks={
+            names.get(table.table_id, f"table {table.table_id}"): table.clock
+            for table in said.tables
+        },
+        step_count=said.step_count,
+        planned_step_count=said.planned_step_count,
+        loss=said.loss if said.HasField("loss") else None,
+        staleness=said.staleness,
+        pushed_bytes=said.pushed_bytes,
+        pulled_bytes=said.pulled_bytes,
+        waiting_for=said.waiting_for,
+    )
+
+
+def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntry:
+    served = [int(r.range_id) for r in view.ranges if r.primary == node_id]
+    address = next((node.address for node in view.nodes if node.node_id == node_id), "")
+    if isinstance(answer, PushpullError):
+        return ServerEntry(
+            node_id=node_id, address=address, ranges=spans(served), range_count=len(served),
+            block_count=None, state_bytes=None, gate_bytes=None, update_count=None,
+            error=answer.message,
+        )  # fmt: skip
+    return ServerEntry(
+        node_id=node_id,
+        address=address,
+        ranges=spans(served),
+        range_count=len(served),
+        block_count=sum(entry.block_count for entry in answer.ranges),
+        state_bytes=sum(entry.state_bytes for entry in answer.ranges),
+        gate_bytes=answer.gate_bytes,
+        update_count=sum(entry.update_count for entry in answer.ranges),
+        error=None,
+    )
+
+
+def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: bool) -> TableEntry:
+    own = [entry for entry in stats if entry.table_id == table.table_id]
+    spec = table.spec
+    is_known = knows_all and bool(own)
+    return TableEntry(
+        table_id=table.table_id,
+        name=spec.name,
+        dtype=spec.dtype.value,
+        element_count=spec.element_count,
+        block_count=table.block_count,
+        optimizer=spec.optimizer.kind.value,
+        hyperparameters=dict(spec.optimizer.hyperparameters),
+        consistency=spec.mode.value,
+        reduction=spec.reduction.value,
+        clock=min(entry.clock for entry in own) if is_known else None,
+        update_count=sum(entry.update_count for entry in own) if is_known else None,
+        state_bytes=sum(entry.state_bytes for entry in own) if is_known else None,
+        is_initialized=all(entry.initialized for entry in own) if is_known else None,
+    )
+
+
+def _worker_waits(response: scheduler_pb2.GetClusterStatusResponse) -> list[WaitEntry]:
+    found = []
+    for status in response.nodes:
+        if not status.progress.waiting_for:
+            continue
+        node = node_from_proto(status.node)
+        where = f"worker {node.rank}" if node.role is Role.WORKER else f"node {node.node_id}"
+        found.append(WaitEntry(where=where, table=None, waits_for=status.progress.waiting_for))
+    return found
+
+
+def _range_waits(answers: Mapping[int, ServerAnswer], view: ClusterView) -> list[WaitEntry]:
+    names = {int(table.table_id): table.spec.name for table in view.tables}
+    return [
+        WaitEntry(
+            where=f"server {node_id}, range {entry.range_id}",
+            table=names.get(entry.table_id),
+            waits_for=wait,
+        )
+        for node_id, answer in sorted(answers.items())
+        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
+        for entry in answer.ranges
+        for wait in entry.waits
+    ]

@@ -1,0 +1,146 @@
+"""What `pushpull status` shows a person: a pure function of the status document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ps_cli.status_document import NodeEntry, ServerEntry, StatusDocument, TableEntry, WaitEntry
+
+MAX_WAIT_COUNT = 20
+"""More waits than these are counted, not listed."""
+
+_UNKNOWN = "?"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def status_view(document: StatusDocument) -> RenderableType:
+    """The document as tables."""
+    parts: list[RenderableType] = [_head(document)]
+    sections = (
+        ("servers", _servers(document["servers"], document["nodes"])),
+        ("workers and readers", _clients(document["nodes"])),
+        ("tables", _tables(document["tables"])),
+    )
+    for title, table in sections:
+        parts += ["", Text(title, style="bold"), table if table.row_count else Text("  none yet")]
+    parts += ["", Text("waits", style="bold"), _waits(document["waits"])]
+    return Group(*parts)
+
+
+def size(byte_count: int | None) -> str:
+    """Bytes as people read them: "1.5 MiB"; "?" if not known."""
+    if byte_count is None:
+        return _UNKNOWN
+    value, unit = float(byte_count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def _head(document: StatusDocument) -> Text:
+    alive = [node for node in document["nodes"] if node["state"] == "alive"]
+    counts = {role: sum(node["role"] == role for node in alive) for role in ("server", "worker")}
+    text = Text.assemble(
+        ("cluster ", "bold"),
+        document["cluster_id"],
+        f"  view {document['view_number']}",
+        f"  servers {counts['server']} of {document['server_count']}",
+        f"  workers {counts['worker']} of {document['worker_count']}",
+    )
+    if document["is_finished"]:
+        text.append("  finished", style="green")
+    if document["tables"] and document["unserved_ranges"]:
+        text.append(f"\nnobody serves ranges {', '.join(document['unserved_ranges'])}", "yellow")
+    return text
+
+
+def _grid(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _servers(servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry]) -> Table:
+    states = {node["node_id"]: node["state"] for node in nodes}
+    table = _grid("  node", "address", "state", "ranges", "blocks", "parameters", "gate", "updates")
+    for server in servers:
+        table.add_row(
+            f"  {server['node_id']}",
+            server["address"],
+            states.get(server["node_id"], _UNKNOWN),
+            _spans(server),
+            _count(server["block_count"]),
+            size(server["state_bytes"]),
+            size(server["gate_bytes"]),
+            server["error"] or _count(server["update_count"]),
+        )
+    return table
+
+
+def _spans(server: ServerEntry) -> str:
+    """Ranges by their spans, or their number where the spans would fill the line."""
+    spans = server["ranges"]
+    shown = ", ".join(spans[:3]) + (", ..." if len(spans) > 3 else "")
+    return f"{server['range_count']} ({shown})" if spans else "0"
+
+
+def _clients(nodes: Sequence[NodeEntry]) -> Table:
+    table = _grid(
+        "  node", "role", "rank", "state", "heard", "steps", "clocks", "loss", "staleness"
+    )
+    for node in nodes:
+        if node["role"] == "server":
+            continue
+        planned = f" of {node['planned_step_count']}" if node["planned_step_count"] else ""
+        clocks = ", ".join(f"{name} {clock}" for name, clock in sorted(node["clocks"].items()))
+        table.add_row(
+            f"  {node['node_id']}",
+            node["role"],
+            _count(node["rank"]) if node["rank"] is not None else "",
+            node["state"],
+            f"{node['last_heard_s']:.1f} s ago",
+            f"{node['step_count']}{planned}",
+            clocks,
+            "" if node["loss"] is None else f"{node['loss']:.4f}",
+            str(node["staleness"]),
+        )
+    return table
+
+
+def _tables(tables: Sequence[TableEntry]) -> Table:
+    grid = _grid("  name", "elements", "dtype", "blocks", "optimizer", "gate", "clock", "memory")
+    for table in tables:
+        lr = table["hyperparameters"].get("lr")
+        clock = _count(table["clock"])
+        grid.add_row(
+            f"  {table['name']}",
+            f"{table['element_count']:,}",
+            table["dtype"],
+            str(table["block_count"]),
+            table["optimizer"] + (f" lr {lr:g}" if lr is not None else ""),
+            f"{table['consistency']} {table['reduction']}",
+            f"{clock} (not initialized)" if table["is_initialized"] is False else clock,
+            size(table["state_bytes"]),
+        )
+    return grid
+
+
+def _waits(waits: Sequence[WaitEntry]) -> RenderableType:
+    if not waits:
+        return Text("  nobody waits")
+    lines = []
+    for wait in waits[:MAX_WAIT_COUNT]:
+        table = f", table '{wait['table']}'" if wait["table"] else ""
+        lines.append(f"  {wait['where']}{table}: {wait['waits_for']}")
+    if len(waits) > MAX_WAIT_COUNT:
+        lines.append(f"  and {len(waits) - MAX_WAIT_COUNT} more")
+    return Text("\n".join(lines))
+
+
+def _count(value: int | None) -> str:
+    return _UNKNOWN if value is None else str(value)

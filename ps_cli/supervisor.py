@@ -1,0 +1,121 @@
+"""Watches the roles of a local cluster while something goes on, and ends them all when it ends.
+
+Rules:
+    - The run ends at the first of: a signal; a role that ends without being asked, unless it is a
+      worker that finished; all workers finished; the work itself failing.
+    - Whatever ends it, every role is stopped before `run` returns. A second signal kills at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from ps_cli.output import Output
+from ps_core.errors import PushpullError
+from ps_runtime.launcher import Launcher, RoleExit, RoleProcess, describe_exit
+
+FAILURE_EXIT_CODE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended: the tool's exit code, and why, for a person."""
+
+    exit_code: int
+    message: str = ""
+
+
+class Supervisor:
+    """Owns the launcher of one run.
+
+    Args:
+        output: where the roles' lines and the reasons go.
+        shown_kinds: the kinds of role whose lines are shown; of others they are kept for the
+            message about their end.
+    """
+
+    def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
+        self._output = output
+        self._shown_kinds = shown_kinds
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[RoleExit | signal.Signals] = asyncio.Queue()
+        self._is_stopping = False
+        self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
+
+    async def run(self, work: Coroutine[Any, Any, None], worker_count: int) -> Ending:
+        """Do `work` until the run ends, then stop every role.
+
+        Args:
+            work: starts the roles and shows what they do; it is cancelled at the end.
+            worker_count: the workers that `work` starts; when all have finished the run ends well.
+
+        Returns:
+            How it ended; the caller tells the user.
+        """
+        self._catch_signals()
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(self._first_ending(worker_count))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return watching.result() if watching.done() else _failure(working)
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.to_thread(self._stop)
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        self.launcher.stop()
+
+    async def _first_ending(self, worker_count: int) -> Ending:
+        finished_count = 0
+        while True:
+            event = await self._events.get()
+            if isinstance(event, signal.Signals):
+                return Ending(128 + event, f"stopped by {event.name}")
+            if event.command.kind != "worker" or event.returncode != 0:
+                message = describe_exit(event, "and the run cannot go on")
+                return Ending(FAILURE_EXIT_CODE, message)
+            finished_count += 1
+            if finished_count == worker_count:
+                return Ending(0)
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup ignores SIGHUP on purpose.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._is_stopping:
+            self.launcher.kill()
+            return
+        self._events.put_nowait(number)
+
+    def _on_exit(self, role_exit: RoleExit) -> None:
+        if role_exit.was_stopped:
+            return
+        # The loop may be gone if a role ends while the tool does.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, role_exit)
+
+    def _on_line(self, process: RoleProcess, line: str) -> None:
+        if process.command.kind in self._shown_kinds:
+            self._output.role_line(process.name, line, process.command.index or 0)
+
+
+def _failure(working: asyncio.Task[None]) -> Ending:
+    """What the work's own end means: its error, or that there was nothing left to do."""
+    error = working.exception()
+    if error is None:
+        return Ending(0)
+    if isinstance(error, PushpullError):
+        return Ending(FAILURE_EXIT_CODE, error.message)
+    raise error

@@ -1,0 +1,134 @@
+"""`pushpull train`: a local cluster and N copies of a training script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ps_cli.output import Output
+from ps_cli.progress import RateWindow, live_view, plain_lines, worker_samples
+from ps_cli.scheduler_query import SchedulerQuery
+from ps_cli.supervisor import Ending, Supervisor
+from ps_core.errors import PushpullError
+from ps_runtime.launcher import (
+    ClusterShape,
+    start_scheduler,
+    start_servers,
+    thread_count,
+    usable_core_count,
+    worker_command,
+)
+
+LIVE_INTERVAL_S = 0.5
+"""The workers report each second; half of that keeps the table at most half a second behind."""
+
+DEFAULT_LINE_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What to train with what: `line_interval_s` is for output that is no terminal."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    worker_count: int
+    server_count: int
+    line_interval_s: float = DEFAULT_LINE_INTERVAL_S
+    shows_all_roles: bool = False
+
+
+class TrainRun:
+    """One run, from the first process to the last line."""
+
+    def __init__(self, settings: TrainSettings, output: Output) -> None:
+        self._settings = settings
+        self._output = output
+        self._rates = RateWindow()
+        self._began_s = time.monotonic()
+        self._note = ""
+
+    async def run(self) -> int:
+        """Train to the end.
+
+        Returns:
+            The exit code: 0 if every worker finished, 1 if a role died, 128 + the number of the
+            signal that ended it.
+        """
+        kinds = {"worker", "server", "scheduler"} if self._settings.shows_all_roles else {"worker"}
+        supervisor = Supervisor(self._output, frozenset(kinds))
+        ending = await supervisor.run(self._work(supervisor), self._settings.worker_count)
+        self._output.close()
+        self._tell(ending)
+        return ending.exit_code
+
+    async def _work(self, supervisor: Supervisor) -> None:
+        settings, launcher = self._settings, supervisor.launcher
+        environment, remark = thread_environment(
+            os.environ, usable_core_count(), settings.worker_count
+        )
+        if remark:
+            self._output.say(remark)
+        shape = ClusterShape(settings.server_count, settings.worker_count, environment=environment)
+        scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
+        await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
+        self._output.say(
+            f"scheduler at {scheduler.address}; starting {settings.worker_count} workers "
+            f"on {settings.server_count} servers"
+        )
+        script = (str(settings.script), *settings.arguments)
+        for rank in range(settings.worker_count):
+            command = worker_command(rank, scheduler.address, script, environment)
+            await asyncio.to_thread(launcher.start, command)
+        async with SchedulerQuery(scheduler.address) as query:
+            await self._show_progress(query)
+
+    async def _show_progress(self, query: SchedulerQuery) -> None:
+        interval_s = LIVE_INTERVAL_S if self._output.is_terminal else self._settings.line_interval_s
+        while True:
+            try:
+                self._rates.observe(worker_samples(await query.status(), time.monotonic()))
+                self._note = ""
+            except PushpullError as error:
+                self._note = f"(the scheduler does not answer: {error.message})"
+            self._show()
+            await asyncio.sleep(interval_s)
+
+    def _show(self) -> None:
+        elapsed_s = time.monotonic() - self._began_s
+        rows = self._rates.rows()
+        if self._output.is_terminal:
+            self._output.show(live_view(rows, elapsed_s, self._note))
+            return
+        for line in plain_lines(rows, elapsed_s):
+            self._output.say(line)
+        if self._note:
+            self._output.say(self._note)
+
+    def _tell(self, ending: Ending) -> None:
+        elapsed_s = time.monotonic() - self._began_s
+        if ending.exit_code == 0:
+            self._output.say(f"{self._settings.worker_count} workers finished in {elapsed_s:.1f} s")
+        else:
+            self._output.complain(ending.message)
+
+
+def thread_environment(
+    inherited: Mapping[str, str], core_count: int, worker_count: int
+) -> tuple[dict[str, str], str]:
+    """How many threads each process may use, and the line that says so.
+
+    Without it every worker starts a thread a core and they fight for the cores: on one machine N
+    workers would be slower than one. What the user set stands.
+    """
+    if "OMP_NUM_THREADS" in inherited:
+        return {}, ""
+    threads = thread_count(core_count, worker_count)
+    remark = (
+        f"OMP_NUM_THREADS={threads} for each process ({core_count} cores, {worker_count} workers); "
+        "set it yourself to use another number"
+    )
+    return {"OMP_NUM_THREADS": str(threads)}, remark
