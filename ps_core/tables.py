@@ -128,6 +128,18 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
 }  # fmt: skip
 """The numbers of each optimizer and torch.optim's defaults of them."""
 
+_HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("beta1", "beta2"), (0.0, 1.0)),
+    **dict.fromkeys(
+        (
+            "momentum", "alpha", "eps", "weight_decay", "lr_decay", "initial_accumulator_value",
+        ),
+        (0.0, math.inf),
+    ),
+}  # fmt: skip
+"""What torch.optim's constructors accept: [low, high). Outside, its arithmetic divides by zero or
+takes roots of negative numbers. A learning rate may be anything finite, as schedulers set it."""
+
 Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
 
@@ -148,11 +160,10 @@ class OptimizerSpec:
         """The table's numbers with those `given` put over them, sorted.
 
         Raises:
-            InvalidConfig: a name that the optimizer does not have, or a value that is not finite.
+            InvalidConfig: a name that the optimizer does not have, or a value that it cannot use.
         """
         merged = dict(HYPERPARAMETER_DEFAULTS[self.kind])
-        merged.update(self.hyperparameters)
-        for name, value in given:
+        for name, value in (*self.hyperparameters, *given):
             if name not in merged:
                 raise InvalidConfig(
                     f"{self.kind.value} has no hyperparameter '{name}'; it has "
@@ -160,6 +171,11 @@ class OptimizerSpec:
                 )
             if not math.isfinite(value):
                 raise InvalidConfig(f"hyperparameter '{name}' is {value}; expected a finite number")
+            low, high = _HYPERPARAMETER_BOUNDS.get(name, (-math.inf, math.inf))
+            if not low <= value < high:
+                raise InvalidConfig(
+                    f"hyperparameter '{name}' is {value}; expected at least {low}, below {high}"
+                )
             merged[name] = value
         return tuple(sorted(merged.items()))
 

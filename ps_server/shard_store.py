@@ -1,0 +1,356 @@
+"""One table's blocks in one range: values, optimizer state, sums in the making.
+
+The range machine decides what takes part in which update and in which order; this store does the
+arithmetic that it was told to do, and nothing else. Calls on one store must not overlap; stores are
+independent of each other but for the pool, which is safe to share between threads.
+
+Rules:
+    - Values are kept and summed in float32, for float64 tables in float64; workers of float16 and
+      bfloat16 tables see them rounded to nearest even.
+    - `decode` refuses whatever is wrong and changes nothing. Every other call checks before it
+      changes anything.
+    - Absent is zero: a mean divides by all contributors, whether or not they had the tensor. A
+      tensor that no contributor had is skipped: values, optimizer state and step count stay as they
+      were. A block without a present tensor is not touched and keeps its version.
+    - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
+      reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0 is the
+      initial value.
+    - ASSIGN: the reduced contribution replaces the values of the present tensors.
+
+Invariants:
+    STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
+    STO-2  The result depends on the parts, their order and their scales only, not on the block size
+           or the other blocks (with OPT-1: DESIGN's G4).
+
+What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
+from ps_core.tables import (
+    NATIVE_CODEC,
+    Codec,
+    DType,
+    Hyperparameters,
+    InitializerKind,
+    OptimizerKind,
+    Reduction,
+    Table,
+    presence_bytes,
+)
+from ps_server import contributions
+from ps_server.buffer_pool import BufferPool
+from ps_server.contributions import Contribution
+from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
+
+_KEPT_SUM_COUNT = 2
+"""AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
+
+_TORCH_DTYPE = {
+    Codec.FP32: torch.float32,
+    Codec.FP16: torch.float16,
+    Codec.BF16: torch.bfloat16,
+    Codec.FP64: torch.float64,
+}
+
+
+class ShardStore:
+    """The blocks `blocks` of `table`, with their initial values (zeros if they come from rank 0).
+
+    Args:
+        table: the table, its spec validated.
+        blocks: the blocks of the range.
+        pool: working memory; one pool may serve all stores of a server. None means its own.
+
+    Raises:
+        InvalidKeys: the table has no such block.
+    """
+
+    def __init__(self, table: Table, blocks: Sequence[int], pool: BufferPool | None = None) -> None:
+        spec = table.spec
+        self._table = table
+        self._name = spec.name
+        self._pool = pool if pool is not None else BufferPool()
+        self._dtype = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32
+        self._states = {block: self._initial_state(block) for block in sorted(blocks)}
+        self._versions = dict.fromkeys(self._states, 0)
+        self._forming: dict[int, dict[int, Contribution]] = {}
+        self._sums: dict[int, dict[int, Contribution]] = {}
+        self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
+        has_kernel = spec.optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN)
+        self._optimizer = Optimizer(spec.optimizer, self._pool) if has_kernel else None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of values, optimizer state and kept sums; sums in the making do not count."""
+        sums = sum(part.byte_count for kept in self._sums.values() for part in kept.values())
+        return sums + sum(state.state_bytes for state in self._states.values())
+
+    def decode(
+        self, block: int, codec: Codec, payload: bytes | memoryview, presence: bytes
+    ) -> Contribution:
+        """The payload as a contribution, checked. Changes nothing.
+
+        Shapes:
+            payload: the block's elements, little-endian. In the table's own float32 or float64 it
+                is not copied but kept alive by the result; a writable memoryview is copied.
+
+        Raises:
+            InvalidKeys: the block is not here, or the presence bitmap has the wrong length.
+            InvalidTensor: the codec cannot be this table's, the length lies, or a present tensor
+                holds a value that is not finite (unless the table allows it).
+        """
+        state = self._state(block)
+        present = self._mask(block, presence)
+        self._check_codec(codec)
+        view = memoryview(payload)
+        expected = state.length * codec.element_bytes
+        if view.nbytes != expected:
+            raise InvalidTensor(
+                f"block {block} of table '{self._name}': the payload has {view.nbytes} bytes; "
+                f"expected {expected} ({state.length} elements of {codec.value})"
+            )
+        source = contributions.view(payload, codec)
+        is_owned = source.dtype != self._dtype or not view.readonly
+        if is_owned:
+            target = contributions.take_padded(self._pool, state.length, self._dtype)
+            target[: state.length].copy_(source)
+            source = target
+        part = Contribution(block, source, present, state.bounds, is_owned)
+        if not self._table.spec.allow_non_finite:
+            self._check_finite(part)
+        return part
+
+    def fold(self, clock: int, parts: Sequence[tuple[int, Contribution]], scale: float) -> None:
+        """Add one worker's step to the sums of `clock`; called in rank order.
+
+        Shapes:
+            parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
+                lone float32 or float64 one with scale 1 is used where it lies.
+
+        Raises:
+            InvalidConfig: the scale is not finite and above 0.
+        """
+        if not 0.0 < scale < math.inf:
+            raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
+        self._check_parts(parts)
+        forming = self._forming.setdefault(clock, {})
+        for block, part in parts:
+            if part.present is not None and not part.present.any():
+                contributions.release(part, self._pool)
+                continue
+            part = contributions.scaled(part, scale, self._pool)
+            total = forming.get(block)
+            forming[block] = part if total is None else contributions.added(total, part, self._pool)
+
+    def apply(
+        self, clock: int, hyperparameters: Hyperparameters, contributor_count: int
+    ) -> tuple[int, ...]:
+        """Form update `clock` from what was folded and apply it; the blocks touched, ascending.
+
+        Args:
+            clock: the update.
+            hyperparameters: put over the table's own; empty means those.
+            contributor_count: the workers that took part, with or without gradients.
+
+        Raises:
+            InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
+        """
+        numbers = dict(self._table.spec.optimizer.merged(hyperparameters))
+        forming = self._forming.pop(clock, {})
+        check(contributor_count >= 1 or not forming, "STO-1", "a sum without contributors")
+        is_mean = self._table.spec.reduction is Reduction.MEAN
+        reduced: dict[int, Contribution] = {}
+        for block in sorted(forming):
+            total = forming[block]
+            if is_mean:
+                total = contributions.averaged(total, contributor_count, self._pool)
+            if self._is_aggregate:
+                reduced[block] = total
+            else:
+                self._apply_block(self._states[block], total, numbers)
+            self._versions[block] += 1
+        if self._is_aggregate:
+            self._keep(clock, reduced)
+        return tuple(sorted(forming))
+
+    def drop(self, clock: int) -> None:
+        """Forget the sums of `clock` that are in the making."""
+        for part in self._forming.pop(clock, {}).values():
+            contributions.release(part, self._pool)
+
+    def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:
+        """Replace initial values; absent tensors keep theirs. Versions do not change.
+
+        Shapes:
+            parts: (block, contribution) pairs; the store takes them over.
+        """
+        self._check_parts(parts)
+        for block, part in parts:
+            self._replace(self._states[block], part)
+            contributions.release(part, self._pool)
+
+    def read(self, block: int, codec: Codec | None, clock: int | None) -> tuple[bytes, bytes]:
+        """A block's elements as a payload, and its presence bits.
+
+        Args:
+            block: the block.
+            codec: how to encode; None means the table's dtype. Values are rounded to nearest even.
+            clock: AGGREGATE: whose sum; None means the newest, 0 the initial values. Other tables
+                ignore it.
+
+        Shapes:
+            presence: empty if all tensors are present, and for all tables but AGGREGATE.
+
+        Raises:
+            InvalidKeys: the block is not here.
+            InvalidTensor: the codec is wider than the table.
+            InvalidConfig: the sum of `clock` is not kept.
+        """
+        state = self._state(block)
+        codec = NATIVE_CODEC[self._table.spec.dtype] if codec is None else codec
+        self._check_codec(codec)
+        if not self._is_aggregate:
+            return self._encode(state.values, state.length, codec), b""
+        return self._read_sum(state, block, codec, clock)
+
+    def version(self, block: int) -> int:
+        """Updates that have touched the block.
+
+        Raises:
+            InvalidKeys: the block is not here.
+        """
+        self._state(block)
+        return self._versions[block]
+
+    def _initial_state(self, block: int) -> BlockState:
+        length = self._table.block_length(block)
+        segments = self._table.segments(block)
+        bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
+        check(int(bounds[-1]) == length, "TAB-1", f"segments of block {block} do not cover it")
+        values = torch.zeros(padded_length(length), dtype=self._dtype)
+        initializer = self._table.spec.initializer
+        if initializer.kind is InitializerKind.CONSTANT:
+            values[:length] = initializer.constant
+        elif initializer.kind is InitializerKind.INLINE:
+            codec = NATIVE_CODEC[self._table.spec.dtype]
+            begin = block * self._table.spec.block_elements * codec.element_bytes
+            inline = initializer.inline[begin : begin + length * codec.element_bytes]
+            values[:length] = contributions.view(inline, codec)
+        return BlockState(values, bounds, np.zeros(len(segments), dtype=np.int64))
+
+    def _state(self, block: int) -> BlockState:
+        state = self._states.get(block)
+        if state is None:
+            raise InvalidKeys(
+                f"block {block} of table '{self._name}' is not in this range; "
+                f"it holds {len(self._states)} of the table's {self._table.block_count} blocks"
+            )
+        return state
+
+    def _mask(self, block: int, presence: bytes) -> Mask | None:
+        if not presence:
+            return None
+        segment_count = len(self._states[block].steps)
+        expected = presence_bytes(segment_count)
+        if len(presence) != expected:
+            raise InvalidKeys(
+                f"block {block} of table '{self._name}': presence has {len(presence)} bytes; "
+                f"expected {expected} ({segment_count} tensors) or none"
+            )
+        bits = np.unpackbits(np.frombuffer(presence, np.uint8), bitorder="little")
+        mask = bits[:segment_count].astype(np.bool_)
+        return None if mask.all() else mask
+
+    def _check_codec(self, codec: Codec) -> None:
+        if codec is Codec.FP64 and self._dtype is not torch.float64:
+            raise InvalidTensor(
+                f"codec fp64 with table '{self._name}' of {self._table.spec.dtype.value}; "
+                "expected fp32, fp16 or bf16"
+            )
+
+    def _check_finite(self, part: Contribution) -> None:
+        runs = contributions.present_runs(part.bounds, part.present)
+        if all(contributions.is_finite(part.values[begin:end]) for begin, end in runs):
+            return
+        for index, segment in enumerate(self._table.segments(part.block)):
+            is_here = part.present is None or bool(part.present[index])
+            if is_here and not contributions.is_finite(part.values[segment.begin : segment.end]):
+                tensor = self._table.spec.tensors[segment.tensor].name
+                contributions.release(part, self._pool)
+                raise InvalidTensor(
+                    f"non-finite gradient in tensor '{tensor}' of table '{self._name}' "
+                    f"(block {part.block}); expected finite values"
+                )
+
+    def _check_parts(self, parts: Sequence[tuple[int, Contribution]]) -> None:
+        for block, part in parts:
+            self._state(block)
+            check(part.block == block, "STO-1", f"block {part.block} given as block {block}")
+
+    def _apply_block(
+        self, state: BlockState, total: Contribution, numbers: dict[str, float]
+    ) -> None:
+        if self._optimizer is None:
+            self._replace(state, total)
+        else:
+            total = contributions.padded(total, self._pool)
+            self._optimizer.apply(state, total.values, total.present, numbers)
+        contributions.release(total, self._pool)
+
+    def _replace(self, state: BlockState, part: Contribution) -> None:
+        for begin, end in contributions.present_runs(part.bounds, part.present):
+            state.values[begin:end].copy_(part.values[begin:end])
+
+    def _keep(self, clock: int, reduced: dict[int, Contribution]) -> None:
+        self._sums[clock] = reduced
+        for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:
+            for part in self._sums.pop(old).values():
+                contributions.release(part, self._pool)
+
+    def _read_sum(
+        self, state: BlockState, block: int, codec: Codec, clock: int | None
+    ) -> tuple[bytes, bytes]:
+        newest = max(self._sums, default=0)
+        wanted = newest if clock is None else clock
+        if wanted == 0 and newest < _KEPT_SUM_COUNT:
+            return self._encode(state.values, state.length, codec), b""
+        if wanted not in self._sums:
+            kept = ", ".join(map(str, sorted(self._sums))) or "0"
+            raise InvalidConfig(
+                f"table '{self._name}' does not keep the sum of clock {wanted}; it keeps {kept}"
+            )
+        total = self._sums[wanted].get(block)
+        if total is None:
+            nothing = bytes(presence_bytes(len(state.steps)))
+            return bytes(state.length * codec.element_bytes), nothing
+        if total.present is None:
+            return self._encode(total.values, state.length, codec), b""
+        values = torch.zeros(state.length, dtype=self._dtype)
+        for begin, end in contributions.present_runs(total.bounds, total.present):
+            values[begin:end] = total.values[begin:end]
+        return self._encode(values, state.length, codec), _packed(total.present)
+
+    def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes:
+        dtype = _TORCH_DTYPE[codec]
+        elements = values[:length]
+        if dtype == self._dtype:
+            return elements.numpy().tobytes()
+        buffer = self._pool.take(values.numel(), dtype)
+        narrow = buffer[:length].copy_(elements)
+        payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
+        self._pool.give_back(buffer)
+        return payload
+
+
+def _packed(present: npt.NDArray[np.bool_]) -> bytes:
+    return np.packbits(present, bitorder="little").tobytes()
