@@ -74,9 +74,8 @@ def test_a_group_overrides_what_the_optimizer_says() -> None:
     chosen = optimizers.for_group(SGD(lr=0.1), {"lr": 0.2, "momentum": 0.9, "nesterov": True})
     assert chosen == SGD(lr=0.2, momentum=0.9, nesterov=True)
     spec = chosen.spec(Kernels.EXACT)
-    assert (
-        spec.nesterov and spec.kernels is Kernels.EXACT and dict(spec.hyperparameters)["lr"] == 0.2
-    )
+    assert (spec.nesterov, spec.kernels) == (True, Kernels.EXACT)
+    assert dict(spec.hyperparameters)["lr"] == 0.2
     with pytest.raises(InvalidConfig, match="lr is -3"):
         optimizers.for_group(SGD(), {"lr": -3})
 

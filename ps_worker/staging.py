@@ -1,0 +1,339 @@
+"""Gradients on their way to the servers: staged while backward runs, compared when the step ends.
+
+Each table has one flat buffer in host memory. A hook copies a parameter's gradient into it as soon
+as autograd has finished it; a block whose tensors have all been copied may leave. When the step
+ends, every gradient is compared with what was copied, so that clipping, unscaling, accumulation
+and anything else that a training loop does to `.grad` counts.
+
+Rules:
+    - The buffer holds what left, or what leaves next; the servers' copy of a block that is changed
+      after it left is replaced before the step's seal.
+    - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and a checksum that
+      is computed on the device, where reading the gradient back would cost a transfer.
+    - A table whose gradients mostly changed after they left (clipping does that in every step) is
+      not streamed in the next step; staging goes on, so streaming starts again when that ends.
+
+Invariants:
+    STG-1  What `take` gives covers every present gradient that has not left in its present form.
+
+What it deliberately does not do: send, or decide about seals (`ps_worker.distributed_optimizer`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ps_core.errors import InvalidTensor
+from ps_core.tables import Table
+from ps_worker.cutting import BlockPart
+from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
+from ps_worker.values import Raw
+
+_BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprint:
+    """What identifies a gradient on a device without reading it back."""
+
+    address: int
+    version: int
+    checksum: torch.Tensor
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Fingerprint:
+        """The fingerprint of a gradient as it is now.
+
+        Blocking: no; the checksum is queued on the device.
+        """
+        bits = gradient.view(_BITS[gradient.element_size()])
+        checksum = bits.sum(dtype=torch.int64)
+        return cls(gradient.data_ptr(), gradient._version, checksum)
+
+    def differs(self, other: Fingerprint) -> torch.Tensor:
+        """Whether two gradients differ: a one-element bool tensor on their device."""
+        if (self.address, self.version) != (other.address, other.version):
+            return torch.ones((), dtype=torch.bool, device=self.checksum.device)
+        return self.checksum != other.checksum
+
+
+def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether two CPU tensors of one shape and dtype have the same bits."""
+    bits = _BITS[staged.element_size()]
+    return torch.equal(staged.view(bits), gradient.view(bits))
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A parameter's state in the current step."""
+
+    blocks: tuple[int, ...]
+    hook_count: int = 0
+    is_staged: bool = False
+    is_present: bool = False
+    fingerprint: Fingerprint | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A block's state in the current step.
+
+    `waiting_count` tensors are still to be staged. `is_changed`: since it left, or staged and not
+    left. `is_wasted`: it left, or would have if the table were streamed, in a form that did not
+    last.
+    """
+
+    tensors: tuple[int, ...]
+    waiting_count: int
+    has_left: bool = False
+    is_changed: bool = False
+    is_wasted: bool = False
+
+
+class FlatBuffer:
+    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        on_cuda = any(entry.tensor.device.type == "cuda" for entry in layout.placed)
+        dtype = TORCH_DTYPE[layout.dtype]
+        self.values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=on_cuda)
+        self.views = layout.views(self.values)
+        self.raw: Raw = self.values.view(torch.uint8).numpy()
+
+
+_Pending: TypeAlias = "deque[tuple[torch.cuda.Event, int]]"
+
+
+class GradientStaging:
+    """The gradients of one table, from hook to step.
+
+    Invariants: STG-1.
+    """
+
+    def __init__(self, layout: FlatLayout, table: Table, accumulate: int = 1) -> None:
+        """Args:
+        layout: the parameters.
+        table: the same, as the cluster knows it.
+        accumulate: the backward passes of one step; a gradient is staged after the last.
+        """
+        self.layout = layout
+        self.table = table
+        self.streams = True
+        self._accumulate = accumulate
+        self._buffer = FlatBuffer(layout)
+        self._segments = [table.segments(block) for block in range(table.block_count)]
+        self._blocks = [
+            _Block(tuple(s.tensor for s in segments), len(segments)) for segments in self._segments
+        ]
+        homes: list[list[int]] = [[] for _ in layout.placed]
+        for number, block in enumerate(self._blocks):
+            for tensor in block.tensors:
+                homes[tensor].append(number)
+        self._places = [_Place(tuple(blocks)) for blocks in homes]
+        self._copying: _Pending = deque()
+        # Hooks run on autograd's threads: one for each device.
+        self._lock = threading.Lock()
+
+    # --- while backward runs
+
+    def hooked(self, index: int) -> list[BlockPart]:
+        """Parameter `index` has its gradient: copies it; what may leave now, if anything.
+
+        Blocking: copies one gradient (CPU), or queues the copy (device).
+
+        Raises:
+            InvalidTensor: the gradient is sparse, or of another shape.
+        """
+        gradient = self.layout.placed[index].tensor.grad
+        with self._lock:
+            place = self._places[index]
+            place.hook_count += 1
+            if gradient is None or place.hook_count != self._accumulate:
+                return []  # a later pass of a longer accumulation: `take` will see the difference
+            ready = [*self._arrived(), *self._copy(index, gradient)]
+            return [self._leave(block) for block in ready] if self.streams else []
+
+    def discard(self) -> None:
+        """The gradients were zeroed: the next backward pass starts over. What left stays out."""
+        with self._lock:
+            self._finish_copies()
+            for block in self._blocks:
+                block.is_wasted |= block.waiting_count == 0
+            self._restart()
+
+    # --- when the step ends
+
+    def changed_after_leaving(self) -> str | None:
+        """The name of a parameter whose block left with another gradient than it has now.
+
+        Blocking: waits for the device.
+        """
+        with self._lock:
+            self._finish_copies()
+            for index in sorted(self._changed_places()):
+                if any(self._blocks[block].has_left for block in self._places[index].blocks):
+                    return self.layout.placed[index].name
+        return None
+
+    def take(self) -> list[BlockPart]:
+        """All that has to leave before the step's seal (STG-1), and the step's bookkeeping ends.
+
+        Blocking: reads every gradient once (CPU), or waits for the device.
+
+        Raises:
+            InvalidTensor: a gradient is sparse, or of another shape.
+        """
+        with self._lock:
+            self._finish_copies()
+            for index in self._changed_places():
+                self._restage(index)
+            self._finish_copies()
+            wasted_count = sum(block.is_wasted for block in self._blocks)
+            self.streams = 2 * wasted_count <= len(self._blocks)
+            leaving = [n for n, block in enumerate(self._blocks) if self._must_leave(block)]
+            return [self._leave(block) for block in leaving]
+
+    def non_finite(self) -> str | None:
+        """The name of a parameter whose staged gradient has an infinity or a NaN.
+
+        Blocking: reads the staged gradients once.
+        """
+        present = [i for i, place in enumerate(self._places) if place.is_present]
+        if len(present) == len(self._places) and _is_finite(self._buffer.values):
+            return None
+        for index in present:
+            if not _is_finite(self._buffer.views[index]):
+                return self.layout.placed[index].name
+        return None
+
+    def finish(self) -> None:
+        """The step was sealed and committed: nothing has left of the next."""
+        with self._lock:
+            self._restart()
+            for place in self._places:
+                place.is_present = False
+            for block in self._blocks:
+                block.has_left = False
+                block.is_changed = False
+                block.is_wasted = False
+
+    # --- inside, under the lock
+
+    def _restart(self) -> None:
+        for place in self._places:
+            place.hook_count = 0
+            place.is_staged = False
+        for block in self._blocks:
+            block.waiting_count = len(block.tensors)
+
+    def _copy(self, index: int, gradient: torch.Tensor) -> list[int]:
+        """Stages a gradient; the blocks that this completes (on CUDA: `_arrived` tells, later)."""
+        place, entry = self._places[index], self.layout.placed[index]
+        if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
+            raise InvalidTensor(
+                f"the gradient of '{entry.name}' is {gradient.layout} of shape "
+                f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
+            )
+        for block in place.blocks:
+            self._blocks[block].is_changed = True
+        place.is_present = True
+        gradient = gradient.detach()
+        is_async = gradient.device.type == "cuda"
+        self._buffer.views[index].copy_(gradient, non_blocking=is_async)
+        place.fingerprint = None if gradient.device.type == "cpu" else Fingerprint.of(gradient)
+        if not is_async:
+            return self._mark_staged(index)
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(gradient.device))
+        self._copying.append((event, index))
+        return []
+
+    def _mark_staged(self, index: int) -> list[int]:
+        place = self._places[index]
+        if place.is_staged:
+            return []
+        place.is_staged = True
+        complete = []
+        for number in place.blocks:
+            self._blocks[number].waiting_count -= 1
+            if self._blocks[number].waiting_count == 0:
+                complete.append(number)
+        return complete
+
+    def _arrived(self) -> list[int]:
+        """Blocks that copies which have ended by now complete. Never blocks."""
+        complete = []
+        while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
+            complete += self._mark_staged(self._copying.popleft()[1])
+        return complete
+
+    def _finish_copies(self) -> None:
+        while self._copying:
+            event, index = self._copying.popleft()
+            event.synchronize()
+            self._mark_staged(index)
+
+    def _changed_places(self) -> set[int]:
+        """The parameters whose staged gradient is not the present one."""
+        changed = set()
+        on_device: list[tuple[int, torch.Tensor]] = []
+        for index, (entry, place) in enumerate(zip(self.layout.placed, self._places, strict=True)):
+            gradient = entry.tensor.grad
+            if gradient is None or not place.is_staged:
+                if place.is_present or gradient is not None:
+                    changed.add(index)
+            elif gradient.device.type != "cpu" and place.fingerprint is not None:
+                now = Fingerprint.of(gradient.detach())
+                on_device.append((index, place.fingerprint.differs(now)))
+            elif not same_bits(self._buffer.views[index], gradient.detach()):
+                changed.add(index)
+        if on_device:  # one transfer for each device, not one for each parameter
+            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
+            changed.update(i for (i, _), flag in zip(on_device, flags, strict=True) if flag)
+        return changed
+
+    def _restage(self, index: int) -> None:
+        if self._places[index].is_staged:
+            for block in self._places[index].blocks:
+                self._blocks[block].is_wasted |= self._blocks[block].waiting_count == 0
+        gradient = self.layout.placed[index].tensor.grad
+        if gradient is not None:
+            self._copy(index, gradient)
+            return
+        self._places[index].is_present = False
+        for block in self._places[index].blocks:
+            self._blocks[block].is_changed = True
+
+    def _must_leave(self, block: _Block) -> bool:
+        is_present = any(self._places[tensor].is_present for tensor in block.tensors)
+        return block.is_changed if block.has_left else is_present
+
+    def _leave(self, number: int) -> BlockPart:
+        block = self._blocks[number]
+        block.has_left = True
+        block.is_changed = False
+        width = self._buffer.values.element_size()
+        start = number * self.table.spec.block_elements * width
+        payload = self._buffer.raw[start : start + self.table.block_length(number) * width]
+        present = tuple(self._places[tensor].is_present for tensor in block.tensors)
+        return BlockPart(number, payload, present)
+
+    def present_names(self) -> Iterator[str]:
+        """The parameters that have a gradient in the step that `take` ended."""
+        for entry, place in zip(self.layout.placed, self._places, strict=True):
+            if place.is_present:
+                yield entry.name
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if not values.numel():
+        return True
+    # The largest magnitude is not finite exactly if an element is not: one pass, no mask in memory.
+    return bool(torch.isfinite(torch.linalg.vector_norm(values, ord=float("inf"))))

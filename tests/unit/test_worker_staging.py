@@ -1,0 +1,222 @@
+"""Gradients on their way: what leaves during backward, and what leaves again when the step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ps_core.errors import InvalidTensor
+from ps_core.keys import TableId
+from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_worker.cutting import BlockPart
+from ps_worker.flat_layout import TORCH_DTYPE, dtype_of, layout_of
+from ps_worker.staging import Fingerprint, GradientStaging
+
+
+class Loop:
+    """A table's staging with real hooks; `left` is what backward let go."""
+
+    def __init__(self, *parameters: nn.Parameter, accumulate: int = 1) -> None:
+        self.parameters = parameters
+        dtype = dtype_of("p0", parameters[0])
+        layout = layout_of("t", dtype, [(f"p{i}", p) for i, p in enumerate(parameters)])
+        assert layout is not None
+        spec = TableSpec(
+            "t", dtype, layout.element_count, OptimizerSpec(OptimizerKind.SGD), 64,
+            layout.tensor_specs(),
+        ).validated()  # fmt: skip
+        self.table = Table(TableId(1), 0, spec)
+        self.staging = GradientStaging(layout, self.table, accumulate)
+        self.left: list[BlockPart] = []
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._hook(index)
+            )
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: self.left.extend(self.staging.hooked(index))
+
+    def backward(self, *used: int, scale: float = 1.0) -> list[int]:
+        self.left.clear()
+        loss = sum(((self.parameters[i] * scale) ** 2).sum() for i in used)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [part.block for part in self.left]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.staging.discard()
+
+    def held(self, parts: list[BlockPart]) -> dict[int, torch.Tensor]:
+        dtype = TORCH_DTYPE[self.table.spec.dtype]
+        return {p.block: torch.from_numpy(p.payload.copy()).view(dtype) for p in parts}
+
+
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+def test_blocks_leave_when_all_their_tensors_have_gradients() -> None:
+    loop = Loop(ones(40), ones(40), ones(64))  # blocks: p0+p1 | p1+p2 | p2
+    assert sorted(loop.backward(0, 1, 2)) == [0, 1, 2]
+    assert all(all(part.present) for part in loop.left)
+    assert loop.staging.take() == []
+    assert loop.staging.changed_after_leaving() is None
+    assert torch.equal(loop.held(loop.left)[0], torch.full((64,), 2.0))
+
+
+def test_blocks_with_a_tensor_unused_leave_at_the_end_with_presence_bits() -> None:
+    loop = Loop(ones(40), ones(40), ones(64))
+    assert loop.backward(0, 2) == [2]
+    parts = loop.staging.take()
+    assert {p.block: p.present for p in parts} == {0: (True, False), 1: (False, True)}
+    assert list(loop.staging.present_names()) == ["p0", "p2"]
+
+
+def test_no_gradient_at_all_leaves_nothing() -> None:
+    loop = Loop(ones(40))
+    assert loop.staging.take() == []
+
+
+def test_a_gradient_changed_in_place_leaves_again() -> None:
+    loop = Loop(ones(64), ones(64))
+    assert sorted(loop.backward(0, 1)) == [0, 1]
+    gradient = loop.parameters[1].grad
+    assert gradient is not None
+    gradient.data.mul_(0.5)  # .data: no _version to see it by
+    assert loop.staging.changed_after_leaving() == "p1"
+    parts = loop.staging.take()
+    assert [p.block for p in parts] == [1]
+    assert torch.equal(loop.held(parts)[1], torch.ones(64))
+
+
+@pytest.mark.parametrize("is_first_nan", [True, False])
+def test_change_is_a_matter_of_bits(is_first_nan: bool) -> None:
+    loop = Loop(ones(64))
+    loop.parameters[0].grad = torch.full((64,), float("nan") if is_first_nan else 0.0)
+    loop.left.extend(loop.staging.hooked(0))
+    loop.parameters[0].grad = torch.full((64,), float("nan") if is_first_nan else -0.0)
+    assert [p.block for p in loop.staging.take()] == ([] if is_first_nan else [0])
+
+
+def test_accumulation_sends_once_with_the_hint_and_again_without() -> None:
+    hinted, plain = Loop(ones(64), accumulate=2), Loop(ones(64))
+    assert hinted.backward(0) == []
+    assert hinted.backward(0) == [0]
+    assert hinted.staging.take() == []
+    assert plain.backward(0) == [0]
+    assert plain.backward(0) == []
+    (part,) = plain.staging.take()
+    for loop, parts in ((hinted, hinted.left), (plain, [part])):
+        assert torch.equal(loop.held(parts)[0], torch.full((64,), 4.0))
+
+
+def test_a_short_accumulation_leaves_at_the_end() -> None:
+    loop = Loop(ones(64), accumulate=3)
+    assert loop.backward(0) == []
+    assert [p.block for p in loop.staging.take()] == [0]
+
+
+def test_a_table_whose_gradients_always_change_is_not_streamed_until_they_stop() -> None:
+    loop = Loop(ones(64), ones(64))
+    streamed = []
+    for change in (True, True, False, False):
+        loop.zero_grad()
+        streamed.append(len(loop.backward(0, 1)))
+        for parameter in loop.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5 if change else 1.0)
+        left = len(loop.staging.take())
+        assert left == 2 - (streamed[-1] if not change else 0)
+        loop.staging.finish()
+    assert streamed == [2, 0, 0, 2]
+
+
+def test_gradients_that_were_thrown_away_are_taken_back() -> None:
+    loop = Loop(ones(64), ones(64))
+    assert sorted(loop.backward(0, 1)) == [0, 1]  # as a generator's loss does to a discriminator
+    loop.zero_grad()
+    assert loop.backward(0, scale=3.0) == [0]
+    assert loop.staging.changed_after_leaving() == "p1"
+    parts = loop.staging.take()
+    assert {p.block: p.present for p in parts} == {1: (False,)}
+    assert not loop.staging.streams
+
+
+def test_a_gradient_set_by_hand_and_a_frozen_one_count_as_torch_counts_them() -> None:
+    frozen = nn.Parameter(torch.ones(64), requires_grad=False)
+    layout = layout_of("t", dtype_of("f", frozen), [("f", frozen)])
+    assert layout is not None
+    loop_table = Loop(ones(64)).table
+    staging = GradientStaging(layout, loop_table)
+    frozen.grad = torch.ones(64)
+    assert [p.present for p in staging.take()] == [(True,)]
+    staging.finish()
+    assert [p.present for p in staging.take()] == [
+        (True,)
+    ]  # .grad was not zeroed: torch steps again
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    loop = Loop(nn.Parameter(torch.ones(3, 30, dtype=dtype)))
+    assert sorted(loop.backward(0)) == [0, 1]
+    assert torch.equal(loop.held(loop.left)[1], torch.full((26,), 2.0, dtype=dtype))
+    assert loop.staging.take() == []
+
+
+def test_channels_last_gradients_are_staged_in_logical_order() -> None:
+    values = torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4)
+    loop = Loop(nn.Parameter(values.clone().to(memory_format=torch.channels_last)))
+    loop.backward(0)
+    held = torch.cat([loop.held(loop.left)[block] for block in range(2)])
+    assert torch.equal(held, 2 * values.flatten())
+    assert loop.staging.take() == []
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_non_finite_gradients_are_named(value: float) -> None:
+    loop = Loop(ones(40), ones(40), ones(40))
+    loop.backward(0, 1)
+    loop.staging.take()
+    assert loop.staging.non_finite() is None
+    assert loop.parameters[1].grad is not None
+    loop.parameters[1].grad[7] = value
+    loop.staging.take()
+    assert loop.staging.non_finite() == "p1"
+
+
+def test_stale_values_of_absent_tensors_do_not_count_as_non_finite() -> None:
+    loop = Loop(ones(40), ones(40))
+    loop.backward(0, 1, scale=float("inf"))
+    loop.staging.take()
+    loop.staging.finish()
+    loop.zero_grad()
+    loop.backward(0)
+    loop.staging.take()
+    assert loop.staging.non_finite() is None
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    loop = Loop(ones(4, 4))
+    embedding = nn.Embedding(4, 4, sparse=True)
+    embedding.weight = loop.parameters[0]
+    with pytest.raises(InvalidTensor, match=r"'p0' is torch\.sparse"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
+    gradient = torch.ones(8)
+    before = Fingerprint.of(gradient)
+    assert not bool(Fingerprint.of(gradient).differs(before))
+    gradient.data[3] = -1.0  # neither address nor version tells
+    assert bool(Fingerprint.of(gradient).differs(before))
+    gradient.data[3] = 1.0
+    assert not bool(Fingerprint.of(gradient).differs(before))
+    gradient.mul_(1.0)
+    assert bool(Fingerprint.of(gradient).differs(before))
+    assert bool(Fingerprint.of(torch.ones(8)).differs(before))
