@@ -65,7 +65,7 @@ class PushEvent:
 
 @dataclass(frozen=True, slots=True)
 class SealEvent:
-    """A seal arrived. `skip_if_invalid`: it came with its only push."""
+    """A seal arrived. `skip_if_invalid`: it came with its only push; `problem`: its terms are wrong."""
 
     place: Place
     sender: Sender
@@ -73,6 +73,7 @@ class SealEvent:
     terms: SealTerms
     confirmed: int = 0
     skip_if_invalid: bool = False
+    problem: PushpullError | None = None
 
 
 @dataclass(frozen=True, slots=True)

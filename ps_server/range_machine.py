@@ -131,7 +131,12 @@ class RangeMachine:
     """One table in one range. Methods take an event and the time, and return effects in order."""
 
     def __init__(
-        self, table: Table, range_id: RangeId, blocks: tuple[int, ...], worker_count: int, room: Room
+        self,
+        table: Table,
+        range_id: RangeId,
+        blocks: tuple[int, ...],
+        worker_count: int,
+        room: Room,
     ) -> None:
         """A fresh range part: clock 0, initialised unless rank 0 is to do it."""
         self.table = table
@@ -161,7 +166,9 @@ class RangeMachine:
 
     def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
         """A number is given up."""
-        return self._entry(event, now_s, lambda worker, out: self._take_withdrawal(event, worker, out))
+        return self._entry(
+            event, now_s, lambda worker, out: self._take_withdrawal(event, worker, out)
+        )
 
     def _entry(
         self,
@@ -238,9 +245,7 @@ class RangeMachine:
                 step.invalid.add(event.sequence)
         self._end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
 
-    def _hold(
-        self, event: PushEvent, worker: _Worker, step: _Step, out: list[Effect]
-    ) -> None:
+    def _hold(self, event: PushEvent, worker: _Worker, step: _Step, out: list[Effect]) -> None:
         push = _Push(
             event.sender,
             event.sequence,
@@ -277,7 +282,9 @@ class RangeMachine:
         if not event.is_assign and problem is not None:
             return problem
         if step is not None and step.seal is not None and event.sequence > step.seal.sequence:
-            return InvalidConfig(f"push {event.sequence} comes after the seal of clock {event.clock}")
+            return InvalidConfig(
+                f"push {event.sequence} comes after the seal of clock {event.clock}"
+            )
         if step is not None and event.block in step.blocks:
             return InvalidKeys(
                 f"block {event.block} of table '{name}' was pushed at clock {event.clock} already, "
@@ -335,10 +342,10 @@ class RangeMachine:
         worker.held[event.sequence] = clock
         self._reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
-    def _seal_problem(
-        self, event: SealEvent, worker: _Worker, step: _Step
-    ) -> PushpullError | None:
+    def _seal_problem(self, event: SealEvent, worker: _Worker, step: _Step) -> PushpullError | None:
         name, terms = self.table.spec.name, event.terms
+        if event.problem is not None:
+            return event.problem
         if step.seal is not None:
             return InvalidConfig(
                 f"worker {worker.rank} sealed clock {terms.clock} of table '{name}' already"
@@ -365,11 +372,10 @@ class RangeMachine:
             return error
         return None
 
-    def _disagreement(
-        self, terms: SealTerms, worker: _Worker, own: _Step
-    ) -> PushpullError | None:
+    def _disagreement(self, terms: SealTerms, worker: _Worker, own: _Step) -> PushpullError | None:
         """A seal repeats its eager pushes' numbers, and under BSP the other workers' at its clock
-        (skipped ones have no say)."""
+        (skipped ones have no say).
+        """
         if terms.skip:
             return None
         merged = self.table.spec.optimizer.merged
@@ -462,7 +468,11 @@ class RangeMachine:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
         while True:
             step = worker.steps.get(worker.sealed_clock + 1)
-            if step is None or step.seal is None or not self._is_complete(worker, step.seal.sequence):
+            if (
+                step is None
+                or step.seal is None
+                or not self._is_complete(worker, step.seal.sequence)
+            ):
                 break
             if not self._take_effect(worker, step, step.seal, out):
                 break
@@ -573,9 +583,7 @@ class RangeMachine:
         self._unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
         record = self._record(step.clock, [contributor], merged, (push.block,))
-        out.append(
-            Fold(self.table.table_id, self.range_id, step.clock, worker.rank, (part,), 1.0)
-        )
+        out.append(Fold(self.table.table_id, self.range_id, step.clock, worker.rank, (part,), 1.0))
         out.append(Apply(record))
         self._commit(record, out)
         del step.pushes[push.sequence]
@@ -603,7 +611,8 @@ class RangeMachine:
         contributors = [self._contributor(worker, step) for worker, step in parts]
         blocks = sorted({b for _, step in parts if not step.skip for b in step.blocks})
         terms = next(
-            (s.seal.terms.hyperparameters for _, s in parts if s.seal is not None and not s.skip), ()
+            (s.seal.terms.hyperparameters for _, s in parts if s.seal is not None and not s.skip),
+            (),
         )
         merged = self.table.spec.optimizer.merged(terms)
         record = self._record(clock, contributors, merged, tuple(blocks))
@@ -629,9 +638,7 @@ class RangeMachine:
     def _fold(self, worker: _Worker, step: _Step, scale: float) -> Fold:
         check(self.initialized, "RM-3", "fold before the initial values")
         parts = self._take_parts(worker, step)
-        return Fold(
-            self.table.table_id, self.range_id, step.clock, worker.rank, parts, scale
-        )
+        return Fold(self.table.table_id, self.range_id, step.clock, worker.rank, parts, scale)
 
     def _contributor(self, worker: _Worker, step: _Step) -> Contributor:
         assert step.seal is not None
@@ -769,14 +776,18 @@ class RangeMachine:
             if self._is_member(rank, clock)
             and (rank not in self._by_rank or self._by_rank[rank].sealed_clock < clock)
         ]
-        return f"update {clock} of {name} waits for {', '.join(late) or 'any worker: all have left'}"
+        return (
+            f"update {clock} of {name} waits for {', '.join(late) or 'any worker: all have left'}"
+        )
 
     def _who(self, rank: int, now_s: float) -> str:
         worker = self._by_rank.get(rank)
         if worker is None:
             return f"worker {rank} (not heard yet)"
         heard_s = now_s - worker.last_heard_s
-        return f"worker {rank} (clock {max(worker.sealed_clock, 0)}, last heard {heard_s:.1f} s ago)"
+        return (
+            f"worker {rank} (clock {max(worker.sealed_clock, 0)}, last heard {heard_s:.1f} s ago)"
+        )
 
     # --- views of the state
 

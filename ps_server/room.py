@@ -82,7 +82,9 @@ class GateRoom:
     def release(self, step: Step, byte_count: int) -> None:
         """A payload of `step` is no longer staged."""
         left = self._staged.get(step, 0) - byte_count
-        check(left >= 0, "ROOM-3", f"step {step} releases {byte_count} bytes that it does not stage")
+        check(
+            left >= 0, "ROOM-3", f"step {step} releases {byte_count} bytes that it does not stage"
+        )
         if left:
             self._staged[step] = left
         else:

@@ -214,7 +214,9 @@ class ServerMachine:
                     f"table '{part.table.spec.name}' is not BSP: it has no consistent reads"
                 )
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
-                raise Overloaded(f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500)
+                raise Overloaded(
+                    f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500
+                )
         except PushpullError as error:
             place = event.place
             return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
@@ -243,6 +245,11 @@ class ServerMachine:
     def epoch(self, range_id: RangeId) -> AssignmentEpoch:
         """The epoch under which this server serves the range; 0 if it does not."""
         return self._epochs.get(range_id, AssignmentEpoch(0))
+
+    @property
+    def range_count(self) -> int:
+        """Ranges that this server is primary of."""
+        return len(self._epochs)
 
     @property
     def gate_bytes(self) -> int:

@@ -383,7 +383,8 @@ class PushWindow:
 
     def _probe(self, entry: _Entry, now_s: float) -> None:
         """Held for long: a seal asks again (no payload); a push only once its seal has ended, since
-        only then is an answer surely missing."""
+        only then is an answer surely missing.
+        """
         step = self._steps[(entry.key.table_id, entry.clock)]
         seals_ended = bool(step.seals) and all(
             s.state is EntryState.ENDED for s in step.seals.values()
@@ -451,7 +452,9 @@ class PushWindow:
         del self._open[entry.key]
         self._carried(entry)
         self._waiting_seals.discard(entry.key)
-        self._ledger(entry.key).end(entry.key.sequence, ending)
+        seen = self._ledger(entry.key)
+        seen.end(entry.key.sequence, ending)
+        seen.confirm(seen.low_water)  # nobody asks this side again: only the mark is kept
         step.open_count -= 1
         step.staleness = max(step.staleness, ending.staleness)
         refused: list[Effect] = []
@@ -548,8 +551,7 @@ class PushWindow:
             if server in self._connected and entry.retry_s is None and server is not None:
                 grouped.setdefault((server, key.table_id, entry.clock), []).append(entry)
         return [
-            self._send_seal(server, entries, now_s)
-            for (server, _, _), entries in grouped.items()
+            self._send_seal(server, entries, now_s) for (server, _, _), entries in grouped.items()
         ]
 
     @staticmethod

@@ -1,0 +1,177 @@
+"""`python -m ps_server`: one parameter server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from ps_core.errors import PushpullError
+from ps_runtime import channels, clock, config, logs, shutdown
+from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
+from ps_runtime.node_server import NodeServer
+from ps_runtime.ready_file import write_ready_file
+from ps_runtime.scheduler_link import SchedulerLink
+from ps_server.kernel_fingerprint import kernel_fingerprint
+from ps_server.node import ParameterNode
+from ps_server.servicer import FEATURES, ParameterServicer
+from pushpull.v1 import scheduler_pb2, types_pb2
+from pushpull.v1.parameters_pb2_grpc import add_ParameterServiceServicer_to_server
+
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of a server."""
+
+    scheduler: tuple[str, ...] = field(
+        metadata={"help": "scheduler addresses, host:port, comma-separated"}
+    )
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port to serve gRPC on; port 0 takes a free one"},
+    )
+    advertise: str | None = field(
+        default=None, metadata={"help": "host:port or host under which others reach this server"}
+    )
+    http_listen: str = field(
+        default="127.0.0.1:0", metadata={"help": "host:port of /metrics and /healthz"}
+    )
+    cluster_id: str = field(default="", metadata={"help": "the cluster meant; empty: any"})
+    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    ready_file: Path | None = field(
+        default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
+    )
+    connect_deadline_s: float = field(
+        default=60.0, metadata={"help": "seconds to go on trying to reach the scheduler at start"}
+    )
+    drain_grace_s: float = field(
+        default=5.0, metadata={"help": "seconds that calls may finish in when told to stop"}
+    )
+    threads: int = field(
+        default=1, metadata={"help": "torch threads for updates; 0 leaves torch's own choice"}
+    )
+
+
+def main() -> None:
+    """Run until told to stop, or until the cluster has finished."""
+    settings = config.from_command_line(ServerConfig, "A pushpull parameter server.")
+    shutdown.die_with_parent_if_asked(os.environ)
+    logs.configure("server", settings.log_level)
+    channels.tune_allocator()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    try:
+        channels.run(_serve(settings))
+    except PushpullError as error:
+        logs.error("failed", error=error.code, message=error.message)
+        sys.exit(1)
+
+
+async def _serve(settings: ServerConfig) -> None:
+    registry = new_registry()
+    servicer = ParameterServicer()
+    server = await NodeServer.start(
+        settings.listen,
+        advertise=settings.advertise,
+        http_listen=settings.http_listen,
+        services=[
+            (
+                "pushpull.v1.ParameterService",
+                lambda grpc_server: add_ParameterServiceServicer_to_server(servicer, grpc_server),
+            )
+        ],
+        registry=registry,
+    )
+    stop = asyncio.create_task(shutdown.wait_for_stop_signal())
+    running = asyncio.create_task(
+        _run(settings, server, servicer, ServerMetrics(registry), registry)
+    )
+    try:
+        await asyncio.wait((stop, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        for task in (stop, running):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await server.stop(settings.drain_grace_s)
+
+
+async def _run(
+    settings: ServerConfig,
+    server: NodeServer,
+    servicer: ParameterServicer,
+    metrics: ServerMetrics,
+    registry: CollectorRegistry,
+) -> None:
+    """Register, serve, and end when the cluster has finished or replaced this server."""
+    request = scheduler_pb2.RegisterNodeRequest(
+        role=types_pb2.NODE_ROLE_SERVER,
+        address=server.address,
+        protocol_version=1,
+        features=FEATURES,
+        kernel_fingerprint=kernel_fingerprint(),
+        cluster_id=settings.cluster_id,
+    )
+    link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
+    try:
+        node = ParameterNode(link.session, link.token_key, link.worker_count, metrics, clock.now_s)
+        _watch(link, node, metrics, registry)
+        finished = asyncio.Event()
+        link.on_view.append(node.observe)
+        link.on_view.append(lambda view: finished.set() if view.finished else None)
+        node.observe(await link.view_at_least(1, settings.connect_deadline_s))
+        servicer.attach(node, link.view_at_least)
+        server.set_serving(True)
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, server.address, server.http_address)
+        await _until(finished, link.fenced, node)
+        if link.fenced_by is not None:
+            raise link.fenced_by
+        logs.info("finished", reason="all workers have left")
+    finally:
+        await link.deregister("the server stops")
+        await link.close()
+
+
+def _watch(
+    link: SchedulerLink, node: ParameterNode, metrics: ServerMetrics, registry: CollectorRegistry
+) -> None:
+    """Let heartbeats and scrapes ask the node."""
+    link.progress = lambda: scheduler_pb2.NodeProgress(
+        pushed_bytes=node.received_bytes,
+        pulled_bytes=node.sent_bytes,
+        step_count=node.applied_count,
+    )
+    NodeMetrics(registry).watch(
+        lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
+    )
+    metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
+    metrics.state_bytes.set_function(lambda: node.state_bytes)
+    metrics.parked_pulls.set_function(lambda: node.parked_count)
+    metrics.sessions.set_function(lambda: node.session_count)
+    metrics.primary_ranges.set_function(lambda: node.machine.range_count)
+
+
+async def _until(finished: asyncio.Event, fenced: asyncio.Event, node: ParameterNode) -> None:
+    ends = [asyncio.create_task(finished.wait()), asyncio.create_task(fenced.wait())]
+    try:
+        while not any(task.done() for task in ends):
+            await asyncio.wait(ends, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            node.tick()
+    finally:
+        for task in ends:
+            task.cancel()
+
+
+if __name__ == "__main__":
+    main()

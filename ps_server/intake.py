@@ -1,0 +1,146 @@
+"""From messages to events: the one validation pass over what came over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig, NotPermitted, PushpullError
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.tables import Codec
+from ps_runtime import wire
+from ps_server.contributions import Contribution
+from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender, WithdrawEvent
+from pushpull.v1 import parameters_pb2
+
+Event = PushEvent | SealEvent | WithdrawEvent
+
+
+class Decoder(Protocol):
+    """What makes a contribution of a payload."""
+
+    def decode(
+        self, place: Place, block: int, codec: Codec, payload: bytes, presence: bytes
+    ) -> Contribution:
+        """Raises: what is wrong with the payload."""
+
+
+def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
+    """The terms of a seal.
+
+    Raises:
+        InvalidConfig: too many or unusable hyperparameters.
+    """
+    if len(message.hyperparameters) > limits.MAX_HYPERPARAMETER_COUNT:
+        raise InvalidConfig(
+            f"a seal has {len(message.hyperparameters)} hyperparameters; expected at most "
+            f"{limits.MAX_HYPERPARAMETER_COUNT}"
+        )
+    has_scale = message.HasField("contribution_scale")
+    return SealTerms(
+        message.clock,
+        wire.hyperparameters_from_proto(message.hyperparameters),
+        message.contribution_scale if has_scale else 1.0,
+        message.skip,
+        message.last,
+    )
+
+
+def push_events(
+    message: parameters_pb2.BlockPush, sender: Sender, decoder: Decoder
+) -> Iterator[PushEvent | SealEvent]:
+    """The push, and the seal that it carries."""
+    place = Place(
+        TableId(message.table_id),
+        RangeId(message.range_id),
+        AssignmentEpoch(message.assignment_epoch),
+    )
+    payload: Contribution | None = None
+    problem: PushpullError | None = None
+    eager = None
+    try:
+        codec = wire.codec_from_proto(message.codec)
+        if message.HasField("eager"):
+            eager = wire.hyperparameters_from_proto(message.eager.hyperparameters)
+        payload = decoder.decode(place, message.block, codec, message.payload, message.presence)
+    except PushpullError as error:
+        problem = error
+    has_version = message.HasField("pulled_peer_version")
+    yield PushEvent(
+        place,
+        sender,
+        message.sequence,
+        message.clock,
+        message.block,
+        payload.byte_count if payload is not None else 0,
+        payload,
+        problem,
+        message.kind == parameters_pb2.PUSH_KIND_ASSIGN,
+        message.replaces,
+        message.confirmed_sequence,
+        message.pulled_peer_version if has_version else None,
+        eager,
+    )
+    if message.HasField("seal"):
+        yield from seal_events(message.seal, sender, carried=True)
+
+
+def seal_events(
+    message: parameters_pb2.Seal, sender: Sender, *, carried: bool = False
+) -> Iterator[SealEvent]:
+    """One event for each range of the seal."""
+    problem: PushpullError | None = None
+    try:
+        terms = seal_terms(message)
+    except PushpullError as error:
+        terms, problem = SealTerms(message.clock), error
+    for part in message.ranges:
+        place = Place(
+            TableId(message.table_id),
+            RangeId(part.range_id),
+            AssignmentEpoch(part.assignment_epoch),
+        )
+        yield SealEvent(
+            place, sender, part.sequence, terms, part.confirmed_sequence, carried, problem
+        )
+
+
+def entry_events(
+    message: parameters_pb2.PushRequest | parameters_pb2.PushPullRequest,
+    sender: Sender,
+    decoder: Decoder,
+) -> Iterator[Event]:
+    """The events of one message of a push stream.
+
+    Raises:
+        InvalidConfig: the message holds no entry, or a header where none may be.
+    """
+    kind = message.WhichOneof("entry")
+    if kind == "block":
+        yield from push_events(message.block, sender, decoder)
+    elif kind == "seal":
+        yield from seal_events(message.seal, sender)
+    elif kind == "withdrawal" and isinstance(message, parameters_pb2.PushRequest):
+        given_up = message.withdrawal
+        place = Place(
+            TableId(given_up.table_id),
+            RangeId(given_up.range_id),
+            AssignmentEpoch(given_up.assignment_epoch),
+        )
+        yield WithdrawEvent(place, sender, given_up.sequence)
+    else:
+        raise InvalidConfig(
+            f"a message of a push stream holds {kind or 'no entry'}; expected a block, a seal or a "
+            "withdrawal after the header"
+        )
+
+
+def check_may_push(role_is_worker: bool) -> None:
+    """Refuse readers.
+
+    Raises:
+        NotPermitted: the session is not a worker's.
+    """
+    if not role_is_worker:
+        raise NotPermitted("only workers push; this session is a reader's")

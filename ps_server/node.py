@@ -1,0 +1,283 @@
+"""The server's thin edge: it feeds its machine and carries effects out, in order, on one event loop.
+
+One thread owns everything here, so there is no lock: an event and all its effects are one stretch
+without an await, and a read is answered between two updates, never in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.errors import Fenced, InvalidKeys, InvariantViolation, PushpullError, Unauthenticated
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import NATIVE_CODEC, Codec
+from ps_runtime import errors, logs, wire
+from ps_runtime.metrics import ServerMetrics
+from ps_server.contributions import Contribution
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Effect,
+    Fold,
+    Place,
+    PullEvent,
+    RefusePull,
+    ReplyKind,
+    ReplyTo,
+)
+from ps_server.intake import Event
+from ps_server.server_machine import ServerMachine
+from ps_server.shard_store import ShardStore
+from ps_server.streams import EntryStream
+from pushpull.v1 import parameters_pb2
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A read of one range on its way; `on_answer` gets the parts of the answer, once."""
+
+    place: Place
+    blocks: Sequence[int]
+    codec: Codec | None
+    session: Session
+    on_answer: Callable[[list[parameters_pb2.PullResponse]], None]
+
+
+class ParameterNode:
+    """Everything that one server knows and holds."""
+
+    def __init__(
+        self,
+        session: Session,
+        token_key: bytes,
+        worker_count: int,
+        metrics: ServerMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        """Args:
+        session: this server's identity.
+        token_key: what genuine tokens are made with.
+        worker_count: the number that opens clock 1 of a BSP table.
+        metrics: where it counts what it does.
+        now: the clock, in seconds.
+        """
+        self.session = session
+        self.machine = ServerMachine(NodeId(session.node_id), worker_count)
+        self.shards: dict[tuple[TableId, RangeId], ShardStore] = {}
+        self.now = now
+        self.metrics = metrics
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.applied_count = 0
+        self._token_key = token_key
+        self._known: set[Session] = set()
+        self._streams: dict[int, EntryStream] = {}
+        self._reads: dict[int, Read] = {}
+        self._numbers = itertools.count(1)
+
+    # --- who is calling
+
+    def admit(self, message: object) -> Session:
+        """The caller's session, checked.
+
+        Raises:
+            Unauthenticated: its token was not made for it by this cluster's scheduler.
+            Fenced: it belongs to another cluster or timeline.
+        """
+        session = wire.session_from_proto(message)  # type: ignore[arg-type]
+        if session in self._known:
+            return session
+        if session.cluster_id != self.session.cluster_id:
+            raise Fenced(
+                f"this is cluster {self.session.cluster_id}; the caller belongs to "
+                f"'{session.cluster_id}': register again"
+            )
+        if session.timeline != self.session.timeline:
+            raise Fenced("the caller belongs to another timeline: register again")
+        if not session.is_genuine(self._token_key):
+            raise Unauthenticated(
+                f"the session token of node {session.node_id} was not issued for it by this "
+                "cluster's scheduler"
+            )
+        self._known.add(session)
+        return session
+
+    # --- views
+
+    def observe(self, view: ClusterView) -> None:
+        """A new view: make room for what this server serves from now on."""
+        added = self.machine.observe(view)
+        for part in added:
+            self.shards[part.table.table_id, part.range_id] = ShardStore(part.table, part.blocks)
+        if added:
+            logs.info(
+                "ranges_added",
+                view=view.view_number,
+                parts=len(added),
+                tables=sorted({part.table.spec.name for part in added}),
+                blocks=sum(len(part.blocks) for part in added),
+            )
+
+    # --- entries
+
+    def open_stream(self, session: Session) -> EntryStream:
+        """A new push stream of `session`."""
+        stream = EntryStream(next(self._numbers), session)
+        self._streams[stream.origin] = stream
+        return stream
+
+    def close_stream(self, stream: EntryStream) -> None:
+        """The stream has gone: replies to it are dropped, its sender will ask again."""
+        self._streams.pop(stream.origin, None)
+
+    def decode(
+        self, place: Place, block: int, codec: Codec, payload: bytes, presence: bytes
+    ) -> Contribution:
+        """See `intake.Decoder`; a place that is not here is answered by the machine."""
+        shard = self.shards.get((place.table_id, place.range_id))
+        if shard is None:
+            raise InvalidKeys(f"range {place.range_id} holds no block of table {place.table_id}")
+        self.received_bytes += len(payload)
+        return shard.decode(block, codec, payload, presence)
+
+    def entry(self, stream: EntryStream, event: Event) -> None:
+        """An entry arrived on `stream`."""
+        stream.expect(event.place.table_id, event.place.range_id, event.sequence)
+        self.carry_out(self.machine.entry(event, self.now()))
+
+    # --- reads
+
+    def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
+        """Start a read of one range; `read.on_answer` is called now or later. Returns its number."""
+        number = next(self._numbers)
+        self._reads[number] = read
+        is_worker = read.session.role is Role.WORKER
+        incarnation = read.session.incarnation if is_worker else None
+        event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s)
+        self.carry_out(self.machine.pull(event, self.now()))
+        return number
+
+    def end_read(self, number: int) -> None:
+        """The caller has gone, or has its answer."""
+        self._reads.pop(number, None)
+        self.machine.answered(number)
+
+    @property
+    def parked_count(self) -> int:
+        """Reads that wait."""
+        return len(self._reads)
+
+    @property
+    def session_count(self) -> int:
+        """Sessions that have called."""
+        return len(self._known)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        return sum(shard.state_bytes for shard in self.shards.values())
+
+    def tick(self) -> None:
+        """Reads whose deadline has passed are told whom they waited for."""
+        self.carry_out(self.machine.tick(self.now()))
+
+    # --- effects
+
+    def carry_out(self, effects: Sequence[Effect]) -> None:
+        """Do what the machine wants done, in order."""
+        for effect in effects:
+            match effect:
+                case ReplyTo():
+                    self._reply(effect)
+                case Fold():
+                    shard = self.shards[effect.table_id, effect.range_id]
+                    shard.fold(effect.clock, _contributions(effect.parts), effect.scale)
+                case Apply():
+                    self._apply(effect)
+                case Assign():
+                    record = effect.record
+                    shard = self.shards[record.table_id, record.range_id]
+                    shard.assign(_contributions(effect.parts))
+                case AnswerPull():
+                    self._answer(effect)
+                case RefusePull():
+                    self._refuse(effect)
+
+    def _reply(self, effect: ReplyTo) -> None:
+        if effect.ending is not None:
+            self.metrics.entries.labels(outcome=effect.ending.outcome.value).inc()
+        elif effect.kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
+            self.metrics.room_refusals.inc()
+        elif effect.error is not None:
+            self.metrics.errors.labels(code=effect.error.code).inc()
+        stream = self._streams.get(effect.sender.origin)
+        if stream is not None:
+            stream.reply(effect)
+
+    def _apply(self, effect: Apply) -> None:
+        record = effect.record
+        shard = self.shards[record.table_id, record.range_id]
+        with self.metrics.apply_duration_seconds.time():
+            shard.apply(record.clock, record.hyperparameters, record.contributor_count)
+        self.applied_count += 1
+        self.metrics.applied_updates.inc()
+
+    def _answer(self, effect: AnswerPull) -> None:
+        read = self._reads.pop(effect.waiter, None)
+        self.machine.answered(effect.waiter)
+        if read is None:
+            return
+        place = effect.table_id, effect.range_id
+        part, shard = self.machine.parts[place], self.shards[place]
+        codec = read.codec or NATIVE_CODEC[part.table.spec.dtype]
+        is_worker = read.session.role is Role.WORKER
+        answer = []
+        try:
+            for block in read.blocks or part.blocks:
+                if block not in part.versions:
+                    raise InvalidKeys(
+                        f"block {block} of table '{part.table.spec.name}' is not in range "
+                        f"{effect.range_id}"
+                    )
+                payload, presence = shard.read(block, codec, effect.clock)
+                incarnation = read.session.incarnation if is_worker else None
+                value = parameters_pb2.BlockValue(
+                    block=block,
+                    version=part.versions[block],
+                    peer_version=part.peer_version(incarnation, block),
+                    clock=part.clock,
+                    codec=wire.codec_to_proto(codec),
+                    presence=presence,
+                    payload=payload,
+                )
+                self.sent_bytes += len(payload)
+                answer.append(parameters_pb2.PullResponse(block=value))
+        except InvariantViolation:
+            raise
+        except PushpullError as error:
+            answer = [_range_error(effect.range_id, error)]
+        read.on_answer(answer)
+
+    def _refuse(self, effect: RefusePull) -> None:
+        read = self._reads.pop(effect.waiter, None)
+        self.machine.answered(effect.waiter)
+        if read is not None:
+            read.on_answer([_range_error(effect.range_id, effect.error)])
+
+
+def _range_error(range_id: int, error: PushpullError) -> parameters_pb2.PullResponse:
+    message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
+    return parameters_pb2.PullResponse(error=message)
+
+
+def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:
+    found = []
+    for block, payload in parts:
+        if not isinstance(payload, Contribution):
+            raise InvariantViolation("NODE-1", f"block {block} was folded without its payload")
+        found.append((block, payload))
+    return found

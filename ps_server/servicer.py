@@ -1,0 +1,210 @@
+"""ParameterService: parse, check, hand over, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from ps_core import limits
+from ps_core.cluster_view import Role, Session
+from ps_core.errors import InvalidConfig, PushpullError, Recovering, WaitExpired
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.tables import Codec
+from ps_runtime import wire
+from ps_runtime.errors import translated
+from ps_server import intake
+from ps_server.events import Place, Sender
+from ps_server.node import ParameterNode, Read
+from ps_server.stats import range_stats
+from ps_server.streams import EntryStream, Part
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+
+FEATURES = ("bytes-lane", "inline-seal", "presence")
+
+ViewAtLeast = Callable[[int, float], Awaitable[object]]
+
+
+class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
+    """The service, over one `ParameterNode`."""
+
+    def __init__(self) -> None:
+        self._attached: tuple[ParameterNode, ViewAtLeast] | None = None
+
+    def attach(self, node: ParameterNode, view_at_least: ViewAtLeast) -> None:
+        """The server has registered: serve `node`.
+
+        `view_at_least` awaits a view number within seconds, or raises WaitExpired.
+        """
+        self._attached = (node, view_at_least)
+
+    @property
+    def _node(self) -> ParameterNode:
+        if self._attached is None:
+            raise Recovering("the server has not registered yet", retry_after_ms=100)
+        return self._attached[0]
+
+    @translated
+    async def OpenSession(
+        self, request: parameters_pb2.OpenSessionRequest, context: Any
+    ) -> parameters_pb2.OpenSessionResponse:
+        """See parameters.proto."""
+        self._node.admit(request.session)
+        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
+        assert self._attached is not None
+        view_at_least = self._attached[1]
+        await view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
+        if self._node.machine.view_number < request.view_number:
+            raise WaitExpired(
+                f"server {self._node.session.node_id} is at view {self._node.machine.view_number}; "
+                f"asked for {request.view_number}"
+            )
+        return parameters_pb2.OpenSessionResponse(
+            node_id=self._node.session.node_id,
+            incarnation=self._node.session.incarnation,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            features=FEATURES,
+        )
+
+    @translated
+    async def Push(
+        self, request_iterator: AsyncIterator[parameters_pb2.PushRequest], context: Any
+    ) -> AsyncIterator[parameters_pb2.PushResponse]:
+        """See parameters.proto."""
+        async with self._stream(request_iterator) as stream:
+            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
+            try:
+                async for batch in stream.batches():
+                    assert isinstance(batch, parameters_pb2.PushResponse)
+                    yield batch
+            finally:
+                await _cancelled(reader)
+
+    @translated
+    async def Pull(
+        self, request: parameters_pb2.PullRequest, context: Any
+    ) -> AsyncIterator[parameters_pb2.PullResponse]:
+        """See parameters.proto."""
+        session = self._node.admit(request.session)
+        async for response in self._read(request, session):
+            yield response
+
+    @translated
+    async def PushPull(
+        self, request_iterator: AsyncIterator[parameters_pb2.PushPullRequest], context: Any
+    ) -> AsyncIterator[Part]:
+        """See parameters.proto."""
+        async with self._stream(request_iterator) as stream:
+            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
+            try:
+                async for batch in stream.batches():
+                    if isinstance(batch, parameters_pb2.PushResponse):
+                        yield Part(replies=batch)
+                    else:
+                        yield batch
+            finally:
+                await _cancelled(reader)
+
+    @translated
+    async def GetRangeStats(
+        self, request: parameters_pb2.GetRangeStatsRequest, context: Any
+    ) -> parameters_pb2.GetRangeStatsResponse:
+        """See parameters.proto."""
+        return range_stats(self._node, request.table_id)
+
+    # --- push streams
+
+    @contextlib.asynccontextmanager
+    async def _stream(self, messages: AsyncIterator[Any]) -> AsyncIterator[EntryStream]:
+        """Read the header, check who calls, and open the stream."""
+        first = await anext(aiter(messages), None)
+        if first is None or first.WhichOneof("entry") != "header":
+            raise InvalidConfig("the first message of a push stream must be its header")
+        session = self._node.admit(first.header.session)
+        intake.check_may_push(session.role is Role.WORKER)
+        stream = self._node.open_stream(session)
+        try:
+            yield stream
+        finally:
+            self._node.close_stream(stream)
+
+    async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Any]) -> None:
+        session = stream.session
+        sender = Sender(session.incarnation, session.rank, stream.origin)
+        try:
+            async for message in messages:
+                if message.WhichOneof("entry") == "pull":
+                    await self._read_into(stream, message.pull)
+                    continue
+                for event in intake.entry_events(message, sender, self._node):
+                    self._node.entry(stream, event)
+        except asyncio.CancelledError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
+            stream.end_input(failure)
+        else:
+            stream.end_input()
+
+    async def _read_into(self, stream: EntryStream, request: parameters_pb2.PullRequest) -> None:
+        async for response in self._read(request, stream.session):
+            await stream.put_part(Part(pull=response))
+        await stream.put_part(Part(end=parameters_pb2.PullEnd()))
+
+    # --- reads
+
+    async def _read(
+        self, request: parameters_pb2.PullRequest, session: Session
+    ) -> AsyncIterator[parameters_pb2.PullResponse]:
+        """Answer range after range; a consistent read is registered in all of them first."""
+        node = self._node
+        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
+        until_s = node.now() + min(deadline_s, limits.MAX_DEADLINE_S)
+        codec = wire.codec_from_proto(request.codec) if request.codec else None
+        pulls = list(request.ranges)
+        batch_count = len(pulls) if request.consistent else 1
+        for start in range(0, len(pulls), max(batch_count, 1)):
+            answers = [
+                self._begin(request, part, session, codec, until_s)
+                for part in pulls[start : start + batch_count]
+            ]
+            try:
+                for answer, _ in answers:
+                    for response in await answer:
+                        yield response
+            finally:
+                for _, number in answers:
+                    node.end_read(number)
+
+    def _begin(
+        self,
+        request: parameters_pb2.PullRequest,
+        part: parameters_pb2.RangePull,
+        session: Session,
+        codec: Codec | None,
+        until_s: float,
+    ) -> tuple[asyncio.Future[list[parameters_pb2.PullResponse]], int]:
+        answer: asyncio.Future[list[parameters_pb2.PullResponse]] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+        def on_answer(responses: list[parameters_pb2.PullResponse]) -> None:
+            if not answer.done():
+                answer.set_result(responses)
+
+        place = Place(
+            TableId(request.table_id),
+            RangeId(part.range_id),
+            AssignmentEpoch(part.assignment_epoch),
+        )
+        read = Read(place, part.blocks, codec, session, on_answer)
+        number = self._node.begin_read(
+            read, request.clock, consistent=request.consistent, deadline_s=until_s
+        )
+        return answer, number
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, PushpullError):
+        await task

@@ -1,0 +1,36 @@
+"""What GetRangeStats answers, from the machine's state."""
+
+from __future__ import annotations
+
+from ps_server.node import ParameterNode
+from pushpull.v1 import parameters_pb2
+
+
+def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
+    """Every range part of the table (0: of all tables), by table and range."""
+    now_s = node.now()
+    response = parameters_pb2.GetRangeStatsResponse(gate_bytes=node.machine.gate_bytes)
+    for place, part in sorted(node.machine.parts.items()):
+        if table_id not in (0, place[0]):
+            continue
+        stats = response.ranges.add(
+            range_id=place[1],
+            table_id=place[0],
+            assignment_epoch=node.machine.epoch(place[1]),
+            clock=part.clock,
+            block_count=len(part.blocks),
+            state_bytes=node.shards[place].state_bytes,
+            update_count=part.update_count,
+            waits=part.waits(now_s),
+            initialized=part.initialized,
+        )
+        for worker in part.worker_places():
+            stats.workers.add(
+                rank=worker.rank,
+                incarnation=worker.incarnation,
+                clock=worker.clock,
+                low_water_sequence=worker.low_water,
+                last_heard_ms=max(0, int((now_s - worker.last_heard_s) * 1000)),
+                left=worker.left,
+            )
+    return response

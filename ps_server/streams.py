@@ -1,0 +1,109 @@
+"""One push stream's way back: replies gather here and leave in batches.
+
+Invariants:
+    STR-1  A half-closed stream ends once every entry that it carried has its last reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from ps_core.cluster_view import Session
+from ps_core.ledger import Outcome
+from ps_runtime import errors
+from ps_server.events import ReplyKind, ReplyTo
+from pushpull.v1 import parameters_pb2
+
+_KIND = {
+    ReplyKind.RECEIVED: parameters_pb2.REPLY_KIND_RECEIVED,
+    ReplyKind.COMMITTED: parameters_pb2.REPLY_KIND_COMMITTED,
+    ReplyKind.REFUSED: parameters_pb2.REPLY_KIND_REFUSED,
+    ReplyKind.GIVEN_BACK: parameters_pb2.REPLY_KIND_GIVEN_BACK,
+    ReplyKind.CREDIT: parameters_pb2.REPLY_KIND_CREDIT,
+    ReplyKind.ERROR: parameters_pb2.REPLY_KIND_ERROR,
+}
+_OUTCOME = {
+    Outcome.APPLIED: parameters_pb2.OUTCOME_APPLIED,
+    Outcome.INVALID: parameters_pb2.OUTCOME_INVALID,
+    Outcome.REPLACED: parameters_pb2.OUTCOME_REPLACED,
+    Outcome.WITHDRAWN: parameters_pb2.OUTCOME_WITHDRAWN,
+    Outcome.SKIPPED: parameters_pb2.OUTCOME_SKIPPED,
+}
+_MAX_BATCH_COUNT = 1024
+_MAX_PART_COUNT = 8
+
+Part = parameters_pb2.PushPullResponse
+
+
+class EntryStream:
+    """The server's end of a Push or PushPull stream."""
+
+    def __init__(self, origin: int, session: Session) -> None:
+        self.origin = origin
+        self.session = session
+        self.pending: set[tuple[int, int, int]] = set()
+        self._replies: list[parameters_pb2.EntryReply] = []
+        self._parts: list[Part] = []
+        self._ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._input_has_ended = False
+        self._failure: BaseException | None = None
+
+    def expect(self, table_id: int, range_id: int, sequence: int) -> None:
+        """An entry came on this stream: it is owed a last reply."""
+        self.pending.add((table_id, range_id, sequence))
+
+    def reply(self, effect: ReplyTo) -> None:
+        """Queue an answer; it leaves with the next batch."""
+        message = parameters_pb2.EntryReply(
+            kind=_KIND[effect.kind],
+            table_id=effect.table_id,
+            range_id=effect.range_id,
+            sequence=effect.sequence,
+        )
+        error = effect.error
+        if effect.ending is not None:
+            message.outcome = _OUTCOME[effect.ending.outcome]
+            message.staleness = effect.ending.staleness
+            error = effect.ending.error
+        if error is not None:
+            message.error.CopyFrom(errors.error_to_proto(error))
+        if effect.kind is not ReplyKind.RECEIVED:
+            self.pending.discard((effect.table_id, effect.range_id, effect.sequence))
+        self._replies.append(message)
+        self._ready.set()
+
+    async def put_part(self, part: Part) -> None:
+        """Queue a part of a read, waiting while too many wait already."""
+        while len(self._parts) >= _MAX_PART_COUNT:
+            self._drained.clear()
+            await self._drained.wait()
+        self._parts.append(part)
+        self._ready.set()
+
+    def end_input(self, failure: BaseException | None = None) -> None:
+        """Nothing more comes in; with a failure the stream ends at once with it."""
+        self._input_has_ended = True
+        self._failure = failure
+        self._ready.set()
+
+    async def batches(self) -> AsyncIterator[parameters_pb2.PushResponse | Part]:
+        """What to send, until the stream has nothing more to say (STR-1)."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._replies:
+                batch, self._replies = (
+                    self._replies[:_MAX_BATCH_COUNT],
+                    self._replies[_MAX_BATCH_COUNT:],
+                )
+                yield parameters_pb2.PushResponse(replies=batch)
+            parts, self._parts = self._parts, []
+            self._drained.set()
+            for part in parts:
+                yield part
+            if self._failure is not None:
+                raise self._failure
+            if self._input_has_ended and not (self.pending or self._replies or self._parts):
+                return
