@@ -1,0 +1,104 @@
+"""Protobuf messages around one large payload, joined and split without copying the payload twice.
+
+The generated code copies a `bytes` field into the message, and again when the message is written. A
+block's payload is a megabyte, so the data path writes the few small fields with the generated code
+and puts the payload beside them with one join; reading, it takes a view of the payload and parses the
+rest. What is on the wire is ordinary protobuf either way.
+
+Rules:
+    - The outer message has one set field of a message type (a oneof); the payload is a bytes field of
+      that inner message, and the last to be written.
+    - Reading accepts any order of fields, as protobuf demands; the last of several payloads counts.
+
+Invariants:
+    ENV-1  split(join(rest, payload)) gives rest and payload again.
+
+What it deliberately does not do: know any message of the contract; groups, which proto3 lacks.
+"""
+
+from __future__ import annotations
+
+from ps_core.errors import InvalidTensor
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def varint(number: int) -> bytes:
+    """`number` (0 or more) as a base-128 varint."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def join(outer_field: int, rest: bytes, payload_field: int, payload: bytes | memoryview) -> bytes:
+    """The outer message whose field `outer_field` holds `rest` and, behind it, the payload.
+
+    Shapes:
+        payload: any C-contiguous buffer; it is copied once, into the result.
+    """
+    view = memoryview(payload).cast("B")
+    head = varint(payload_field << 3 | _BYTES) + varint(view.nbytes)
+    inner_bytes = len(rest) + len(head) + view.nbytes
+    outer = varint(outer_field << 3 | _BYTES) + varint(inner_bytes)
+    return b"".join((outer, rest, head, view))
+
+
+def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, memoryview] | None:
+    """The inner message without its payload, and a view of the payload; None for another oneof field.
+
+    Raises:
+        InvalidTensor: the message is cut off or is no protobuf.
+    """
+    view = memoryview(message)
+    key, at = _read_varint(view, 0)
+    if key != (outer_field << 3 | _BYTES):
+        return None
+    length, at = _read_varint(view, at)
+    if at + length != len(view):
+        raise InvalidTensor(f"a message of {len(view)} bytes announces {at + length}")
+    rest: list[memoryview] = []
+    payload = view[:0]
+    while at < len(view):
+        begin = at
+        key, at = _read_varint(view, at)
+        value, at = _skip(view, at, key & 7)
+        if key >> 3 == payload_field:
+            payload = view[value:at]
+        else:
+            rest.append(view[begin:at])
+    return b"".join(rest), payload
+
+
+def _skip(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
+    """Where the value of a field begins and where it ends."""
+    begin = at
+    if wire_type == _VARINT:
+        _, at = _read_varint(view, at)
+    elif wire_type == _BYTES:
+        length, begin = _read_varint(view, at)
+        at = begin + length
+    elif wire_type == _FIXED64:
+        at += 8
+    elif wire_type == _FIXED32:
+        at += 4
+    else:
+        raise InvalidTensor(f"a message has wire type {wire_type} at byte {at}")
+    if at > len(view):
+        raise InvalidTensor(f"a message of {len(view)} bytes ends inside a field at byte {begin}")
+    return begin, at
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        if at >= len(view) or shift > 63:
+            raise InvalidTensor(f"a message of {len(view)} bytes ends inside a number at byte {at}")
+        byte = view[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at
+        shift += 7

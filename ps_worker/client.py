@@ -1,0 +1,424 @@
+"""The client: the verbs on tables, over a session with a cluster.
+
+    with ps_worker.connect() as client:
+        table = client.create_table("w", (784, 10), optimizer=ps_worker.SGD(lr=0.1))
+        ticket = client.push(table, gradient)       # ends the step: clock 1
+        weights = client.pull(table)                # BSP: with clock 1 of every worker in it
+
+For `DistributedOptimizer` and other code that moves blocks itself there is a second level, which
+copies nothing: `begin_step` (a `ps_worker.steps.Step`: `push_block`, `seal`), `begin_assign`,
+`start_pull` and `wait_all` (`ps_worker.connection`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeAlias, TypedDict, Unpack, overload
+
+import numpy as np
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables import Hyperparameters, OptimizerSpec
+from ps_runtime import logs
+from ps_worker.config import worker_config
+from ps_worker.connection import Connection, complete
+from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
+from ps_worker.settings import Layout, SupportsSpec, TableOptions, table_spec
+from ps_worker.table_handle import TableHandle
+from ps_worker.tickets import Pulled, PullTicket, PushTicket
+from ps_worker.values import Array, Values, empty, shape_of, writable_raw_of
+
+Part: TypeAlias = slice | str | None
+"""A part of a table: a slice of elements, a tensor's name, or all of it."""
+
+
+class ConnectOptions(TypedDict, total=False):
+    """The keyword arguments of `connect`; each one left out comes from PUSHPULL_* or its default.
+
+    Attributes:
+        role: "worker" (default) or "reader".
+        rank: the rank to ask for; by default the scheduler chooses the lowest free one.
+        cluster_id: the cluster that is meant; by default whichever answers.
+        connect_deadline_s: how long to go on trying to reach the cluster; 60.
+        request_deadline_s: how long a push, a pull or a wait may take; 300.
+        window_bytes: payload bytes in flight: sent and not yet received; 32 MiB.
+    """
+
+    role: str
+    rank: int | None
+    cluster_id: str
+    connect_deadline_s: float
+    request_deadline_s: float
+    window_bytes: int
+
+
+def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> Client:
+    """Join a cluster as a worker or as a reader.
+
+    Args:
+        scheduler: "host:port", or several of them with commas; None means PUSHPULL_SCHEDULER.
+        options: see `ConnectOptions`.
+
+    Returns:
+        The client; a context manager. It leaves the cluster at the end of a `with` block that ends
+        normally, when `close` is called, and at the normal end of the process.
+
+    Blocking: until the cluster has answered, at most `connect_deadline_s`.
+
+    Raises:
+        InvalidConfig: a wrong setting; a rank that is taken; a worker beyond the cluster's number.
+        Fenced: the scheduler's cluster is not `cluster_id`.
+        WaitExpired: nobody answered in time.
+    """
+    unknown = set(options) - set(ConnectOptions.__annotations__)
+    if unknown:
+        raise InvalidConfig(
+            f"connect has no option {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(ConnectOptions.__annotations__))}"
+        )
+    return Client(worker_config({"scheduler": scheduler, **options}))
+
+
+class Client(Connection):
+    """A session with a cluster. Made by `connect`; its verbs may be called from several threads."""
+
+    # --- what to know
+
+    def progress(self) -> Progress:
+        """What this client has done so far; never blocks."""
+        counters = self._engine.counters
+        return Progress(
+            pushed_bytes=counters.pushed_bytes,
+            pulled_bytes=counters.pulled_bytes,
+            step_count=counters.step_count,
+            loss=counters.loss,
+            staleness=counters.staleness,
+            waiting_for=counters.waiting_for,
+            planned_step_count=counters.planned_step_count,
+            clocks={handle.name: handle.clock for handle in list(self._handles.values())},
+        )
+
+    def report(
+        self,
+        *,
+        loss: float | None = None,
+        planned_steps: int | None = None,
+        step_count: int | None = None,
+    ) -> None:
+        """Say how training goes, for the progress that `pushpull train` shows.
+
+        Args:
+            loss: the last loss; a one-element tensor will do.
+            planned_steps: how many steps the script means to take.
+            step_count: how many it has taken; by default the highest clock of its tables.
+
+        Blocking: no; it travels with the next heartbeat.
+        """
+        self.check_usable()
+        counters = self._engine.counters
+        if loss is not None:
+            counters.loss = float(loss)
+        if planned_steps is not None:
+            counters.planned_step_count = int(planned_steps)
+        if step_count is not None:
+            counters.reported_step_count = int(step_count)
+
+    # --- tables
+
+    def create_table(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[TableOptions],
+    ) -> TableHandle:
+        """Create a table, or open the one of that name if it is identical.
+
+        Args:
+            name: unique in the cluster; 1 to 200 bytes.
+            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
+            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
+            options: see `TableOptions`.
+
+        Blocking: until every server of the table knows this client; waits for servers that have not
+        registered yet, at most `timeout_s`.
+
+        Raises:
+            InvalidConfig: a setting is wrong.
+            TableExists: a table of that name differs; the message names the first difference.
+            WaitExpired: servers are missing; the message says how many.
+        """
+        self.check_may_push("create tables")
+        spec = table_spec(name, layout, optimizer, options)
+        deadline_s = self.deadline_s(options.get("timeout_s"))
+        creating = self._loop.start(self._engine.create_table(spec, deadline_s))
+        return self.adopt(self._result(creating, deadline_s + _GRACE_S))
+
+    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
+        """Open a table that somebody creates; waits for it.
+
+        Args:
+            name: the table's name.
+            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
+
+        Blocking: until it exists and its servers know this client.
+
+        Raises:
+            TableNotFound: nobody created it in time; the message names the tables that there are.
+        """
+        self.check_usable()
+        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
+        opening = self._loop.start(self._engine.open_table(name, deadline_s))
+        return self.adopt(self._result(opening, deadline_s + _GRACE_S))
+
+    # --- pushing
+
+    def push(
+        self,
+        table: TableHandle,
+        values: Values | Mapping[str, Values],
+        *,
+        slice: Part = None,  # noqa: A002 - the verb's own word
+        seal: bool = True,
+        hyperparameters: Mapping[str, float] | None = None,
+        copy: bool = True,
+    ) -> PushTicket:
+        """Push a gradient, and end the step.
+
+        Args:
+            table: where to.
+            values: the gradient; or, for a table with a layout, a mapping of tensor names to
+                gradients: tensors that it leaves out are skipped, as torch skips a grad of None.
+            slice: the part that `values` is: a slice of elements that begins and ends at an edge of
+                a block or a tensor, or a tensor's name; None means all.
+            seal: end the step with this push; False leaves it open for more, until `seal`.
+            hyperparameters: the optimizer's numbers for this step (with `seal`); those left out are
+                the table's.
+            copy: keep a copy of the values. With False they must not change before the ticket is
+                done, which saves the copy.
+
+        Shapes:
+            values: the table's shape, or flat; dtype as the table's.
+
+        Blocking: no, unless MAX_UNCOMMITTED_STEP_COUNT steps of the table are on their way.
+
+        Raises:
+            InvalidTensor: another dtype or shape than the table's.
+            InvalidKeys: a part that the table does not have.
+            InvalidConfig: hyperparameters that the optimizer lacks, or that come without `seal`.
+            NotPermitted: a reader pushes.
+        """
+        numbers = _numbers(table, hyperparameters)
+        if hyperparameters and not seal:
+            raise InvalidConfig("hyperparameters belong to the seal; give them with it")
+        parts = _parts(table, values, slice, copy=copy)
+        step = self.begin_step(table)
+        for part in parts:
+            step.push_part(part)
+        return step.seal(numbers) if seal else step.ticket
+
+    def seal(
+        self,
+        table: TableHandle,
+        *,
+        hyperparameters: Mapping[str, float] | None = None,
+        contribution_scale: float = 1.0,
+        skip: bool = False,
+    ) -> PushTicket:
+        """End the step: all that was pushed since the last seal takes part in the update.
+
+        Args:
+            table: which table.
+            hyperparameters: the optimizer's numbers for this step; those left out are the table's.
+            contribution_scale: this worker's gradients are multiplied by it; finite, above 0.
+            skip: the step takes no part in the update.
+
+        Blocking: as `push`.
+
+        Raises:
+            InvalidConfig: hyperparameters that the optimizer lacks.
+            NotPermitted: a reader seals.
+        """
+        numbers = _numbers(table, hyperparameters)
+        step = self.begin_step(table)
+        return step.seal(numbers, contribution_scale=contribution_scale, skip=skip)
+
+    def assign(
+        self,
+        table: TableHandle,
+        values: Values | Mapping[str, Values],
+        *,
+        slice: Part = None,  # noqa: A002 - the verb's own word
+        seal: bool = True,
+        copy: bool = True,
+    ) -> PushTicket:
+        """Give a table that starts `FromRank0()` its initial values; until then everybody waits.
+
+        Args, Shapes, Blocking: as `push`.
+
+        Raises:
+            NotPermitted: this is not rank 0.
+            InvalidConfig: the table starts otherwise, or has been given its values.
+            InvalidTensor: another dtype or shape than the table's.
+        """
+        parts = _parts(table, values, slice, copy=copy)
+        step = self.begin_assign(table)
+        for part in parts:
+            step.push_part(part)
+        return step.seal() if seal else step.ticket
+
+    def push_pull(
+        self,
+        table: TableHandle,
+        values: Values | Mapping[str, Values],
+        *,
+        out: Array | None = None,
+        hyperparameters: Mapping[str, float] | None = None,
+        timeout_s: float | None = None,
+    ) -> Array:
+        """Push a gradient, end the step, and pull the table with the step in it.
+
+        Args, Shapes: as `push` and `pull`.
+
+        Blocking: until the step is committed and the values are here.
+
+        Raises:
+            PushpullError: as `push`, `pull` and `wait`.
+        """
+        ticket = self.push(table, values, hyperparameters=hyperparameters)
+        pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
+        self.wait_all([ticket, pulled], timeout_s)
+        return pulled.future.result()
+
+    # --- pulling
+
+    @overload
+    def pull(
+        self,
+        table: TableHandle,
+        *,
+        out: Array | None = None,
+        slice: Part = None,
+        consistent: bool = False,
+        callback: None = None,
+        timeout_s: float | None = None,
+    ) -> Array: ...
+
+    @overload
+    def pull(
+        self,
+        table: TableHandle,
+        *,
+        out: Array | None = None,
+        slice: Part = None,
+        consistent: bool = False,
+        callback: Callable[[Array], None],
+        timeout_s: float | None = None,
+    ) -> PullTicket[Array]: ...
+
+    def pull(
+        self,
+        table: TableHandle,
+        *,
+        out: Array | None = None,
+        slice: Part = None,
+        consistent: bool = False,
+        callback: Callable[[Array], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Array | PullTicket[Array]:
+        """Pull parameters: under BSP with every worker's steps up to this worker's clock in them.
+
+        Args:
+            table: where from.
+            out: an array or CPU tensor to write into; None makes one.
+            slice: the part to pull: a slice of elements, or a tensor's name; None means all.
+            consistent: readers of a BSP table: exactly the state after one update, in every part of
+                the table. What a worker pulls under BSP is so anyway.
+            callback: called with the values on a thread of its own once they are here; the call then
+                returns a ticket at once. If the pull fails, `wait` on the ticket raises.
+            timeout_s: how long the pull may take; None means the client's request_deadline_s.
+
+        Returns:
+            The values: `out`, or a numpy array (a torch tensor for bfloat16).
+
+        Shapes:
+            out: the shape of the part, or flat; C-contiguous; dtype as the table's. If the pull fails
+            its content is undefined.
+
+        Blocking: until the values are here; not with a callback.
+
+        Raises:
+            InvalidTensor: `out` has another dtype or shape.
+            InvalidKeys: a part that the table does not have.
+            InvalidConfig: `consistent` on a table that is not BSP.
+            WaitExpired: the message says whom the pull waits for.
+        """
+        region = region_of(table.table, slice)
+        ticket = self._pull(
+            table, region, out, consistent=consistent, timeout_s=timeout_s
+        )
+        if callback is None:
+            return self.wait(ticket, timeout_s)
+        return self._with_callback(ticket, callback)
+
+    def _pull(
+        self,
+        table: TableHandle,
+        region: Region,
+        out: Array | None,
+        *,
+        consistent: bool = False,
+        timeout_s: float | None = None,
+    ) -> PullTicket[Array]:
+        if out is not None:
+            check_shape(shape_of(out), region, "out")
+        values = empty(region.shape, table.dtype) if out is None else out
+        raw = writable_raw_of(values, table.dtype, "out")
+        reading = self.start_pull(
+            table, raw, region=region, consistent=consistent, timeout_s=timeout_s
+        )
+        done: Future[Array] = Future()
+
+        def finish(read: Future[Pulled]) -> None:
+            complete(done, read, values)
+
+        reading.future.add_done_callback(finish)
+        return PullTicket(table.table, done)
+
+    def _with_callback(
+        self, ticket: PullTicket[Array], callback: Callable[[Array], None]
+    ) -> PullTicket[Array]:
+        done: Future[Array] = Future()
+
+        def arrived(values: Future[Array]) -> None:
+            self._callbacks.call(lambda: finish(values))
+
+        def finish(values: Future[Array]) -> None:
+            failure = values.exception()
+            if failure is not None:
+                logs.warning("pull_failed", table=ticket.table.spec.name, error=failure)
+            else:
+                callback(values.result())
+            complete(done, values, None if failure else values.result())
+
+        ticket.future.add_done_callback(arrived)
+        return PullTicket(ticket.table, done)
+
+
+def _numbers(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
+    """The numbers of a step, sorted; refused at once where the optimizer lacks one."""
+    numbers = tuple(sorted((name, float(value)) for name, value in (given or {}).items()))
+    table.spec.optimizer.merged(numbers)
+    return numbers
+
+
+def _parts(
+    table: TableHandle, values: Values | Mapping[str, Values], part: Part, *, copy: bool
+) -> list[BlockPart]:
+    """The blocks of a push, all checked before the first of them leaves."""
+    pieces = pieces_of(table.table, values, part)
+    if copy:
+        pieces = [Piece(piece.begin, piece.end, np.copy(piece.raw)) for piece in pieces]
+    return list(cut(table.table, pieces))

@@ -1,0 +1,76 @@
+"""The settings of a worker or reader: argument over PUSHPULL_* over default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig
+from ps_runtime.config import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of one client; durations in seconds, sizes in bytes."""
+
+    scheduler: tuple[str, ...] = field(
+        metadata={"help": "where the scheduler is: host:port, or several of them with commas"}
+    )
+    role: str = field(
+        default="worker", metadata={"help": "worker (trains, has a rank) or reader (only pulls)"}
+    )
+    rank: int | None = field(
+        default=None,
+        metadata={"help": "the rank to ask for; unset lets the scheduler choose the lowest free one"},
+    )
+    cluster_id: str = field(
+        default="", metadata={"help": "the cluster that is meant; empty accepts whichever answers"}
+    )
+    connect_deadline_s: float = field(
+        default=60.0, metadata={"help": "seconds to go on trying to reach the cluster at start"}
+    )
+    request_deadline_s: float = field(
+        default=300.0,
+        metadata={
+            "help": "seconds that a push, a pull or a wait may take before WaitExpired says who is "
+            "missing; longer than a worker's longest pause (an evaluation between two steps)"
+        },
+    )
+    window_bytes: int = field(
+        default=limits.DEFAULT_WINDOW_BYTES,
+        metadata={"help": "payload bytes in flight: sent to the servers and not yet received there"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.role not in ("worker", "reader"):
+            raise InvalidConfig(f"role is '{self.role}'; expected 'worker' or 'reader'")
+        if self.rank is not None and self.rank < 0:
+            raise InvalidConfig(f"rank is {self.rank}; expected 0 or more")
+        if self.rank is not None and self.role == "reader":
+            raise InvalidConfig(f"rank is {self.rank} for a reader; readers have no rank")
+        for name in ("connect_deadline_s", "request_deadline_s"):
+            value = getattr(self, name)
+            if not 0 < value <= limits.MAX_DEADLINE_S:
+                raise InvalidConfig(
+                    f"{name} is {value}; expected more than 0, at most {limits.MAX_DEADLINE_S}"
+                )
+        if self.window_bytes <= 0:
+            raise InvalidConfig(f"window_bytes is {self.window_bytes}; expected more than 0")
+
+
+def worker_config(
+    arguments: Mapping[str, object], env: Mapping[str, str] | None = None
+) -> WorkerConfig:
+    """The settings in force: an argument that is not None, else the environment, else the default.
+
+    A rank in the environment is a worker's; it does not make a reader's connection an error.
+
+    Raises:
+        InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
+    """
+    env = os.environ if env is None else env
+    if arguments.get("role") == "reader" and arguments.get("rank") is None:
+        env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
+    return resolve(WorkerConfig, arguments, env)

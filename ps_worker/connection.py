@@ -1,0 +1,417 @@
+"""A process's session with a cluster: joining it, waiting on it, moving blocks, leaving it.
+
+Rules:
+    - One background thread per process carries everything gRPC; the caller's thread hands over and
+      waits. Every wait has a deadline, and Ctrl-C interrupts it.
+    - A forked child cannot use its parent's client: each call there raises, and closing does nothing.
+    - A normal end leaves: a seal marked `last` on every table, so that nobody waits for this worker
+      any more. An end by an exception does not: the others must hear that a worker is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from ps_core.cluster_view import Role, Session
+from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
+from ps_core.tables import InitializerKind, Table
+from ps_runtime import logs
+from ps_runtime.clock import now_s
+from ps_worker.config import WorkerConfig
+from ps_worker.cutting import Region, region_of
+from ps_worker.engine import Engine
+from ps_worker.loop import CallbackThread, background, stop_background
+from ps_worker.pulls import ReadOrder
+from ps_worker.steps import Step, TableSteps
+from ps_worker.table_handle import TableHandle
+from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
+from ps_worker.values import Raw
+
+ResultT = TypeVar("ResultT")
+Ticket = PushTicket | PullTicket[Any]
+
+MAX_UNCOMMITTED_STEP_COUNT = 8
+"""Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
+
+_EXPLAIN_DEADLINE_S = 2.0
+_GRACE_S = 5.0
+"""How long after a request's own deadline its answer may take before the client gives it up."""
+
+
+class Connection:
+    """The lower half of `ps_worker.client.Client`."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._loop = background()
+        self._callbacks = CallbackThread()
+        self._handles: dict[int, TableHandle] = {}
+        starting = self._loop.start(Engine.start(config, self._loop.post))
+        self._engine = self._result(starting, config.connect_deadline_s + _GRACE_S)
+        _open.add(self)
+
+    # --- who and where
+
+    @property
+    def session(self) -> Session:
+        """The identity that the scheduler gave this client."""
+        return self._engine.session
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, from 0; 0 for readers."""
+        return self._engine.session.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers that a BSP update waits for, present or not."""
+        return self._engine.worker_count
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this client only reads."""
+        return self._engine.session.role is Role.READER
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client has left or has been closed."""
+        return self._is_closed
+
+    # --- steps and blocks, without a copy
+
+    def begin_step(self, table: TableHandle) -> Step:
+        """The open step of this worker on `table`; begins one if there is none.
+
+        Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are on their way.
+
+        Raises:
+            NotPermitted: a reader has no steps.
+            WaitExpired: the oldest step was not committed in time; the message says who is missing.
+        """
+        self.check_may_push("push")
+        self._check_own(table)
+        uncommitted = table.steps.uncommitted()
+        if len(uncommitted) >= MAX_UNCOMMITTED_STEP_COUNT:
+            # A step that failed is its own ticket's to tell; here only the room that it frees counts.
+            oldest = uncommitted[0]
+            if not wait([oldest.future], self._config.request_deadline_s).done:
+                raise WaitExpired(self._why_open(oldest, self._config.request_deadline_s))
+        return table.steps.open_step()
+
+    def begin_assign(self, table: TableHandle) -> Step:
+        """The step of clock 0, in which rank 0 gives a table its initial values.
+
+        Blocking: no.
+
+        Raises:
+            NotPermitted: this is not rank 0.
+            InvalidConfig: the table starts otherwise, or has been given its values.
+        """
+        self.check_may_push("assign")
+        self._check_own(table)
+        if self.rank != 0:
+            raise NotPermitted(f"rank {self.rank} may not assign initial values; rank 0 does")
+        kind = table.spec.initializer.kind
+        if kind is not InitializerKind.FROM_RANK_ZERO:
+            raise InvalidConfig(
+                f"table '{table.name}' starts with {kind.value}; only one that starts FromRank0() "
+                "is assigned"
+            )
+        return table.steps.assign_step()
+
+    def start_pull(
+        self,
+        table: TableHandle,
+        raw: Raw,
+        *,
+        region: Region | None = None,
+        consistent: bool = False,
+        timeout_s: float | None = None,
+    ) -> PullTicket[Pulled]:
+        """Begin to pull `region` (None: all of the table) at this worker's clock into `raw`.
+
+        Shapes:
+            raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on the
+            background thread until the ticket is done.
+
+        Blocking: no.
+
+        Raises:
+            InvalidKeys: `raw` has another length than the region.
+        """
+        self.check_usable()
+        self._check_own(table)
+        deadline_s = self.deadline_s(timeout_s)
+        order = ReadOrder(
+            table=table.table,
+            region=region or region_of(table.table, None),
+            raw=raw,
+            clock=table.clock,
+            consistent=consistent,
+            deadline_s=now_s() + deadline_s,
+            steps=table.steps,
+        )
+        return PullTicket(table.table, self._loop.start(self._engine.read(order)))
+
+    # --- waiting
+
+    @overload
+    def wait(self, ticket: PushTicket, timeout_s: float | None = None) -> StepResult: ...
+
+    @overload
+    def wait(self, ticket: PullTicket[ResultT], timeout_s: float | None = None) -> ResultT: ...
+
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
+        """Wait for a push to be committed, or for a pull's values.
+
+        Args:
+            ticket: what `push`, `seal`, `assign` or a pull with a callback gave.
+            timeout_s: how long to wait; None means the client's request_deadline_s.
+
+        Returns:
+            For a push: how its step ended. For a pull: its values.
+
+        Blocking: until the ticket is done; under BSP a step is committed when all workers have
+        sealed theirs.
+
+        Raises:
+            InvalidConfig: the ticket's step has not been sealed, so it would never be done; or the
+                workers disagree about the step's hyperparameters.
+            InvalidTensor: a server refused a block (a gradient with NaNs); the step was skipped.
+            WaitExpired: it took longer; the message says who is missing. Nothing else changed.
+        """
+        self.wait_all([ticket], timeout_s)
+        return ticket.future.result()
+
+    def wait_all(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> None:
+        """Wait for several tickets; the first failure is raised at once.
+
+        Blocking, Raises: as `wait`.
+        """
+        self.check_usable()
+        waited = list(tickets)
+        for ticket in waited:
+            if isinstance(ticket, PushTicket):
+                ticket.check_sealed()
+        limit_s = self.deadline_s(timeout_s)
+        # A pull's own deadline comes with a better message than ours: leave it time to arrive.
+        grace_s = _GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
+        done, open_ = wait(
+            [ticket.future for ticket in waited], limit_s + grace_s, return_when=FIRST_EXCEPTION
+        )
+        for future in done:
+            future.result()
+        if open_:
+            ticket = next(ticket for ticket in waited if not ticket.done())
+            raise WaitExpired(self._why_open(ticket, limit_s))
+
+    def _why_open(self, ticket: Ticket, waited_s: float) -> str:
+        name = ticket.table.spec.name
+        if isinstance(ticket, PullTicket):
+            reason = self._engine.counters.waiting_for or "no answer yet"
+            return f"a pull of table '{name}' took longer than {waited_s:g} s: {reason}"
+        asking = self._loop.start(self._engine.missing(ticket.table, ticket.clock))
+        try:
+            reason = self._result(asking, _EXPLAIN_DEADLINE_S)
+        except PushpullError as error:
+            reason = error.message
+        return f"step {ticket.clock} of table '{name}' is not committed after {waited_s:g} s: {reason}"
+
+    def _result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
+        """The future's result; its work is cancelled if it takes too long or Ctrl-C comes."""
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as late:
+            raise WaitExpired(f"no answer after {timeout_s:g} s") from late
+        finally:
+            future.cancel()
+
+    # --- leaving
+
+    def leave(self, timeout_s: float | None = None) -> None:
+        """End this worker's part: the others go on without it. Then close.
+
+        Steps left open are dropped: their blocks take no part in an update. Idempotent.
+
+        Args:
+            timeout_s: how long the end may take to be committed. None waits as long as nobody whom it
+                needs is silent: under BSP the last seal is committed with the others' next step.
+
+        Blocking: until every server committed the end and the scheduler knows it.
+
+        Raises:
+            WaitExpired: the end was not committed in time; the message says who is missing.
+        """
+        if self._is_closed or self._pid != os.getpid():
+            return
+        self._check_thread()
+        failure: PushpullError | None = None
+        try:
+            if not self.is_reader:
+                self._seal_last(timeout_s)
+        except PushpullError as error:
+            failure = error
+        finally:
+            self._end("left" if failure is None else "")
+        if failure is not None:
+            raise failure
+
+    def _seal_last(self, timeout_s: float | None) -> None:
+        tickets = []
+        for table in self._engine.tables():
+            if not self._engine.has_failed:
+                tickets.append(self.adopt(table).steps.open_step().seal(skip=True, last=True))
+        limit_s = None if timeout_s is None else now_s() + timeout_s
+        for ticket in tickets:
+            self._wait_for_end(ticket, limit_s)
+
+    def _wait_for_end(self, ticket: PushTicket, limit_s: float | None) -> None:
+        """Wait for a last seal in short turns, as long as those whom it needs are alive."""
+        began_s = now_s()
+        while not wait([ticket.future], _EXPLAIN_DEADLINE_S).done:
+            waited_s = now_s() - began_s
+            silent = self._engine.silent_nodes()
+            too_long = waited_s > self._config.request_deadline_s and silent
+            if too_long or (limit_s is not None and now_s() >= limit_s):
+                raise WaitExpired(self._why_open(ticket, waited_s))
+        ticket.future.result()
+
+    def close(self, *, leave: bool = True) -> None:
+        """Leave, and end the connection; with `leave` False only end it, as a crash would.
+
+        In a forked child, and a second time, it does nothing.
+
+        Blocking, Raises: as `leave`.
+        """
+        if leave:
+            self.leave()
+        elif not self._is_closed and self._pid == os.getpid():
+            self._end("")
+
+    def _end(self, reason: str) -> None:
+        """Close everything; with a reason the scheduler is told that this node has left."""
+        self._is_closed = True
+        _open.discard(self)
+        self._result(self._loop.start(self._engine.stop(reason)), _GRACE_S)
+        self._callbacks.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(leave=error is None)
+
+    # --- what every call checks
+
+    def check_usable(self) -> None:
+        """Refuse a call on a client that is closed, was forked, or has lost its session.
+
+        Raises:
+            InvalidConfig: closed, or this is a forked child.
+            PushpullError: what ended the session, such as Fenced.
+        """
+        if self._pid != os.getpid():
+            raise InvalidConfig(
+                f"this client belongs to process {self._pid}; process {os.getpid()} was forked from "
+                "it and cannot use it"
+            )
+        if self._is_closed:
+            raise InvalidConfig("this client has been closed; connect again")
+        self._check_thread()
+        self._engine.check_alive()
+
+    def check_may_push(self, verb: str) -> None:
+        """Refuse what only workers may do.
+
+        Raises:
+            NotPermitted: this is a reader.
+        """
+        self.check_usable()
+        if self.is_reader:
+            raise NotPermitted(f"a reader may not {verb}; connect with role='worker'")
+
+    def _check_own(self, table: TableHandle) -> None:
+        if self._handles.get(table.table.table_id) is not table:
+            raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
+
+    def _check_thread(self) -> None:
+        if self._loop.is_current:
+            raise InvalidConfig("the client's own thread would wait for itself")
+
+    def deadline_s(self, timeout_s: float | None) -> float:
+        """How long a call may take: `timeout_s`, or the client's request_deadline_s.
+
+        Raises:
+            InvalidConfig: `timeout_s` is not above 0.
+        """
+        if timeout_s is None:
+            return self._config.request_deadline_s
+        if not timeout_s > 0:
+            raise InvalidConfig(f"timeout_s is {timeout_s}; expected more than 0")
+        return timeout_s
+
+    def adopt(self, table: Table) -> TableHandle:
+        """The handle of a table; the same for each call."""
+        handle = self._handles.get(table.table_id)
+        if handle is None:
+            handle = TableHandle(table, TableSteps(table, self._engine))
+            handle = self._handles.setdefault(table.table_id, handle)
+        return handle
+
+
+def complete(done: Future[ResultT], work: Future[Any], result: ResultT) -> None:
+    """Hand the end of `work` on to `done`, whose result is `result`."""
+    failure = (
+        WaitExpired("the work was given up") if work.cancelled() else work.exception()
+    )
+    if failure is not None:
+        done.set_exception(failure)
+    else:
+        done.set_result(result)
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def close_all(*, leave: bool) -> None:
+    """Close every client of this process, leaving or not.
+
+    Blocking, Raises: as `Connection.leave`; all are closed before the first failure is raised.
+    """
+    failures: list[PushpullError] = []
+    for connection in list(_open):
+        try:
+            connection.close(leave=leave)
+        except PushpullError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+def _at_exit() -> None:
+    """A script that ended without closing: it leaves, unless an exception ended it."""
+    clients: Sequence[Connection] = list(_open)
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    for client in clients:
+        try:
+            client.close(leave=not failed)
+        except PushpullError as failure:
+            logs.error("leave_failed", error=failure)
+    stop_background()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,47 @@
+"""What a worker counts about itself; shown by `pushpull train` and `pushpull status`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How a worker does; counters count from its start."""
+
+    pushed_bytes: int
+    pulled_bytes: int
+    step_count: int
+    loss: float | None
+    staleness: int
+    waiting_for: str
+    planned_step_count: int
+    clocks: dict[str, int]
+    """The steps sealed on each table, by the table's name."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """The live counters. Each field has one writer; readers may see them a moment apart."""
+
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    finished_step_count: int = 0
+    reported_step_count: int | None = None
+    loss: float | None = None
+    staleness: int = 0
+    planned_step_count: int = 0
+    waits: dict[object, str] = field(default_factory=dict)
+    """What each request that waits was last told."""
+
+    @property
+    def step_count(self) -> int:
+        """Steps that the script reported, else the highest clock that was committed on any table."""
+        if self.reported_step_count is not None:
+            return self.reported_step_count
+        return self.finished_step_count
+
+    @property
+    def waiting_for(self) -> str:
+        """One of the waits, for a person; empty if there is none."""
+        return next(iter(self.waits.copy().values()), "")

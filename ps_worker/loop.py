@@ -1,0 +1,132 @@
+"""The background thread: one per process, with the event loop that everything gRPC runs on.
+
+It is shared by all clients of the process, since gRPC's asyncio layer wants one loop per process. It
+is a daemon thread, stopped when the interpreter exits, after the clients have closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ps_core.errors import InvalidConfig
+from ps_runtime import logs
+from ps_runtime.channels import new_event_loop, tune_allocator
+
+ResultT = TypeVar("ResultT")
+
+_STOP_DEADLINE_S = 5.0
+
+
+class BackgroundLoop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="pushpull-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the background thread, where nothing may wait."""
+        return threading.current_thread() is self._thread
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call `function` on the loop, soon; in the order of the calls of `post`."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Run a coroutine on the loop; the future has its result, and cancels it if cancelled."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self) -> None:
+        """End the thread. Idempotent.
+
+        Blocking: until it ended, a few seconds at most.
+        """
+        if self.pid == os.getpid() and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_DEADLINE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+
+_lock = threading.Lock()
+_background: BackgroundLoop | None = None
+
+
+def background() -> BackgroundLoop:
+    """The process's background loop; started on first use.
+
+    Raises:
+        InvalidConfig: this process was forked from one that has a client: gRPC cannot be used here.
+    """
+    global _background
+    with _lock:
+        if _background is None:
+            tune_allocator()
+            _background = BackgroundLoop()
+        elif _background.pid != os.getpid():
+            raise InvalidConfig(
+                f"process {os.getpid()} was forked from process {_background.pid}, which has a "
+                "pushpull client, and cannot connect; start it by 'spawn' instead of 'fork'"
+            )
+        return _background
+
+
+def stop_background() -> None:
+    """End the background thread, as the process ends. Its clients must have been closed.
+
+    Blocking: as `BackgroundLoop.stop`.
+    """
+    if _background is not None:
+        _background.stop()
+
+
+class CallbackThread:
+    """Runs the callbacks of pulls, one after the other, so that none can hold up the loop."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` soon; what it raises is logged."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="pushpull-callbacks", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(function)
+
+    def stop(self) -> None:
+        """End the thread after the callbacks that were handed over.
+
+        Blocking: until they have run; not when called by one of them.
+        """
+        if self._thread is not None:
+            self._queue.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(_STOP_DEADLINE_S)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception as failure:  # noqa: BLE001 - the thread must outlive a bad callback
+                logs.exception("pull_callback_failed", failure)

@@ -1,0 +1,252 @@
+"""A worker's steps on one table, as the training thread sees them.
+
+    handle = client.create_table(...)
+    step = client.begin_step(handle)            # clock = last sealed clock + 1
+    step.push_block(block, payload)             # as often as a block changes; the last one counts
+    ticket = step.seal(hyperparameters=...)     # the end of the step; nothing may be pushed to it now
+    client.wait(ticket)                         # every server committed it
+
+Rules:
+    - A table has at most one open step; its clock is one more than the last sealed one.
+    - A payload is read on the background thread, later and perhaps more than once: its memory must not
+      change before the step's ticket is done, or before the block is pushed again.
+
+What it deliberately does not do: network; everything is handed to the background thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.codec import check_length
+from ps_core.errors import InvalidConfig
+from ps_core.tables import NATIVE_CODEC, Codec, Hyperparameters, Table, pack_presence
+from ps_worker.cutting import BlockPart, merged
+from ps_worker.push_window import SealTerms
+from ps_worker.tickets import PushTicket, StepResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PushBody:
+    """What a push carries, opaque to the push window."""
+
+    payload: memoryview
+    codec: Codec
+    presence: bytes = b""
+    is_assign: bool = False
+    eager: Hyperparameters | None = None
+    pulled_peer_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSubmission:
+    """One block for the push window."""
+
+    table: Table
+    clock: int
+    block: int
+    body: PushBody
+    priority: int
+
+
+class StepSink(Protocol):
+    """Where steps go: the background thread's push driver. Each call returns at once."""
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """A step begins; `future` is completed when it has ended."""
+
+    def submit(self, submission: BlockSubmission) -> None:
+        """A block of an open step."""
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """The end of a step."""
+
+
+class Step:
+    """One step of this worker on one table, written block by block. Not thread-safe.
+
+    Made by `Client.begin_step`, or `Client.begin_assign` for initial values (clock 0).
+    """
+
+    def __init__(self, table: Table, clock: int, sink: StepSink, steps: TableSteps) -> None:
+        self.table = table
+        self.clock = clock
+        self._sink = sink
+        self._steps = steps
+        self._sealed = False
+        self._parts: dict[int, BlockPart] = {}
+        future: Future[StepResult] = Future()
+        self.ticket = PushTicket(table, clock, future, lambda: self._sealed)
+        sink.open_step(table, clock, future)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the step has ended for its worker."""
+        return self._sealed
+
+    def push_block(
+        self,
+        block: int,
+        payload: memoryview,
+        *,
+        presence: bytes = b"",
+        codec: Codec | None = None,
+        priority: int = 0,
+        eager: Hyperparameters | None = None,
+    ) -> None:
+        """Send one block; a second push of it in this step replaces the first.
+
+        Args:
+            block: the block's number in the table.
+            payload: `table.block_length(block)` elements.
+            presence: as `ps_core.tables.pack_presence` gives it; empty means all tensors.
+            codec: how the payload is encoded; None means the table's dtype.
+            priority: lower goes first where the window is full.
+            eager: ASP tables: the hyperparameters that the seal will repeat; the block is then applied
+                on arrival. None (default) holds it until the seal.
+
+        Shapes:
+            payload: C-contiguous bytes. Not copied: it must not change before the step's ticket is
+            done, or the block has been pushed again.
+
+        Blocking: no; the window bounds what is in flight, not what is handed over.
+
+        Raises:
+            InvalidConfig: the step has been sealed.
+            InvalidKeys: there is no such block.
+            InvalidTensor: the payload has another length.
+        """
+        self._check_open()
+        length = self.table.block_length(block)
+        codec = codec or NATIVE_CODEC[self.table.spec.dtype]
+        if payload.nbytes != length * codec.element_bytes:
+            check_length(payload.nbytes, codec, length)
+        body = PushBody(
+            payload=payload,
+            codec=codec,
+            presence=presence,
+            is_assign=self.clock == 0,
+            eager=eager,
+            pulled_peer_version=self._steps.pulled_peer_version(block),
+        )
+        self._sink.submit(BlockSubmission(self.table, self.clock, block, body, priority))
+
+    def push_part(self, part: BlockPart) -> None:
+        """Send some tensors of a block beside those that this step has pushed of it before."""
+        older = self._parts.get(part.block)
+        if older is not None and not all(part.present):
+            part = merged(self.table, older, part)
+        self._parts[part.block] = part
+        self.push_block(
+            part.block, memoryview(part.payload), presence=pack_presence(part.present)
+        )
+
+    def seal(
+        self,
+        hyperparameters: Hyperparameters = (),
+        *,
+        contribution_scale: float = 1.0,
+        skip: bool = False,
+        last: bool = False,
+    ) -> PushTicket:
+        """End the step; the seals leave when every block has been received everywhere.
+
+        Args:
+            hyperparameters: the numbers of this step, sorted by name; missing ones mean the table's.
+            contribution_scale: this worker's gradients are multiplied by it.
+            skip: the step takes no part in the update (an overflow of mixed precision).
+            last: from the next clock on nobody waits for this worker.
+
+        Blocking: no.
+
+        Raises:
+            InvalidConfig: sealed already, or a hyperparameter that the table's optimizer lacks.
+        """
+        self._check_open()
+        self.table.spec.optimizer.merged(hyperparameters)
+        terms = SealTerms(hyperparameters, contribution_scale, skip, last)
+        self._sealed = True
+        self._steps.sealed(self)
+        self._sink.seal(self.table, self.clock, terms)
+        return self.ticket
+
+    def _check_open(self) -> None:
+        if self._sealed:
+            raise InvalidConfig(
+                f"step {self.clock} of table '{self.table.spec.name}' has been sealed; begin the next"
+            )
+
+
+class TableSteps:
+    """The clock of this worker on one table, its open step, and what its pulls have seen.
+
+    Thread-safe.
+    """
+
+    def __init__(self, table: Table, sink: StepSink) -> None:
+        self.table = table
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._open: Step | None = None
+        self._assign: Step | None = None
+        self._tickets: list[PushTicket] = []
+        self._peer_versions: npt.NDArray[np.int64] = np.full(table.block_count, -1, np.int64)
+
+    @property
+    def clock(self) -> int:
+        """Steps that this worker has sealed on the table."""
+        return self._clock
+
+    def open_step(self) -> Step:
+        """The open step; begins one if there is none."""
+        with self._lock:
+            if self._open is None:
+                self._open = Step(self.table, self._clock + 1, self._sink, self)
+            return self._open
+
+    def assign_step(self) -> Step:
+        """The step of clock 0 that gives initial values.
+
+        Raises:
+            InvalidConfig: the values have been given.
+        """
+        with self._lock:
+            if self._assign is None:
+                self._assign = Step(self.table, 0, self._sink, self)
+            if self._assign.is_sealed:
+                raise InvalidConfig(
+                    f"table '{self.table.spec.name}' has been given its initial values already"
+                )
+            return self._assign
+
+    def sealed(self, step: Step) -> None:
+        """`step` has ended for this worker."""
+        with self._lock:
+            self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
+            self._tickets.append(step.ticket)
+            if step.clock:
+                self._clock, self._open = step.clock, None
+
+    def uncommitted(self) -> list[PushTicket]:
+        """Sealed steps that have not ended, oldest first."""
+        with self._lock:
+            return [ticket for ticket in self._tickets if not ticket.done()]
+
+    def saw(self, block: int, peer_version: int) -> None:
+        """A pull brought `block` with that peer version."""
+        self._peer_versions[block] = peer_version
+
+    def pulled_peer_version(self, block: int) -> int | None:
+        """What the last pull of the block brought; None if it was never pulled."""
+        found = int(self._peer_versions[block])
+        return None if found < 0 else found
+
+

@@ -1,0 +1,88 @@
+"""Tickets: what a push or an unfinished pull hands back, and what `wait` waits on.
+
+Rules:
+    - A step has one future, completed on the background thread when every entry of the step has its
+      outcome; all tickets of the step share it.
+    - A ticket of a step that has not been sealed is never waited for: that would hang, so it raises.
+
+What it deliberately does not do: know the network; `ps_worker.client` adds who is missing to a wait
+that expires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ps_core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from ps_core.tables import Table
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """How a step ended: `applied` is False where it was sealed with skip."""
+
+    clock: int
+    applied: bool
+    staleness: int
+    """ASP: the most updates by others to one of its blocks since this worker pulled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull brought beside the values.
+
+    Shapes:
+        versions: block -> updates applied to it so far.
+        presence: block -> bitmap of the tensors that had a gradient in this sum (AGGREGATE tables
+            only, `ps_core.tables.unpack_presence` reads it); blocks where all had one are absent.
+    """
+
+    clock: int
+    """The lowest clock of the ranges read (BSP): the newest update that all of it holds."""
+    versions: dict[int, int] = field(default_factory=dict)
+    presence: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class PushTicket:
+    """A step on one table, or a part of it; `client.wait` blocks until the servers committed it."""
+
+    table: Table
+    clock: int
+    future: Future[StepResult]
+    is_sealed: Callable[[], bool]
+
+    def done(self) -> bool:
+        """Whether every entry of the step has its outcome; never blocks."""
+        return self.future.done()
+
+    def check_sealed(self) -> None:
+        """Refuse to wait for a step that nobody has sealed.
+
+        Raises:
+            InvalidConfig: the step is still open.
+        """
+        if not self.is_sealed():
+            raise InvalidConfig(
+                f"step {self.clock} of table '{self.table.spec.name}' has not been sealed, so it "
+                "would never be committed; call client.seal(table) first, or push with seal=True"
+            )
+
+
+@dataclass(eq=False)
+class PullTicket(Generic[ResultT]):
+    """A pull on its way; `client.wait` blocks until its values are there and returns them."""
+
+    table: Table
+    future: Future[ResultT]
+
+    def done(self) -> bool:
+        """Whether the pull has ended; never blocks."""
+        return self.future.done()
