@@ -48,16 +48,21 @@ def check_known(env: Mapping[str, str], also: Iterable[str] = ()) -> None:
     Raises:
         InvalidConfig: naming the variable and the nearest known one.
     """
-    known = [*VARIABLES, *also]
+    known = {*VARIABLES, *also}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in known:
-            raise InvalidConfig(f"environment variable {name} is unknown{nearest(name, known)}")
+            # Compared without the prefix, which would make every name look like every other.
+            endings = sorted(one.removeprefix(PREFIX) for one in known)
+            raise InvalidConfig(
+                f"environment variable {name} is unknown"
+                f"{nearest(name.removeprefix(PREFIX), endings, PREFIX)}"
+            )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     names = list(known)
     close = get_close_matches(name, names, n=1)
     if close:
-        return f"; did you mean {close[0]}?"
-    return f"; expected one of {', '.join(names)}"
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; expected one of {', '.join(prefix + one for one in names)}"

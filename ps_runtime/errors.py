@@ -4,6 +4,9 @@ A call that fails as a whole carries its error twice: as a gRPC status that any 
 and as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A
 method wrapped with `translated` never ends as UNKNOWN: what is not in the catalogue is logged with
 its traceback and answered as INTERNAL.
+
+Invariants:
+    ERR-1  `grpc.aio`'s context.abort never returns.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class SchedulerLink:
         view: the newest view that came, or None before the first.
         on_view: called on the loop with each newer view, in order of addition; a callback that is
             added late is not called for views of before.
-        on_fenced: called once on the loop when the link has ended: the scheduler said that this node
-            has been replaced, or the link itself failed. Whoever holds the link then stops.
+        on_fenced: called once on the loop when the link has ended: the scheduler said that this
+            node has been replaced, or the link itself failed. Whoever holds the link then stops.
         fenced: set at that moment.
         fenced_by: why, or None.
         progress: asked at each heartbeat for what the node says of itself.
@@ -135,7 +135,7 @@ class SchedulerLink:
         Blocking: up to `deadline_s`.
 
         Raises:
-            WaitExpired: no scheduler answered; the message names the addresses and the last failure.
+            WaitExpired: no scheduler answered; names the addresses and the last failure.
             PushpullError: a scheduler answered and refused.
         """
         if not addresses:
@@ -361,7 +361,7 @@ class SchedulerLink:
         self._wake()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A heartbeat or watch task that fails is a bug: end the link, so that nobody waits on it."""
+        """A heartbeat or watch task that fails is a bug: end the link, lest somebody wait on it."""
         failure = None if task.cancelled() else task.exception()
         if failure is not None:
             logs.exception("link_failed", failure)

@@ -1,0 +1,159 @@
+"""The small parts of the edge: addresses, log lines, waits, metrics, ready file, clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from ps_core import errors as tree
+from ps_runtime import clock, logs, metrics
+from ps_runtime.addresses import advertised, join_address, split_address
+from ps_runtime.ready_file import write_ready_file
+from ps_runtime.retry import Backoff, is_retryable
+
+
+@pytest.fixture
+def pushpull_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger(logs.LOGGER_NAME)
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("server-0.servers:7000", ("server-0.servers", 7000)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
+def test_addresses_split_and_join(address: str, parts: tuple[str, int]) -> None:
+    assert split_address(address, "listen") == parts
+    assert join_address(*parts) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", ":7", "host:", "host:x", "h:65536", "::1:7", "h:²"]
+)
+def test_a_malformed_address_is_named(address: str) -> None:
+    with pytest.raises(tree.InvalidConfig, match=f"listen is '{address}'; expected host:port"):
+        split_address(address, "listen")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [
+        (None, "127.0.0.1:7000"),
+        ("", "127.0.0.1:7000"),
+        ("server-0", "server-0:7000"),
+        ("server-0:0", "server-0:7000"),
+        ("server-0:9", "server-0:9"),
+        ("[::1]", "[::1]:7000"),
+    ],
+)
+def test_what_is_advertised(advertise: str | None, expected: str) -> None:
+    assert advertised(advertise, "127.0.0.1", 7000) == expected
+
+
+def test_a_wildcard_is_bound_but_never_advertised() -> None:
+    host, port = split_address(advertised(None, "0.0.0.0", 7000), "advertised")  # noqa: S104
+    assert host != "0.0.0.0"  # noqa: S104
+    assert port == 7000
+    with pytest.raises(tree.InvalidConfig, match="expected a host that others can reach"):
+        advertised("[::]:1", "127.0.0.1", 7000)
+
+
+def test_a_log_line_has_time_level_role_and_quoted_values(
+    pushpull_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure("server", "info")
+    logs.configure("server", "info")  # a second time adds no second line
+    logs.debug("unseen")
+    logs.info("registered", node_id=3, why='a "b"\nc', empty="", took_s=1.23456)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    stamp, rest = lines[0].split(" ", 1)
+    assert stamp.endswith("Z")
+    assert rest == (
+        'info server event=registered node_id=3 why="a \\"b\\"\\nc" empty="" took_s=1.235'
+    )
+    assert pushpull_logger.name == "pushpull"
+
+
+def test_a_failure_is_logged_with_its_traceback(
+    pushpull_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure("server", "error")
+    try:
+        raise ZeroDivisionError("of ours")
+    except ZeroDivisionError as failure:
+        logs.exception("call_failed", failure, method="Push")
+    text = capsys.readouterr().err
+    assert "event=call_failed method=Push\nTraceback" in text
+    assert text.endswith("ZeroDivisionError: of ours\n")
+    assert pushpull_logger.level == logging.ERROR
+
+
+def test_a_long_value_is_cut_and_a_wrong_level_named() -> None:
+    assert len(logs.line("x", {"value": "y" * 10_000})) < logs.MAX_VALUE_CHARACTERS + 100
+    with pytest.raises(tree.InvalidConfig, match="log level is 'loud'; expected one of debug"):
+        logs.configure("server", "loud")
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40))
+def test_waits_stay_under_a_bound_that_doubles(seed: int, attempts: int) -> None:
+    backoff = Backoff(random.Random(seed), first_bound_s=0.1, last_bound_s=3.0)
+    for attempt in range(attempts):
+        assert 0.0 <= backoff.next_s() <= min(0.1 * 2**attempt, 3.0)
+    backoff.reset()
+    assert backoff.next_s() <= 0.1
+
+
+def test_a_wait_is_at_least_what_the_error_asks_for() -> None:
+    asked = tree.Draining("goes", retry_after_ms=5_000)
+    assert 5.0 <= Backoff(random.Random(0), first_bound_s=0.1).next_s(asked) <= 5.1
+
+
+def test_which_errors_a_retry_may_cure() -> None:
+    curable = {kind for kind in tree.CATALOGUE.values() if is_retryable(kind("x"))}
+    assert curable == {tree.Recovering, tree.Draining, tree.Overloaded}
+
+
+def test_all_metrics_live_in_one_registry_and_have_pushpull_names_and_help() -> None:
+    registry = metrics.new_registry()
+    node = metrics.NodeMetrics(registry)
+    node.watch(lambda: 12, lambda: 0.5)
+    metrics.SchedulerMetrics(registry)
+    metrics.ServerMetrics(registry).push_duration_seconds.observe(0.003)
+    metrics.WorkerMetrics(registry)
+    text = generate_latest(registry).decode()
+    assert "pushpull_node_view_number 12.0" in text
+    assert 'pushpull_server_push_duration_seconds_bucket{le="0.005"} 1.0' in text
+    ours = [m for m in registry.collect() if not m.name.startswith(("python_", "process_"))]
+    assert len(ours) > 20
+    assert all(m.name.startswith("pushpull_") and m.documentation.endswith(".") for m in ours)
+
+
+def test_the_ready_file_appears_whole_and_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ready.json"
+    file.write_text("of a former run")
+    write_ready_file(file, "127.0.0.1:1", "127.0.0.1:2")
+    content = json.loads(file.read_text())
+    assert content == {"address": "127.0.0.1:1", "http_address": "127.0.0.1:2"}
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(tree.InvalidConfig, match="cannot be written: No such file"):
+        write_ready_file(tmp_path / "absent" / "ready.json", "a:1", "a:2")
+
+
+def test_the_clock_never_goes_back() -> None:
+    readings = [clock.now_s() for _ in range(1_000)]
+    assert readings == sorted(readings)
