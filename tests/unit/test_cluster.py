@@ -10,7 +10,7 @@ import pytest
 
 from ps_core import errors, limits
 from ps_core.cluster_view import Node, NodeState, Role, Session
-from ps_core.keys import Incarnation, NodeId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 from ps_core.tables import (
     DType,
     Initializer,
@@ -94,6 +94,12 @@ class Harness:
             self.now_s += 0.5
             self.beat(*heard)
             self.transitions += self.cluster.tick(self.now_s).transitions
+
+    def is_finished(self) -> bool:
+        return self.cluster.view.finished
+
+    def servers_have_left(self) -> bool:
+        return self.cluster.servers_have_left
 
     def node(self, session: Session) -> Node:
         return self.cluster.view.nodes_by_id[session.node_id]
@@ -585,20 +591,20 @@ class TestTheEnd:
     ) -> None:
         harness, server, other, one, two = full
         harness.leave(two)
-        assert not harness.cluster.view.finished
+        assert not harness.is_finished()
         harness.leave(one)
-        assert harness.cluster.view.finished
+        assert harness.is_finished()
         assert harness.transitions[-1] == ClusterFinished()
-        assert not harness.cluster.servers_have_left
+        assert not harness.servers_have_left()
         harness.leave(server)
         harness.leave(other)
-        assert harness.cluster.servers_have_left
-        assert harness.cluster.view.finished
+        assert harness.servers_have_left()
+        assert harness.is_finished()
 
     def test_workers_that_have_not_come_yet_keep_it_open(self) -> None:
         harness = Harness(stop_when_done=True)
         harness.leave(harness.join(Role.WORKER))
-        assert not harness.cluster.view.finished
+        assert not harness.is_finished()
 
     def test_a_silent_worker_keeps_it_open(
         self, full: tuple[Harness, Session, Session, Session, Session]
@@ -606,12 +612,12 @@ class TestTheEnd:
         harness, _, _, one, _ = full
         harness.pass_time(10, one)
         harness.leave(one)
-        assert not harness.cluster.view.finished
+        assert not harness.is_finished()
 
     def test_without_stop_when_done_it_stays_open(self) -> None:
         harness = Harness(worker_count=1)
         harness.leave(harness.join(Role.WORKER))
-        assert not harness.cluster.view.finished
+        assert not harness.is_finished()
 
 
 @pytest.mark.parametrize(
@@ -711,10 +717,11 @@ def test_the_bound_of_a_view_without_tables_is_above_its_size() -> None:
     node = Node(
         NodeId(huge), Incarnation(huge), Role.SERVER, 2**32 - 1, "é" * 150, NodeState.SILENT
     )
-    alone = wire.node_to_proto(node)
-    alone.node_id = 2**32 - 1
+    alone = wire.node_to_proto(replace(node, node_id=NodeId(2**32 - 1)))
     assert alone.ByteSize() + 6 <= view_size.node_bytes(node)
     empty = Cluster(replace(SETTINGS, cluster_id="c" * 40), 0.0).view
-    ranges = tuple(replace(r, epoch=huge, primary=NodeId(2**32 - 1)) for r in empty.ranges)
+    ranges = tuple(
+        replace(r, epoch=AssignmentEpoch(huge), primary=NodeId(2**32 - 1)) for r in empty.ranges
+    )
     message = wire.view_to_proto(replace(empty, ranges=ranges, view_number=huge, finished=True))
     assert message.ByteSize() <= view_size.fixed_bytes("c" * 40, limits.RANGE_COUNT)

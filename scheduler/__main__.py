@@ -1,0 +1,177 @@
+"""`python -m scheduler`: runs one cluster's scheduler until it is told to stop or all is done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig
+from ps_core.keys import Incarnation
+from ps_runtime import channels, clock, config, logs
+from ps_runtime.metrics import SchedulerMetrics, new_registry
+from ps_runtime.node_server import LOOPBACK, NodeServer
+from ps_runtime.ready_file import write_ready_file
+from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
+from pushpull.v1 import scheduler_pb2_grpc
+from scheduler.cluster import Cluster
+from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
+from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+
+SERVERS_LEAVE_WITHIN_S = 5.0
+"""How long a cluster that is done waits for its servers to say goodbye."""
+
+_INCARNATION_BITS = 40
+"""Of 53 that the contract allows: room for as many nodes as any cluster will see."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The settings of `python -m scheduler`."""
+
+    workers: int = field(
+        metadata={"help": "The number of workers that opens clock 1 of a BSP table; at least 1."}
+    )
+    servers: int = field(
+        metadata={"help": "The number of servers that a table waits for; at least 1."}
+    )
+    listen: str = field(
+        default=LOOPBACK,
+        metadata={"help": "host:port to bind; port 0 takes a free one."},
+    )
+    advertise: str | None = field(
+        default=None,
+        metadata={"help": "host:port, or host, where others reach it; unset derives it."},
+    )
+    http_listen: str = field(
+        default=LOOPBACK,
+        metadata={"help": "host:port of /metrics and /healthz; port 0 takes a free one."},
+    )
+    cluster_id: str | None = field(
+        default=None,
+        metadata={"help": "The cluster's identity; unset draws a random one at each start."},
+    )
+    stop_when_done: bool = field(
+        default=False,
+        metadata={"help": "End, and tell the servers to, when all workers have left."},
+    )
+    heartbeat_interval_s: float = field(
+        default=limits.HEARTBEAT_INTERVAL_S,
+        metadata={"help": "How often nodes call, in seconds; at most half of lease_s."},
+    )
+    lease_s: float = field(
+        default=limits.LEASE_S,
+        metadata={"help": "A node counts as silent after so many seconds without a heartbeat."},
+    )
+    drain_grace_s: float = field(
+        default=1.0,
+        metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
+    )
+    ready_file: Path | None = field(
+        default=None,
+        metadata={"help": "Written when it serves: its addresses as JSON. Unset writes none."},
+    )
+    log_level: str = field(default="info", metadata={"help": "One of debug, info, warning, error."})
+
+
+def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
+    """A new cluster: its identities and its key are drawn here, and nowhere else.
+
+    Raises:
+        InvalidConfig: a setting is out of its bounds.
+    """
+    return ClusterSettings(
+        cluster_id=settings.cluster_id or secrets.token_hex(8),
+        timeline=secrets.token_bytes(TIMELINE_BYTES),
+        token_key=secrets.token_bytes(2 * MIN_TOKEN_KEY_BYTES),
+        first_incarnation=Incarnation(1 + secrets.randbits(_INCARNATION_BITS)),
+        worker_count=settings.workers,
+        server_count=settings.servers,
+        stop_when_done=settings.stop_when_done,
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+        lease_s=settings.lease_s,
+    )
+
+
+async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
+    """Serve the cluster until a stop signal comes or it is finished.
+
+    Raises:
+        InvalidConfig: an address cannot be bound, or the ready file not written.
+    """
+    registry = new_registry()
+    servicer = SchedulerServicer(Cluster(cluster, clock.now_s()), SchedulerMetrics(registry))
+
+    def add_to_server(server: object) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)
+
+    node = await NodeServer.start(
+        settings.listen,
+        advertise=settings.advertise,
+        http_listen=settings.http_listen,
+        services=[(SERVICE_NAME, add_to_server)],
+        registry=registry,
+    )
+    ticking = asyncio.create_task(servicer.watch_for_silence())
+    try:
+        node.set_serving(True)
+        logs.info(
+            "cluster_formed",
+            cluster_id=cluster.cluster_id,
+            workers=cluster.worker_count,
+            servers=cluster.server_count,
+        )
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, node.address, node.http_address)
+        await _until_the_end(servicer, ticking)
+    finally:
+        servicer.close()
+        await node.stop(settings.drain_grace_s)
+        ticking.cancel()
+
+
+async def _until_the_end(servicer: SchedulerServicer, ticking: asyncio.Task[None]) -> None:
+    """Wait for a stop signal or the end of the work; a failure of `ticking` is raised."""
+    stop = asyncio.create_task(wait_for_stop_signal())
+    finished = asyncio.create_task(_all_done(servicer))
+    try:
+        await asyncio.wait((stop, finished, ticking), return_when=asyncio.FIRST_COMPLETED)
+        if ticking.done():
+            ticking.result()
+        if stop.done():
+            logs.info("stopping", reason=stop.result().name)
+        else:
+            finished.result()
+    finally:
+        stop.cancel()
+        finished.cancel()
+
+
+async def _all_done(servicer: SchedulerServicer) -> None:
+    await servicer.until_finished()
+    if await servicer.until_servers_have_left(SERVERS_LEAVE_WITHIN_S):
+        logs.info("stopping", reason="all workers and servers have left")
+    else:
+        logs.warning("stopping", reason=f"servers are left after {SERVERS_LEAVE_WITHIN_S} s")
+
+
+def main() -> None:
+    """Run the scheduler; a wrong setting ends it with status 2 and a line that names it."""
+    settings = config.from_command_line(
+        SchedulerConfig, "Runs a cluster's scheduler: membership, tables and placement."
+    )
+    try:
+        die_with_parent_if_asked(os.environ)
+        logs.configure("scheduler", settings.log_level)
+        channels.run(serve(settings, cluster_settings(settings)))
+    except InvalidConfig as error:
+        print(f"scheduler: {error.message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

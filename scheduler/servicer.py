@@ -1,0 +1,283 @@
+"""The scheduler's service: parse, ask the machine, carry out what it decided, reply.
+
+Everything runs on one event loop and the machine never waits, so it needs no lock. Whoever waits (a
+watcher of the view, a parked creation) waits for the next change of the view and asks again.
+"""
+
+# ruff: noqa: N802, ARG002 - the methods' names and parameters are the contract's
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from ps_core import limits
+from ps_core.cluster_view import NodeState, Role
+from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
+from ps_core.keys import NodeId
+from ps_runtime import clock, logs, wire
+from ps_runtime.errors import translated
+from ps_runtime.metrics import SchedulerMetrics
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler.cluster import Cluster, Created, Decision
+from scheduler.cluster_state import Registration, Transition
+from scheduler.transition_lines import log_transition
+
+SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+
+MAX_PROGRESS_BYTES = 256 * 1024
+"""What one node may say of itself; a worker's clocks on `limits.MAX_TABLE_COUNT` tables fit."""
+
+DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
+"""How long a creation is parked for a caller that gave no deadline."""
+
+_MAX_ANSWER_MARGIN_S = 0.2
+_STOPPING = "the scheduler is stopping"
+
+ReplyT = TypeVar("ReplyT")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves one cluster. Made and used on one event loop."""
+
+    def __init__(self, cluster: Cluster, metrics: SchedulerMetrics) -> None:
+        self._cluster = cluster
+        self._metrics = metrics
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
+        self._view_message = wire.view_to_proto(cluster.view)
+        self._measure()
+
+    async def watch_for_silence(self) -> None:
+        """Tick the machine, often enough for its failure detector, until cancelled."""
+        while True:
+            self._carry_out(self._cluster.tick(clock.now_s()))
+            await asyncio.sleep(self._cluster.settings.lease_s / 8)
+
+    async def until_finished(self) -> None:
+        """Wait until all workers have left, if the cluster is to end then; else for ever."""
+        while not self._cluster.view.finished:
+            await self._changed.wait()
+
+    async def until_servers_have_left(self, deadline_s: float) -> bool:
+        """Wait until no server is left, at most `deadline_s`; whether that came to be."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while not self._cluster.servers_have_left:
+                    await self._changed.wait()
+        return self._cluster.servers_have_left
+
+    def close(self) -> None:
+        """End the streams of views after their newest, and the parked creations with Draining."""
+        self._is_closed = True
+        self._wake()
+
+    @translated
+    async def RegisterNode(
+        self, request: scheduler_pb2.RegisterNodeRequest, context: Context
+    ) -> scheduler_pb2.RegisterNodeResponse:
+        """Makes the caller a node."""
+        with self._refusals_counted():
+            session = self._carry_out(self._cluster.register(_registration(request), clock.now_s()))
+        settings = self._cluster.settings
+        return scheduler_pb2.RegisterNodeResponse(
+            session=wire.session_to_proto(session),
+            worker_count=settings.worker_count,
+            heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
+            lease_ms=round(settings.lease_s * 1000),
+            token_key=settings.token_key if session.role is Role.SERVER else b"",
+            features=settings.features,
+        )
+
+    @translated
+    async def Heartbeat(
+        self, request: scheduler_pb2.HeartbeatRequest, context: Context
+    ) -> scheduler_pb2.HeartbeatResponse:
+        """Notes that the caller lives, and what it says of itself."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            size_bytes = request.progress.ByteSize()
+            if size_bytes > MAX_PROGRESS_BYTES:
+                raise InvalidConfig(
+                    f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
+                )
+            number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
+        self._last_said[session.node_id] = request
+        self._metrics.heartbeats.labels(role=session.role.value).inc()
+        return scheduler_pb2.HeartbeatResponse(view_number=number)
+
+    @translated
+    async def DeregisterNode(
+        self, request: scheduler_pb2.DeregisterNodeRequest, context: Context
+    ) -> scheduler_pb2.DeregisterNodeResponse:
+        """Ends the caller's membership."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            reason = request.reason or "no reason given"
+            self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
+        return scheduler_pb2.DeregisterNodeResponse()
+
+    @translated
+    async def WatchCluster(
+        self, request: scheduler_pb2.WatchClusterRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
+        """Streams the view and its changes, until the caller has left or the scheduler stops."""
+        with self._refusals_counted():
+            node_id = self._cluster.member(wire.session_from_proto(request.session)).node_id
+        sent_number = 0
+        while True:
+            changed = self._changed
+            if self._cluster.view.view_number > sent_number:
+                sent_number = self._cluster.view.view_number
+                yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
+                continue  # the view may have changed while this one was written
+            node = self._cluster.view.nodes_by_id.get(node_id)
+            if self._is_closed or node is None or node.state is NodeState.LEFT:
+                return
+            await changed.wait()
+
+    @translated
+    async def CreateTable(
+        self, request: scheduler_pb2.CreateTableRequest, context: Context
+    ) -> scheduler_pb2.CreateTableResponse:
+        """Creates a table or finds the identical one; parks until there are servers for it."""
+        waits_s = _answer_within_s(context.time_remaining())
+        with self._refusals_counted():
+            created = await self._created(request, clock.now_s() + waits_s)
+        return scheduler_pb2.CreateTableResponse(
+            table=wire.table_to_proto(created.table), view_number=created.view_number
+        )
+
+    @translated
+    async def GetClusterStatus(
+        self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
+    ) -> scheduler_pb2.GetClusterStatusResponse:
+        """Says how the cluster does."""
+        now_s = clock.now_s()
+        response = scheduler_pb2.GetClusterStatusResponse(view=self._view_message)
+        for node in self._cluster.view.nodes:
+            said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
+            response.nodes.add(
+                node=wire.node_to_proto(node),
+                progress=said.progress,
+                last_heard_ms=round(self._cluster.quiet_s(node.node_id, now_s) * 1000),
+                view_number=said.view_number,
+            )
+        return _fitted(response)
+
+    async def _created(
+        self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
+    ) -> Created:
+        """What became of the request by `deadline_s`, which is a moment of the clock."""
+        session = wire.session_from_proto(request.session)
+        spec = wire.spec_from_proto(request.spec)
+        is_told = False
+        while True:
+            changed = self._changed
+            outcome = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
+            if isinstance(outcome, Created):
+                return outcome
+            if self._is_closed:
+                raise Draining(f"{_STOPPING}; {outcome.reason}")
+            if not is_told:
+                logs.info(
+                    "table_waits", table=spec.name, node_id=session.node_id, reason=outcome.reason
+                )
+                is_told = True
+            try:
+                async with asyncio.timeout(deadline_s - clock.now_s()):
+                    await changed.wait()
+            except TimeoutError:
+                # Asked once more: the reason says when the missing were last heard.
+                last = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
+                if isinstance(last, Created):
+                    return last
+                raise WaitExpired(last.reason) from None
+
+    def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
+        """Log and publish what changed; hand on the reply."""
+        if decision.transitions:
+            self._publish(decision.transitions)
+        return decision.reply
+
+    def _publish(self, transitions: tuple[Transition, ...]) -> None:
+        for transition in transitions:
+            log_transition(transition)
+        view = self._cluster.view
+        self._view_message = wire.view_to_proto(view)
+        for node_id in self._last_said.keys() - view.nodes_by_id.keys():
+            del self._last_said[node_id]
+        self._measure()
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _measure(self) -> None:
+        view = self._cluster.view
+        counts = Counter((node.role, node.state) for node in view.nodes)
+        for role in Role:
+            for state in NodeState:
+                gauge = self._metrics.nodes.labels(role=role.value, state=state.value)
+                gauge.set(counts[role, state])
+        self._metrics.view_number.set(view.view_number)
+        self._metrics.tables.set(len(view.tables))
+
+    @contextlib.contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except PushpullError as error:
+            self._metrics.refusals.labels(code=error.code).inc()
+            raise
+
+
+def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
+    has_rank = request.HasField("requested_rank")
+    return Registration(
+        registration_id=request.registration_id,
+        role=wire.role_from_proto(request.role),
+        address=request.address,
+        requested_rank=request.requested_rank if has_rank else None,
+        protocol_version=request.protocol_version,
+        features=tuple(request.features),
+        kernel_fingerprint=request.kernel_fingerprint,
+        cluster_id=request.cluster_id,
+    )
+
+
+def _answer_within_s(remaining_s: float | None) -> float:
+    """How long a call may wait so that its answer, which says for whom, is there in time."""
+    if remaining_s is None:
+        return DEFAULT_CREATE_DEADLINE_S
+    waits_s = remaining_s - min(_MAX_ANSWER_MARGIN_S, remaining_s / 4)
+    return min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
+
+
+def _fitted(
+    response: scheduler_pb2.GetClusterStatusResponse,
+) -> scheduler_pb2.GetClusterStatusResponse:
+    """The response without what nobody reads in it, and within what any client accepts.
+
+    A table's inline values are never in it; where it is too large even so, neither are the layouts
+    of the tables, and then not the clocks of the nodes.
+    """
+    for table in response.view.tables:
+        if table.spec.initializer.WhichOneof("kind") == "inline":
+            table.spec.initializer.inline.CopyFrom(types_pb2.InlineInitializer())
+    if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
+        for table in response.view.tables:
+            table.spec.ClearField("tensors")
+    if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
+        for node in response.nodes:
+            node.progress.ClearField("tables")
+            node.progress.ClearField("waiting_for")
+    return response

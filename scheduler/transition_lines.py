@@ -1,0 +1,54 @@
+"""One log line for each transition of the cluster."""
+
+from __future__ import annotations
+
+from ps_core.cluster_view import Node
+from ps_runtime import logs
+from scheduler.cluster_state import (
+    ClusterFinished,
+    NodeHeardAgain,
+    NodeLeft,
+    NodeRegistered,
+    NodeSilent,
+    RangesPlaced,
+    TableCreated,
+    Transition,
+)
+
+
+def log_transition(transition: Transition) -> None:
+    """Log it, at the level that a person wants to see it at."""
+    match transition:
+        case NodeRegistered(node):
+            logs.info("node_registered", incarnation=node.incarnation, **_named(node))
+        case NodeSilent(node, quiet_s):
+            logs.warning("node_silent", quiet_s=quiet_s, **_named(node))
+        case NodeHeardAgain(node):
+            logs.info("node_heard_again", **_named(node))
+        case NodeLeft(node, reason):
+            logs.info("node_left", reason=reason, **_named(node))
+        case TableCreated(table):
+            logs.info(
+                "table_created",
+                table=table.spec.name,
+                table_id=table.table_id,
+                elements=table.spec.element_count,
+                blocks=table.block_count,
+                optimizer=table.spec.optimizer.kind.value,
+                mode=table.spec.mode.value,
+            )
+        case RangesPlaced(counts):
+            shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
+            logs.info("ranges_placed", ranges_by_node=shares)
+        case ClusterFinished():
+            logs.info("cluster_finished", reason="all workers have left")
+
+
+def _named(node: Node) -> dict[str, object]:
+    """Who it is; a rank and an address only where the role has one."""
+    fields: dict[str, object] = {"role": node.role.value, "node_id": node.node_id}
+    if node.role.value == "worker":
+        fields["rank"] = node.rank
+    if node.address:
+        fields["address"] = node.address
+    return fields
