@@ -33,6 +33,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
     "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",
+    "PUSHPULL_PARENT_PID": "The process that started the role, for PUSHPULL_DIE_WITH_PARENT.",
     "PUSHPULL_THREADS": "Threads that torch uses in the role; 0 leaves torch's own choice.",
 }
 """Name to meaning, in the order of docs and --help."""

@@ -33,6 +33,7 @@ from typing import IO, Self
 
 import ps_core
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from ps_runtime.shutdown import DIE_WITH_PARENT, PARENT_PID
 from pushpull.v1 import types_pb2
 
 RECENT_LINE_COUNT = 40
@@ -46,6 +47,9 @@ READY_DEADLINE_S = 120.0
 
 STOP_GRACE_S = 2.0
 """Between SIGTERM and SIGKILL, for each kind of role."""
+
+_DRAIN_GRACE_S = 1.0
+"""Calls in progress get this long when a role stops: less than `STOP_GRACE_S`, or it is killed."""
 
 _READER_JOIN_S = 1.0
 _FIRST_POLL_S = 0.005
@@ -374,7 +378,8 @@ def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> 
     given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
     paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment["PUSHPULL_DIE_WITH_PARENT"] = "1"
+    environment[DIE_WITH_PARENT] = "1"
+    environment[PARENT_PID] = str(os.getpid())
     # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.update(added)
@@ -430,6 +435,7 @@ def start_scheduler(
         f"--workers={shape.worker_count}",
         f"--servers={shape.server_count}",
         f"--ready-file={launcher.ready_file(bare)}",
+        f"--drain-grace-s={_DRAIN_GRACE_S}",
     )
     return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
 
@@ -444,6 +450,7 @@ def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> li
             "--http-listen=127.0.0.1:0",
             f"--scheduler={scheduler}",
             f"--ready-file={launcher.ready_file(bare)}",
+            f"--drain-grace-s={_DRAIN_GRACE_S}",
         )
         started.append(launcher.start(replace(bare, arguments=arguments)))
     return started

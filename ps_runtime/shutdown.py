@@ -13,6 +13,7 @@ from ps_core.errors import InvalidConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DIE_WITH_PARENT = "PUSHPULL_DIE_WITH_PARENT"
+PARENT_PID = "PUSHPULL_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,11 +66,18 @@ def die_with_parent() -> bool:
 def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     """Call `die_with_parent` if PUSHPULL_DIE_WITH_PARENT is 1; a role does so first of all.
 
+    PUSHPULL_PARENT_PID says who started it: a role whose starter ended while it was still importing
+    (torch takes seconds) ends here, instead of holding on to whoever adopted it.
+
     Raises:
         InvalidConfig: the variable is neither 0, 1, empty nor absent.
     """
     wish = env.get(DIE_WITH_PARENT, "")
     if wish not in ("", "0", "1"):
         raise InvalidConfig(f"{DIE_WITH_PARENT} is '{wish}'; expected 0 or 1")
-    if wish == "1":
-        die_with_parent()
+    if wish != "1":
+        return
+    die_with_parent()
+    starter = env.get(PARENT_PID, "")
+    if starter and starter != str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)
