@@ -1,0 +1,97 @@
+/** Calls with deadlines and retries (docs/PROTOCOL.md, "Conventions"). */
+
+import { setTimeout as sleep } from 'node:timers/promises';
+
+import grpc from '@grpc/grpc-js';
+
+import { PushpullError, errorFromCall } from './errors.js';
+
+const FIRST_RETRY_MS = 100;
+const LAST_RETRY_MS = 2000;
+const ATTEMPT_MS = 5000;
+
+export const CHANNEL_OPTIONS = {
+  'grpc.enable_http_proxy': 0,
+  'grpc.keepalive_time_ms': 10000,
+  'grpc.keepalive_timeout_ms': 5000,
+  'grpc.max_receive_message_length': 4 * 1024 * 1024 + 64 * 1024,
+  'grpc.max_reconnect_backoff_ms': 1000,
+};
+
+/**
+ * One unary call.
+ *
+ * @param {any} client a gRPC client
+ * @param {string} method
+ * @param {object} request
+ * @param {number} timeoutMs
+ * @returns {Promise<any>} rejects with a PushpullError
+ */
+export function callOnce(client, method, request, timeoutMs) {
+  return new Promise((resolve, reject) => {
+    const deadline = Date.now() + timeoutMs;
+    client[method](request, { deadline }, (/** @type {unknown} */ failure, /** @type {any} */ response) => {
+      if (failure) reject(errorFromCall(failure));
+      else resolve(response);
+    });
+  });
+}
+
+/** Random waits whose bound doubles (full jitter), until a deadline or an abort. */
+export class Backoff {
+  #boundMs = FIRST_RETRY_MS;
+
+  /** @param {AbortSignal} signal ends the waits */
+  constructor(signal) {
+    this.signal = signal;
+  }
+
+  /** Whatever was waited for works again. */
+  reset() {
+    this.#boundMs = FIRST_RETRY_MS;
+  }
+
+  /** @param {number} [retryAfterMs] what the error asked for */
+  async wait(retryAfterMs = 0) {
+    const waitMs = retryAfterMs || Math.random() * this.#boundMs;
+    this.#boundMs = Math.min(2 * this.#boundMs, LAST_RETRY_MS);
+    await sleep(waitMs, undefined, { signal: this.signal });
+  }
+}
+
+/**
+ * Calls until it works, the deadline has passed, or an error comes that a retry does not mend.
+ *
+ * @template T
+ * @param {(timeoutMs: number) => Promise<T>} attempt one call
+ * @param {{deadlineMs: number, signal: AbortSignal, what: string, attemptMs?: number}} options
+ *   `deadlineMs` from now; a single attempt has `attemptMs` of it
+ * @returns {Promise<T>}
+ */
+export async function callUntil(attempt, { deadlineMs, signal, what, attemptMs = ATTEMPT_MS }) {
+  const endMs = Date.now() + deadlineMs;
+  const backoff = new Backoff(signal);
+  for (;;) {
+    try {
+      return await attempt(Math.min(attemptMs, endMs - Date.now()));
+    } catch (failure) {
+      const error = errorFromCall(failure);
+      const mayRetry = error.isRetryable || (error.isFromGrpc && error.code === 'WAIT_EXPIRED');
+      if (!mayRetry) throw error;
+      if (Date.now() >= endMs) {
+        throw new PushpullError('WAIT_EXPIRED', `${what}: no answer in ${deadlineMs} ms: ${error.message}`);
+      }
+      await backoff.wait(error.retryAfterMs);
+    }
+  }
+}
+
+/**
+ * A plaintext channel's client.
+ *
+ * @param {any} Service one of the contract's
+ * @param {string} address host:port
+ */
+export function openClient(Service, address) {
+  return new Service(address, grpc.credentials.createInsecure(), CHANNEL_OPTIONS);
+}

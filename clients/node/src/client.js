@@ -1,0 +1,481 @@
+/**
+ * A pushpull client: joins a cluster as a worker or a reader, creates tables, pushes and pulls.
+ *
+ *     const client = await PushpullClient.connect('127.0.0.1:7000');
+ *     const table = await client.createTable({
+ *       name: 'w', elementCount: 10, optimizer: { kind: 'SGD', hyperparameters: { lr: 0.1 } },
+ *     });
+ *     await client.push(table, gradient);       // one step: blocks and seals, to their outcomes
+ *     const values = await client.pull(table);  // with that step in it
+ *     await client.leave();
+ */
+
+import { setTimeout as sleep } from 'node:timers/promises';
+
+import { decodeInto, encode, nativeCodec, valuesFor } from './codecs.js';
+import { PushpullError, errorFromCall, errorFromMessage } from './errors.js';
+import { TableLayout, packPresence } from './layout.js';
+import { PushWindow, Step } from './push_window.js';
+import { SchedulerLink } from './scheduler_link.js';
+import { ServerLink } from './server_link.js';
+import { tableSpec } from './table_spec.js';
+
+/** @typedef {import('./codecs.js').Values} Values */
+/** @typedef {{clock: number, applied: boolean, staleness: number}} StepOutcome */
+
+const CONNECT_MS = 60000;
+const STEP_MS = 60000;
+const PULL_MS = 30000;
+const RETRY_MS = 100;
+
+/** A table that this client uses. */
+export class Table extends TableLayout {
+  /**
+   * @param {any} table a pushpull.v1.Table
+   * @param {number} rangeCount
+   */
+  constructor(table, rangeCount) {
+    super(table, rangeCount);
+    this.codec = nativeCodec(this.spec.dtype);
+    /** How many steps this client has sealed. */
+    this.clock = 0;
+    /** What the last pull of each block gave. @type {Map<number, number>} */
+    this.peerVersions = new Map();
+  }
+}
+
+/** A session with a cluster. Made by `connect`. */
+export class PushpullClient {
+  #scheduler;
+  #window;
+  /** @type {Map<number, ServerLink>} */
+  #servers = new Map();
+  /** @type {Map<number, Table>} */
+  #tables = new Map();
+  /** @type {NodeJS.Timeout | undefined} */
+  #timer;
+  /** @type {PushpullError | null} */
+  #failure = null;
+  #stepCount = 0;
+  #pushedBytes = 0;
+  #pulledBytes = 0;
+
+  /**
+   * Use `connect`.
+   *
+   * @param {SchedulerLink} scheduler
+   * @param {{windowBytes?: number}} options
+   */
+  constructor(scheduler, options) {
+    this.#scheduler = scheduler;
+    this.#window = new PushWindow(options);
+    scheduler.onLost = (error) => this.#fail(error);
+    scheduler.onView = (view) => {
+      this.#window.observe(view);
+      this.#pump();
+    };
+    scheduler.progress = () => this.#progress();
+  }
+
+  /**
+   * Joins a cluster.
+   *
+   * @param {string} [addresses] the scheduler's "host:port", or several with commas; by default
+   *   PUSHPULL_SCHEDULER
+   * @param {object} [options]
+   * @param {'worker' | 'reader'} [options.role]
+   * @param {number} [options.rank] the rank to ask for; by default the lowest free one
+   * @param {number} [options.connectDeadlineMs] how long to wait for the scheduler
+   * @param {number} [options.windowBytes] payload bytes in flight
+   * @returns {Promise<PushpullClient>} rejects with a PushpullError
+   */
+  static async connect(addresses = process.env.PUSHPULL_SCHEDULER ?? '', options = {}) {
+    const { role = 'worker', rank, connectDeadlineMs: deadlineMs = CONNECT_MS, windowBytes } = options;
+    const scheduler = new SchedulerLink(addresses);
+    const client = new PushpullClient(scheduler, { windowBytes });
+    try {
+      await scheduler.register({ role: `NODE_ROLE_${role.toUpperCase()}`, rank, deadlineMs });
+    } catch (failure) {
+      client.close();
+      throw failure;
+    }
+    return client;
+  }
+
+  /** This worker's rank, from 0; 0 for a reader. */
+  get rank() {
+    return this.#scheduler.session.rank;
+  }
+
+  /** The number of workers of the cluster. */
+  get workerCount() {
+    return this.#scheduler.workerCount;
+  }
+
+  /** The newest view of the cluster, a pushpull.v1.ClusterView. */
+  get view() {
+    return this.#scheduler.view;
+  }
+
+  /**
+   * Creates a table, or opens the identical one.
+   *
+   * @param {import('./table_spec.js').TableOptions} options
+   * @param {{deadlineMs?: number}} [limits]
+   * @returns {Promise<Table>}
+   */
+  async createTable(options, { deadlineMs = CONNECT_MS } = {}) {
+    this.#check();
+    return this.#open(await this.#scheduler.createTable(tableSpec(options), deadlineMs));
+  }
+
+  /**
+   * Opens a table that somebody else creates; waits for it.
+   *
+   * @param {string} name
+   * @param {{deadlineMs?: number}} [limits]
+   * @returns {Promise<Table>}
+   */
+  async table(name, { deadlineMs = CONNECT_MS } = {}) {
+    this.#check();
+    const named = (/** @type {any} */ table) => table.spec.name === name;
+    const view = await this.#scheduler.viewWhere(
+      ({ tables }) => tables.some(named), deadlineMs, `table '${name}'`);
+    return this.#open(view.tables.find(named));
+  }
+
+  /** @param {any} table a pushpull.v1.Table */
+  #open(table) {
+    let found = this.#tables.get(table.tableId);
+    if (!found) {
+      found = new Table(table, this.view.ranges.length);
+      this.#tables.set(table.tableId, found);
+    }
+    return found;
+  }
+
+  /**
+   * Takes one step: pushes `values` and seals.
+   *
+   * @param {Table} table
+   * @param {ArrayLike<number>} values one for each element of the table
+   * @param {object} [options]
+   * @param {Record<string, number>} [options.hyperparameters] for this step; others are the table's
+   * @param {number} [options.contributionScale] these values are multiplied by it
+   * @param {string[]} [options.absent] tensors without a gradient: skipped
+   * @param {number} [options.deadlineMs]
+   * @returns {Promise<StepOutcome>} when every entry has its outcome; rejects with a PushpullError
+   */
+  push(table, values, { hyperparameters, contributionScale, absent = [], deadlineMs } = {}) {
+    const terms = sealTerms({ hyperparameters, contributionScale });
+    const parts = this.#cut(table, values, new Set(absent));
+    return this.#take(table, parts, { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
+  }
+
+  /**
+   * Takes one step without values: this worker has no part in the update.
+   *
+   * @param {Table} table
+   * @param {{deadlineMs?: number}} [options]
+   * @returns {Promise<StepOutcome>}
+   */
+  skip(table, { deadlineMs } = {}) {
+    const terms = sealTerms({ skip: true });
+    return this.#take(table, [], { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
+  }
+
+  /**
+   * Rank 0 gives a table that starts from rank 0 its initial values.
+   *
+   * @param {Table} table
+   * @param {ArrayLike<number>} values
+   * @param {{deadlineMs?: number}} [options]
+   * @returns {Promise<StepOutcome>}
+   */
+  assign(table, values, { deadlineMs } = {}) {
+    const parts = this.#cut(table, values, new Set());
+    return this.#take(table, parts, { clock: 0, kind: 'ASSIGN', terms: sealTerms({}) }, deadlineMs);
+  }
+
+  /**
+   * @param {Table} table
+   * @param {ArrayLike<number>} values
+   * @param {Set<string>} absent
+   */
+  #cut(table, values, absent) {
+    if (values.length !== table.elementCount) {
+      throw new PushpullError(
+        'INVALID_TENSOR',
+        `got ${values.length} values; table '${table.name}' has ${table.elementCount}`,
+      );
+    }
+    const parts = [];
+    const slice = Array.prototype.slice;
+    for (let block = 0; block < table.blockCount; block += 1) {
+      const present = table.segments(block).map(({ name }) => !absent.has(name));
+      if (!present.some(Boolean)) continue;
+      const { begin, end } = table.bounds(block);
+      const elements = ArrayBuffer.isView(values)
+        ? /** @type {Values} */ (values).subarray(begin, end)
+        : slice.call(values, begin, end);
+      const payload = encode(elements, table.codec);
+      const pulledPeerVersion = table.peerVersions.get(block);
+      parts.push({ block, payload, presence: packPresence(present), pulledPeerVersion });
+    }
+    return parts;
+  }
+
+  /**
+   * @param {Table} table
+   * @param {import('./push_window.js').BlockPart[]} parts
+   * @param {{clock: number, kind: string, terms: import('./push_window.js').SealTerms}} what
+   * @param {number} [deadlineMs]
+   */
+  async #take(table, parts, { clock, kind, terms }, deadlineMs = STEP_MS) {
+    this.#check();
+    const step = new Step(table, { clock, codec: table.codec, kind: `PUSH_KIND_${kind}`, terms });
+    table.clock = clock;
+    for (const part of parts) this.#pushedBytes += part.payload.length;
+    this.#window.submit(step, parts);
+    this.#pump();
+    const outcome = await withDeadline(step.done, deadlineMs, () =>
+      `step ${clock} of table '${table.name}': ${step.describeOpen()}`);
+    this.#stepCount += 1;
+    return outcome;
+  }
+
+  /** Sends what may be sent. */
+  #pump() {
+    if (this.#failure || !this.view) return;
+    for (const server of this.#window.wantedServers) {
+      void this.#server(server)?.openPushStream(this.view.viewNumber);
+    }
+    const nowMs = Date.now();
+    for (const { server, request } of this.#window.take(nowMs)) {
+      this.#servers.get(server)?.push(request);
+    }
+    clearTimeout(this.#timer);
+    const nextMs = this.#window.nextTakeMs(nowMs);
+    if (nextMs !== null) this.#timer = setTimeout(() => this.#pump(), nextMs - nowMs);
+  }
+
+  /**
+   * @param {number} nodeId
+   * @returns {ServerLink | undefined} undefined if the view does not know it
+   */
+  #server(nodeId) {
+    let link = this.#servers.get(nodeId);
+    if (link) return link;
+    const node = this.view.nodes.find((/** @type {any} */ each) => each.nodeId === nodeId);
+    if (!node?.address) return undefined;
+    const { session, signal } = this.#scheduler;
+    link = new ServerLink(node.address, { session, signal });
+    link.onLost = (error) => this.#fail(error);
+    link.onOpen = () => {
+      this.#window.streamOpened(nodeId);
+      this.#pump();
+    };
+    link.onBroken = () => {
+      this.#window.streamBroke(nodeId);
+      this.#pump();
+    };
+    link.onReplies = (replies) => this.#answered(nodeId, replies);
+    this.#servers.set(nodeId, link);
+    return link;
+  }
+
+  /**
+   * @param {number} server
+   * @param {any[]} replies
+   */
+  #answered(server, replies) {
+    try {
+      const nowMs = Date.now();
+      for (const reply of replies) this.#window.reply(server, reply, nowMs);
+      this.#pump();
+    } catch (failure) {
+      this.#fail(/** @type {PushpullError} */ (failure));
+    }
+  }
+
+  /**
+   * Reads a table.
+   *
+   * @param {Table} table
+   * @param {object} [options]
+   * @param {number} [options.clock] the state to wait for; by default with all own steps
+   * @param {boolean} [options.consistent] exactly the state after update `clock`, everywhere (BSP)
+   * @param {Values} [options.out] where to put the values; by default a new array
+   * @param {number} [options.deadlineMs]
+   * @returns {Promise<Values>} rejects with a PushpullError
+   */
+  async pull(table, { clock = table.clock, consistent = false, out, deadlineMs = PULL_MS } = {}) {
+    this.#check();
+    const values = out ?? valuesFor(table.spec.dtype, table.elementCount);
+    const endMs = Date.now() + deadlineMs;
+    const take = (/** @type {any} */ value) => this.#store(table, values, value);
+    let missing = new Set(table.ranges);
+    for (;;) {
+      const read = { tableId: table.tableId, clock, consistent };
+      const { missing: left, problem } = await this.#pullOnce(read, missing, { endMs, take });
+      missing = left;
+      if (!missing.size) return values;
+      if (problem && !problem.isRetryable) throw problem;
+      if (Date.now() >= endMs) {
+        const why = problem?.message ?? 'no server serves its ranges';
+        throw new PushpullError('WAIT_EXPIRED', `the read of table '${table.name}' expired: ${why}`);
+      }
+      await sleep(problem?.retryAfterMs || RETRY_MS, undefined, { signal: this.#scheduler.signal });
+    }
+  }
+
+  /**
+   * Asks each server once for the ranges that are missing.
+   *
+   * @param {object} read
+   * @param {Set<number>} ranges
+   * @param {{endMs: number, take: (value: any) => void}} options
+   */
+  async #pullOnce(read, ranges, { endMs, take }) {
+    const missing = new Set(ranges);
+    /** @type {PushpullError | null} */
+    let problem = null;
+    const noteProblem = (/** @type {PushpullError} */ error) => {
+      if (!problem || problem.isRetryable) problem = error;
+    };
+    /** @type {Map<number, {rangeId: number, assignmentEpoch: number}[]>} */
+    const byServer = new Map();
+    for (const { rangeId, assignmentEpoch, primaryNodeId } of this.view.ranges) {
+      if (!missing.has(rangeId) || !primaryNodeId) continue;
+      byServer.set(primaryNodeId, [...(byServer.get(primaryNodeId) ?? []),
+        { rangeId, assignmentEpoch }]);
+    }
+    await Promise.all([...byServer].map(async ([nodeId, parts]) => {
+      const failed = new Set();
+      const onPart = (/** @type {any} */ { block, error }) => {
+        if (block) take(block);
+        if (!error) return;
+        failed.add(error.rangeId);
+        noteProblem(errorFromMessage(error.error));
+      };
+      try {
+        const link = this.#server(nodeId);
+        if (!link) return;
+        const leftMs = Math.max(endMs - Date.now(), 1);
+        await link.openSession(this.view.viewNumber, leftMs);
+        await link.pull({ ...read, ranges: parts }, leftMs, onPart);
+        for (const { rangeId } of parts) if (!failed.has(rangeId)) missing.delete(rangeId);
+      } catch (failure) {
+        noteProblem(errorFromCall(failure));
+      }
+    }));
+    return { missing, problem: /** @type {PushpullError | null} */ (problem) };
+  }
+
+  /**
+   * @param {Table} table
+   * @param {Values} values
+   * @param {any} value a pushpull.v1.BlockValue
+   */
+  #store(table, values, value) {
+    const { begin, end } = table.bounds(value.block);
+    decodeInto(value.payload, value.codec, values.subarray(begin, end));
+    table.peerVersions.set(value.block, value.peerVersion);
+    this.#pulledBytes += value.payload.length;
+  }
+
+  #progress() {
+    return {
+      tables: [...this.#tables.values()].map(({ tableId, clock }) => ({ tableId, clock })),
+      stepCount: this.#stepCount,
+      pushedBytes: this.#pushedBytes,
+      pulledBytes: this.#pulledBytes,
+    };
+  }
+
+  /**
+   * Leaves: nobody waits for this worker any more. Closes the client.
+   *
+   * @param {{deadlineMs?: number, reason?: string}} [options] how long to wait for the last outcomes
+   */
+  async leave({ deadlineMs = PULL_MS, reason = 'finished' } = {}) {
+    this.#check();
+    const isWorker = this.#scheduler.session.role === 'NODE_ROLE_WORKER';
+    try {
+      if (isWorker) await Promise.all(this.view.tables.map((/** @type {any} */ table) =>
+        this.#sealLast(this.#open(table), deadlineMs)));
+      await this.#scheduler.deregister(reason);
+    } finally {
+      this.close();
+    }
+  }
+
+  /**
+   * @param {Table} table
+   * @param {number} deadlineMs
+   */
+  #sealLast(table, deadlineMs) {
+    const terms = sealTerms({ skip: true, last: true });
+    return this.#take(table, [], { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
+  }
+
+  /** Ends at once, without leaving: the cluster goes on waiting for this worker. */
+  close() {
+    clearTimeout(this.#timer);
+    this.#failure ??= new PushpullError('NOT_PERMITTED', 'the client is closed');
+    this.#window.abandon(this.#failure);
+    this.#scheduler.close();
+    for (const link of this.#servers.values()) link.close();
+  }
+
+  /** @param {PushpullError} error */
+  #fail(error) {
+    if (this.#failure) return;
+    this.#failure = error;
+    this.close();
+  }
+
+  #check() {
+    if (this.#failure) throw this.#failure;
+  }
+}
+
+/**
+ * @param {object} options
+ * @param {Record<string, number>} [options.hyperparameters]
+ * @param {number} [options.contributionScale]
+ * @param {boolean} [options.skip]
+ * @param {boolean} [options.last]
+ * @returns {import('./push_window.js').SealTerms}
+ */
+function sealTerms({ hyperparameters = {}, contributionScale, skip = false, last = false }) {
+  return {
+    hyperparameters: Object.entries(hyperparameters).map(([name, value]) => ({ name, value })),
+    ...(contributionScale === undefined ? {} : { contributionScale }),
+    skip,
+    last,
+  };
+}
+
+/**
+ * @template T
+ * @param {Promise<T>} promise
+ * @param {number} deadlineMs
+ * @param {() => string} describe what is missing, for the error
+ * @returns {Promise<T>}
+ */
+async function withDeadline(promise, deadlineMs, describe) {
+  /** @type {NodeJS.Timeout | undefined} */
+  let timer;
+  const expired = new Promise((_, reject) => {
+    timer = setTimeout(
+      () => reject(new PushpullError('WAIT_EXPIRED', `after ${deadlineMs} ms: ${describe()}`)),
+      deadlineMs,
+    );
+  });
+  try {
+    return await Promise.race([promise, /** @type {Promise<never>} */ (expired)]);
+  } finally {
+    clearTimeout(timer);
+  }
+}
