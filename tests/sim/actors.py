@@ -1,0 +1,478 @@
+"""The cluster of a simulation: the real machines, with the network between them.
+
+A gradient is an identity (who, when, which block, which revision), so that the state of a block is the
+list of what is in it, and every loss, double or disorder shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ps_core.errors import InvalidTensor, PushpullError
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.tables import Mode, Table
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Effect,
+    Fold,
+    Place,
+    PullEvent,
+    PushEvent,
+    RefusePull,
+    ReplyTo,
+    SealEvent,
+    Sender,
+    WithdrawEvent,
+)
+from ps_server.events import SealTerms as ServerTerms
+from ps_server.server_machine import ServerMachine
+from ps_worker.push_window import (
+    PushWindow,
+    Reply,
+    ReplyKind,
+    SealTerms,
+    SendPush,
+    SendSeal,
+    SendWithdrawal,
+    StepEnded,
+    StepRefused,
+)
+from tests.sim.world import World
+
+PULL_DEADLINE_S = 5.0
+RESEND_S = 1.0
+TICK_S = 0.25
+
+
+class Grad(NamedTuple):
+    """One worker's gradient of one block."""
+
+    clock: int
+    rank: int
+    block: int
+    revision: int
+
+
+class Body(NamedTuple):
+    """What a push carries."""
+
+    grad: Grad
+    problem: PushpullError | None
+    is_assign: bool
+
+
+@dataclass
+class Truth:
+    """What every block must hold in the end: what was sealed without skip, at its last revision."""
+
+    contributions: dict[tuple[TableId, int], set[Grad]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+
+    def upto(self, table_id: TableId, block: int, clock: int) -> set[Grad]:
+        """The block's contributions up to a clock."""
+        return {g for g in self.contributions[table_id, block] if g.clock <= clock}
+
+
+class SimServer:
+    """A server machine and the values that its effects make."""
+
+    def __init__(self, world: World, node_id: NodeId, worker_count: int) -> None:
+        self.world = world
+        self.node_id = node_id
+        self.machine = ServerMachine(node_id, worker_count)
+        self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
+        self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
+        self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
+        self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
+        self.numbers = itertools.count(1)
+        world.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self.carry_out(self.machine.tick(self.world.now_s))
+        self.world.after(TICK_S, self._tick)
+
+    def entry(self, event: PushEvent | SealEvent | WithdrawEvent) -> None:
+        """An entry arrived."""
+        self.carry_out(self.machine.entry(event, self.world.now_s))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """As `ps_server.node` does, with lists for tensors."""
+        for effect in effects:
+            if isinstance(effect, ReplyTo):
+                self.world.counts[effect.kind.value] += 1
+                self.outbox[effect.sender.origin](effect)
+            elif isinstance(effect, Fold):
+                key = (effect.table_id, effect.range_id, effect.clock)
+                for _, payload in effect.parts:
+                    assert isinstance(payload, Grad)
+                    self.sums[key].append(payload)
+            elif isinstance(effect, Apply):
+                record = effect.record
+                key = (record.table_id, record.range_id, record.clock)
+                for grad in self.sums.pop(key, []):
+                    self.values[record.table_id, grad.block].append(grad)
+            elif isinstance(effect, Assign):
+                for block, payload in effect.parts:
+                    assert isinstance(payload, Grad)
+                    self.values[effect.record.table_id, block] = [payload]
+            else:
+                on_answer = self.reads.pop(effect.waiter, None)
+                self.machine.answered(effect.waiter)
+                if on_answer is not None:
+                    on_answer(effect)
+
+    def read(
+        self, event: Callable[[int], PullEvent], on_answer: Callable[[AnswerPull | RefusePull], None]
+    ) -> None:
+        """A read of one range arrived."""
+        number = next(self.numbers)
+        self.reads[number] = on_answer
+        self.carry_out(self.machine.pull(event(number), self.world.now_s))
+
+
+Cluster = dict[NodeId, SimServer]
+
+
+@dataclass
+class Layout:
+    """Who serves what: the same view for everyone."""
+
+    owner: dict[RangeId, NodeId]
+    epoch: dict[RangeId, int]
+    tables: list[Table]
+    range_count: int
+
+    def place(self, table_id: TableId, range_id: RangeId) -> Place:
+        """Where an entry goes."""
+        return Place(table_id, range_id, self.epoch[range_id])  # type: ignore[arg-type]
+
+
+Answer = tuple[RangeId, int, dict[int, list[Grad]]]
+
+
+class Reads:
+    """A read of a whole table, asked again until every range has answered."""
+
+    def __init__(self, world: World, cluster: Cluster, layout: Layout) -> None:
+        self.world, self.cluster, self.layout = world, cluster, layout
+        self.answers: dict[RangeId, tuple[int, dict[int, list[Grad]]]] = {}
+        self.refusals: list[PushpullError] = []
+        self._current = 0
+
+    def begin(
+        self, table: Table, clock: int, incarnation: Incarnation | None, *, consistent: bool
+    ) -> None:
+        """Ask every range; answers to an earlier question no longer count."""
+        self._current += 1
+        self.answers, self.refusals = {}, []
+        self._ask(self._current, table, clock, incarnation, consistent)
+
+    def is_done(self, table: Table) -> bool:
+        """Whether every range has answered, or one has refused."""
+        return bool(self.refusals) or set(self.answers) == set(
+            table.blocks_by_range(self.layout.range_count)
+        )
+
+    def _ask(
+        self,
+        question: int,
+        table: Table,
+        clock: int,
+        incarnation: Incarnation | None,
+        consistent: bool,  # noqa: FBT001
+    ) -> None:
+        if question != self._current or self.is_done(table):
+            return
+        for range_id in table.blocks_by_range(self.layout.range_count):
+            if range_id not in self.answers:
+                self._ask_range(question, table, range_id, (clock, incarnation, consistent))
+        self.world.after(
+            RESEND_S, lambda: self._ask(question, table, clock, incarnation, consistent)
+        )
+
+    def _ask_range(
+        self,
+        question: int,
+        table: Table,
+        range_id: RangeId,
+        terms: tuple[int, Incarnation | None, bool],
+    ) -> None:
+        server = self.cluster[self.layout.owner[range_id]]
+        clock, incarnation, consistent = terms
+
+        def event(number: int) -> PullEvent:
+            until_s = self.world.now_s + PULL_DEADLINE_S
+            place = self.layout.place(table.table_id, range_id)
+            return PullEvent(place, number, incarnation, clock, consistent, until_s)
+
+        def on_answer(effect: AnswerPull | RefusePull) -> None:
+            if isinstance(effect, RefusePull):
+                error = effect.error
+                self.world.send("refusal", lambda: self._refused(question, error))
+                return
+            part = server.machine.parts[table.table_id, range_id]
+            blocks = {b: list(server.values[table.table_id, b]) for b in part.blocks}
+            found = (part.clock, blocks)
+            self.world.send("answer", lambda: self._answered(question, range_id, found))
+
+        self.world.send("read", lambda: server.read(event, on_answer))
+
+    def _answered(
+        self, question: int, range_id: RangeId, found: tuple[int, dict[int, list[Grad]]]
+    ) -> None:
+        if question == self._current:
+            self.answers.setdefault(range_id, found)
+
+    def _refused(self, question: int, error: PushpullError) -> None:
+        if question == self._current:
+            self.refusals.append(error)
+
+
+Waits = Generator[Callable[[], bool], None, None]
+
+
+class SimWorker:
+    """A push window, and a training loop that runs on it."""
+
+    def __init__(
+        self, world: World, cluster: Cluster, layout: Layout, rank: int, incarnation: Incarnation
+    ) -> None:
+        self.world, self.cluster, self.layout = world, cluster, layout
+        self.rank, self.incarnation = rank, incarnation
+        self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
+        self.window.assign(layout.owner)
+        self.reads = Reads(world, cluster, layout)
+        self.ended: dict[tuple[TableId, int], StepEnded] = {}
+        self.connection = dict.fromkeys(cluster, 0)
+        self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
+        self.finished = False
+        self._condition: Callable[[], bool] = lambda: True
+        for server in cluster.values():
+            self.window.connected(server.node_id)
+            server.outbox[rank] = self._outbox(server.node_id)
+        world.after(TICK_S, self._tick)
+        world.after(self._until_reset(), self._reset)
+
+    def start(self, program: Waits) -> None:
+        """Run the training loop."""
+        self._program = program
+        self._resume()
+
+    def _resume(self) -> None:
+        while not self.finished and self._condition():
+            try:
+                self._condition = next(self._program)
+            except StopIteration:
+                self.finished = True
+        self._poll()
+
+    def pause(self) -> Callable[[], bool]:
+        """A condition that holds a little later."""
+        until_s = self.world.now_s + self.world.draw.random() * 0.3
+        self.world.after(until_s - self.world.now_s, self._resume)
+        return lambda: self.world.now_s >= until_s
+
+    # --- the network
+
+    def _until_reset(self) -> float:
+        return self.world.draw.expovariate(1 / self.world.faults.reset_every_s)
+
+    def _reset(self) -> None:
+        server = self.world.draw.choice(sorted(self.cluster))
+        self.world.counts["resets"] += 1
+        self.world.say(f"RESET worker {self.rank} <-> server {server}")
+        self.connection[server] += 1
+        self.window.disconnected(server)
+        self.window.connected(server)
+        self._resume()
+        if not self.finished:
+            self.world.after(self._until_reset(), self._reset)
+
+    def _tick(self) -> None:
+        self.window.tick(self.world.now_s)
+        self._resume()
+        self.world.after(TICK_S, self._tick)
+
+    def _outbox(self, server: NodeId) -> Callable[[ReplyTo], None]:
+        def reply(effect: ReplyTo) -> None:
+            message = Reply(
+                ReplyKind(effect.kind.value),
+                effect.table_id,
+                effect.range_id,
+                effect.sequence,
+                effect.ending,
+                effect.error,
+            )
+            assert effect.error is None or effect.error.code != "INTERNAL", effect.error
+            stream = self.connection[server]
+            self.world.send(f"{message.kind}", lambda: self._take(server, stream, message))
+
+        return reply
+
+    def _take(self, server: NodeId, stream: int, message: Reply) -> None:
+        if stream != self.connection[server]:
+            return  # came on a stream that is no more
+        self.world.say(f"worker {self.rank} <- {server}: {message}")
+        self._handle(self.window.reply(server, message, self.world.now_s))
+        self._resume()
+
+    def _poll(self) -> None:
+        self._handle(self.window.poll(self.world.now_s))
+
+    def _handle(self, effects: list[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, StepEnded):
+                self.ended[effect.table_id, effect.clock] = effect
+            elif isinstance(effect, StepRefused):
+                raise AssertionError(f"worker {self.rank}: {effect}")
+            elif isinstance(effect, SendPush):
+                self._carry(effect.server, self._push_event(effect), self._inline(effect))
+            elif isinstance(effect, SendSeal):
+                self._carry(effect.server, *self._seal_events(effect))
+            elif isinstance(effect, SendWithdrawal):
+                self.world.counts["withdrawals"] += 1
+                place = self.layout.place(effect.key.table_id, effect.key.range_id)
+                event = WithdrawEvent(place, self._sender, effect.key.sequence)
+                self._carry(effect.server, event)
+
+    def _carry(self, server: NodeId, *events: PushEvent | SealEvent | WithdrawEvent | None) -> None:
+        def deliver() -> None:
+            for event in events:
+                if event is not None:
+                    self.world.say(f"worker {self.rank} -> {server}: {event}")
+                    self.cluster[server].entry(event)
+
+        self.world.send(f"worker {self.rank} -> {server}: {events}", deliver)
+
+    @property
+    def _sender(self) -> Sender:
+        return Sender(self.incarnation, self.rank, self.rank)
+
+    def _push_event(self, effect: SendPush) -> PushEvent:
+        assert isinstance(effect.body, Body)
+        return PushEvent(
+            self.layout.place(effect.key.table_id, effect.key.range_id),
+            self._sender,
+            effect.key.sequence,
+            effect.clock,
+            effect.block,
+            256,
+            effect.body.grad,
+            effect.body.problem,
+            effect.body.is_assign,
+            effect.replaces,
+            effect.confirmed_sequence,
+        )
+
+    def _inline(self, effect: SendPush) -> SealEvent | None:
+        if effect.inline_seal is None:
+            return None
+        self.world.counts["inline seals"] += 1
+        sequence, terms = effect.inline_seal
+        place = self.layout.place(effect.key.table_id, effect.key.range_id)
+        return SealEvent(
+            place,
+            self._sender,
+            sequence,
+            _terms(effect.clock, terms),
+            skip_if_invalid=True,
+        )
+
+    def _seal_events(self, effect: SendSeal) -> list[SealEvent]:
+        return [
+            SealEvent(
+                self.layout.place(effect.table_id, part.range_id),
+                self._sender,
+                part.sequence,
+                _terms(effect.clock, effect.terms),
+                part.confirmed_sequence,
+            )
+            for part in effect.parts
+        ]
+
+
+def _terms(clock: int, terms: SealTerms) -> ServerTerms:
+    return ServerTerms(
+        clock, terms.hyperparameters, terms.contribution_scale, terms.skip, terms.last
+    )
+
+
+def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
+    """A loop as users write it: for each table in turn push blocks, seal, wait, read, check."""
+    for table in worker.layout.tables:
+        if worker.rank == 0:
+            yield from _step(worker, truth, table, 0)
+        yield from _read_and_check(worker, truth, table, 0)
+    for clock in range(1, steps + 1):
+        for table in worker.layout.tables:
+            yield from _step(worker, truth, table, clock)
+            yield from _read_and_check(worker, truth, table, clock)
+    for table in worker.layout.tables:
+        clock = steps + 1
+        ranges = list(table.blocks_by_range(worker.layout.range_count))
+        worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
+        yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+    draw, layout = worker.world.draw, worker.layout
+    blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
+    draw.shuffle(blocks)
+    again = [b for b in blocks if clock and draw.random() < 0.25]
+    final: dict[int, Body] = {}
+    for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
+        bad = clock and draw.random() < 0.02
+        problem = InvalidTensor("non-finite") if bad else None
+        body = Body(Grad(clock, worker.rank, block, revision), problem, clock == 0)
+        final[block] = body
+        range_id = table.range_of_block(block, layout.range_count)
+        worker.window.submit(
+            table.table_id, range_id, block, clock, body, byte_count=256, priority=-block
+        )
+        if draw.random() < 0.2:
+            yield worker.pause()
+    skip = bool(clock) and draw.random() < 0.1
+    is_out = skip or any(body.problem for body in final.values())
+    if not is_out:
+        for block, body in final.items():
+            truth.contributions[table.table_id, block].add(body.grad)
+    worker.world.counts["skipped steps" if is_out else "steps"] += 1
+    ranges = list(table.blocks_by_range(layout.range_count))
+    worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=skip))
+    yield lambda: (table.table_id, clock) in worker.ended
+    ended = worker.ended[table.table_id, clock]
+    assert ended.applied == (not is_out), (ended, is_out)
+
+
+def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+    while True:
+        worker.reads.begin(table, clock, worker.incarnation, consistent=False)
+        yield lambda: worker.reads.is_done(table)
+        if not worker.reads.refusals:
+            break
+        worker.world.counts["expired reads"] += 1
+    for _, blocks in worker.reads.answers.values():
+        for block, found in blocks.items():
+            _check_block(worker, truth, table, clock, (block, found))
+
+
+def _check_block(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, read: tuple[int, list[Grad]]
+) -> None:
+    block, found = read
+    assert len(found) == len(set(found)), f"applied twice: {found}"  # G1
+    allowed = truth.contributions[table.table_id, block]
+    assert set(found) <= allowed, f"never sealed: {set(found) - allowed}"
+    if table.spec.mode is Mode.BSP:  # G3, G4: exactly the first `clock` updates, in rank order
+        assert set(found) == truth.upto(table.table_id, block, clock)
+        assert found == sorted(found, key=lambda grad: (grad.clock, grad.rank))
+    else:
+        own = {g for g in truth.upto(table.table_id, block, clock) if g.rank == worker.rank}
+        assert own <= set(found), f"does not read its own writes: {own - set(found)}"

@@ -1,0 +1,79 @@
+"""A virtual clock and a network that delays, reorders, duplicates and loses, all from one seed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What the network does to a message, and how often connections break."""
+
+    delay_s: float
+    jitter_s: float
+    lose: float
+    duplicate: float
+    reset_every_s: float
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Faults:
+        """Faults from mild to rough."""
+        return cls(
+            delay_s=draw.choice((0.001, 0.01, 0.05)),
+            jitter_s=draw.choice((0.001, 0.05, 0.2)),
+            lose=draw.choice((0.02, 0.05, 0.15)),
+            duplicate=draw.choice((0.02, 0.1)),
+            reset_every_s=draw.choice((1.0, 5.0, 20.0)),
+        )
+
+
+class World:
+    """Runs callbacks at their virtual times; counts what happens; writes a transcript."""
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.draw = random.Random(seed)
+        self.faults = Faults.drawn(self.draw)
+        self.now_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.transcript: list[str] = []
+        self._narrate = narrate
+        self._numbers = itertools.count()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Call `action` in `delay_s`."""
+        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._numbers), action))
+
+    def send(self, what: str, deliver: Callable[[], None]) -> None:
+        """Carry a message, or not."""
+        self.counts["messages"] += 1
+        if self.draw.random() < self.faults.lose:
+            self.counts["lost"] += 1
+            self.say(f"LOST {what}")
+            return
+        copies = 1
+        if self.draw.random() < self.faults.duplicate:
+            self.counts["duplicated"] += 1
+            copies = 2
+        for _ in range(copies):
+            delay_s = self.faults.delay_s + self.draw.random() * self.faults.jitter_s
+            self.after(delay_s, deliver)
+
+    def say(self, line: str) -> None:
+        """Add a line to the transcript of a replayed seed."""
+        if self._narrate:
+            self.transcript.append(f"{self.now_s:9.3f} {line}")
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> bool:
+        """Run until the condition holds; False if the virtual limit came first."""
+        while self._queue and not until():
+            self.now_s, _, action = heapq.heappop(self._queue)
+            if self.now_s > limit_s:
+                return False
+            action()
+        return until()
