@@ -1,0 +1,208 @@
+"""A byte-level LSTM language model, trained on the source of Python's own standard library.
+
+    pushpull train examples/stdlib_lm.py --workers 2 --servers 2 -- --minutes 2 --evaluate
+    python examples/stdlib_lm.py --single --steps 200       # plain torch, for comparison
+
+With --evaluate, rank 0 starts an evaluator: a process that joins the cluster as a reader, pulls the
+parameters as they were after one and the same update while training goes on, and prints the
+perplexity of files that nobody trains on. It can as well be started by hand, beside any run:
+
+    PUSHPULL_SCHEDULER=host:port python examples/stdlib_lm.py --evaluator
+
+A perplexity of 256 is guessing; 2 means that the model is as unsure as between two bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import select
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ps_worker as ps
+
+BYTE_COUNT = 256
+LEFT_OUT = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+HELD_OUT_EVERY = 20
+EVALUATION_WINDOW_COUNT = 32
+EVALUATOR_END_S = 60.0
+
+
+class ByteModel(nn.Module):
+    """Says of each byte how likely it follows those before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTE_COUNT, width // 2)
+        self.memory = nn.LSTM(width // 2, width, batch_first=True)
+        self.guess = nn.Linear(width, BYTE_COUNT)
+
+    def forward(self, text: Tensor) -> Tensor:
+        remembered, _ = self.memory(self.embedding(text))
+        logits: Tensor = self.guess(remembered)
+        return logits
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean nats a byte of windows of shape (n, length + 1)."""
+        logits = self(windows[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def source_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(root.rglob("*.py"))
+    return [path for path in found if not LEFT_OUT.intersection(path.relative_to(root).parts)]
+
+
+def read(files: list[Path], limit_bytes: int) -> Tensor:
+    """The files' bytes, one after the other, as int64."""
+    text = bytearray()
+    for path in files:
+        text += path.read_bytes()
+        if len(text) >= limit_bytes:
+            break
+    return torch.frombuffer(text[:limit_bytes], dtype=torch.uint8).long()
+
+
+def training_text(rank: int, world_size: int, limit_bytes: int) -> Tensor:
+    """This worker's share of the files: nobody else reads them."""
+    files = [path for i, path in enumerate(source_files()) if i % HELD_OUT_EVERY]
+    return read(files[rank::world_size], limit_bytes)
+
+
+def held_out_windows(length: int) -> Tensor:
+    """Windows of the files that nobody trains on, evenly spread over them."""
+    text = read(source_files()[::HELD_OUT_EVERY], sys.maxsize)
+    starts = torch.linspace(0, len(text) - length - 1, EVALUATION_WINDOW_COUNT).long().tolist()
+    return torch.stack([text[start : start + length + 1] for start in starts])
+
+
+def windows(text: Tensor, arguments: argparse.Namespace, rank: int) -> Iterator[Tensor]:
+    """Random windows, without end."""
+    generator = torch.Generator().manual_seed(arguments.seed + 1 + rank)
+    bound = len(text) - arguments.length
+    while True:
+        starts = torch.randint(bound, (arguments.batch_size,), generator=generator).tolist()
+        yield torch.stack([text[start : start + arguments.length + 1] for start in starts])
+
+
+def perplexity(model: ByteModel, held_out: Tensor) -> float:
+    with torch.no_grad():
+        return math.exp(model.loss(held_out).item())
+
+
+def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
+    rank, world_size = (client.rank, client.world_size) if client else (0, 1)
+    text = training_text(rank, world_size, arguments.megabytes << 20)
+    torch.manual_seed(arguments.seed)
+    model = ByteModel(arguments.width)
+    optimizer: torch.optim.Optimizer
+    if client is None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
+    else:
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
+    planned = arguments.steps if arguments.minutes is None else None
+    end_s = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    for step, batch in enumerate(windows(text, arguments, rank), start=1):
+        optimizer.zero_grad()
+        loss = model.loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.clip)
+        optimizer.step()
+        if client is not None:
+            client.report(loss=loss.item(), planned_steps=planned)
+        if rank == 0 and step % arguments.log_every == 0:
+            print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
+        if step == planned or time.monotonic() >= end_s:
+            break
+    if client is None:
+        reached = perplexity(model, held_out_windows(arguments.length))
+        print(f"held-out perplexity {reached:.2f}")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Pull and judge the model again and again; with --until-eof until standard input ends."""
+    held_out = held_out_windows(arguments.length)
+    model = ByteModel(arguments.width)
+    with ps.connect(role="reader") as client:
+        is_last = False
+        while not is_last:
+            is_last = pause(arguments)
+            clock = ps.pull_model(client, model, consistent=True)
+            print(f"after update {clock}: held-out perplexity {perplexity(model, held_out):.2f}")
+
+
+def pause(arguments: argparse.Namespace) -> bool:
+    """Wait for the next report's time; returns whether it is the last."""
+    if not arguments.until_eof:
+        time.sleep(arguments.evaluate_every)
+        return False
+    ended, _, _ = select.select([sys.stdin], [], [], arguments.evaluate_every)
+    return bool(ended)
+
+
+@contextlib.contextmanager
+def evaluator() -> Iterator[None]:
+    """An evaluator beside this process, for as long as the block runs; it reports once more then.
+
+    It has this process's arguments, and its environment: PUSHPULL_SCHEDULER names the cluster.
+    """
+    command = [sys.executable, *sys.argv, "--evaluator", "--until-eof"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        try:
+            yield
+            child.communicate(timeout=EVALUATOR_END_S)
+        finally:
+            child.kill()
+    if child.returncode != 0:
+        sys.exit(f"the evaluator ended with exit code {child.returncode}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300, help="steps to take")
+    parser.add_argument("--minutes", type=float, help="minutes to train, instead of --steps")
+    parser.add_argument("--width", type=int, default=256, help="of the LSTM's memory")
+    parser.add_argument("--length", type=int, default=96, help="bytes of a window")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows a step and worker")
+    parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
+    parser.add_argument("--clip", type=float, default=1.0, help="bound of the gradient's norm")
+    parser.add_argument("--megabytes", type=int, default=16, help="text a worker reads at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the windows")
+    parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
+    parser.add_argument("--evaluate", action="store_true", help="rank 0 starts an evaluator")
+    parser.add_argument(
+        "--evaluate-every", type=float, default=10.0, help="seconds between reports"
+    )
+    parser.add_argument("--evaluator", action="store_true", help="be an evaluator")
+    parser.add_argument("--until-eof", action="store_true", help="end it with standard input")
+    parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.evaluator:
+        evaluate(arguments)
+    elif arguments.single:
+        train(arguments, None)
+    else:
+        with ps.connect() as client:
+            needs_evaluator = arguments.evaluate and client.rank == 0
+            with evaluator() if needs_evaluator else contextlib.nullcontext():
+                train(arguments, client)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`pushpull status` as a function of the scheduler's and the servers' answers."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from ps_cli.status_document import ServerAnswer, StatusDocument, spans, status_document
+from ps_cli.status_view import size, status_view
+from ps_core.errors import Recovering
+from ps_core.keys import TableId
+from ps_core.tables import DType as TableDType
+from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_runtime.wire import table_to_proto
+from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
+
+
+def node(node_id: int, role: types_pb2.NodeRole, rank: int = 0) -> types_pb2.Node:
+    return types_pb2.Node(
+        node_id=node_id,
+        incarnation=100 + node_id,
+        role=role,
+        rank=rank,
+        address=f"127.0.0.1:{5000 + node_id}" if role == types_pb2.NODE_ROLE_SERVER else "",
+        state=types_pb2.NODE_STATE_ALIVE,
+    )
+
+
+def cluster() -> scheduler_pb2.GetClusterStatusResponse:
+    """Two servers, one worker at clock 7 that waits, one table, six of eight ranges served."""
+    nodes = [
+        node(1, types_pb2.NODE_ROLE_SERVER),
+        node(2, types_pb2.NODE_ROLE_SERVER),
+        node(3, types_pb2.NODE_ROLE_WORKER, rank=0),
+    ]
+    spec = TableSpec(
+        name="model",
+        dtype=TableDType.FLOAT32,
+        element_count=1000,
+        optimizer=OptimizerSpec(OptimizerKind.ADAM),
+        block_elements=64,
+    ).validated()
+    owners = [1, 1, 1, 2, 2, 1, 0, 0]
+    view = types_pb2.ClusterView(
+        view_number=9,
+        cluster_id="c1",
+        worker_count=2,
+        server_count=2,
+        nodes=nodes,
+        ranges=[
+            types_pb2.RangeAssignment(
+                range_id=i,
+                begin_slot=i * 8192,
+                end_slot=(i + 1) * 8192,
+                assignment_epoch=1,
+                primary_node_id=owner,
+            )
+            for i, owner in enumerate(owners)
+        ],
+        tables=[table_to_proto(Table(TableId(1), 0, spec))],
+    )
+    said = scheduler_pb2.NodeProgress(
+        tables=[scheduler_pb2.TableProgress(table_id=1, clock=7)],
+        step_count=7,
+        loss=0.5,
+        waiting_for="worker 1 (clock 6)",
+    )
+    statuses = [
+        scheduler_pb2.NodeStatus(node=nodes[0], last_heard_ms=100),
+        scheduler_pb2.NodeStatus(node=nodes[1], last_heard_ms=100),
+        scheduler_pb2.NodeStatus(node=nodes[2], progress=said, last_heard_ms=250, view_number=9),
+    ]
+    return scheduler_pb2.GetClusterStatusResponse(view=view, nodes=statuses)
+
+
+def stats(clock: int, **more: object) -> parameters_pb2.GetRangeStatsResponse:
+    entry = parameters_pb2.RangeStats(
+        range_id=3,
+        table_id=1,
+        assignment_epoch=1,
+        clock=clock,
+        block_count=8,
+        state_bytes=6000,
+        update_count=clock,
+        initialized=True,
+        **more,  # type: ignore[arg-type]
+    )
+    return parameters_pb2.GetRangeStatsResponse(ranges=[entry], gate_bytes=512)
+
+
+def document(answers: dict[int, ServerAnswer]) -> StatusDocument:
+    return status_document(cluster(), answers)
+
+
+def test_spans_are_the_shortest_way_to_name_numbers() -> None:
+    assert spans([7, 1, 2, 3, 9, 10]) == ["1-3", "7", "9-10"]
+    assert spans([]) == []
+
+
+def test_the_document_is_json_and_says_who_serves_what() -> None:
+    made = document({1: stats(6), 2: stats(5)})
+    assert json.loads(json.dumps(made)) == made
+    assert made["unserved_ranges"] == ["6-7"]
+    assert [(s["node_id"], s["ranges"], s["range_count"]) for s in made["servers"]] == [
+        (1, ["0-2", "5"], 4),
+        (2, ["3-4"], 2),
+    ]
+    assert made["servers"][0]["gate_bytes"] == 512
+
+
+def test_a_tables_clock_is_that_of_its_last_range() -> None:
+    (table,) = document({1: stats(6), 2: stats(5)})["tables"]
+    assert (table["name"], table["clock"], table["update_count"]) == ("model", 5, 11)
+    assert table["optimizer"] == "adam"
+    assert table["hyperparameters"]["beta1"] == 0.9
+
+
+def test_a_workers_clock_is_named_by_its_table() -> None:
+    worker = document({})["nodes"][2]
+    assert worker["rank"] == 0
+    assert worker["clocks"] == {"model": 7}
+    assert worker["last_heard_s"] == 0.25
+
+
+def test_what_a_silent_server_would_have_said_is_unknown_not_zero() -> None:
+    made = document({1: stats(6), 2: Recovering("connection refused")})
+    assert made["servers"][1]["block_count"] is None
+    assert made["servers"][1]["error"] == "connection refused"
+    assert made["tables"][0]["clock"] is None
+
+
+def test_waits_come_from_workers_and_ranges() -> None:
+    made = document({1: stats(6, waits=["reader 9 waits for update 7 of worker 1"])})
+    assert [(w["where"], w["table"]) for w in made["waits"]] == [
+        ("worker 0", None),
+        ("server 1, range 3", "model"),
+    ]
+
+
+def test_the_view_shows_roles_tables_and_waits() -> None:
+    answers: dict[int, ServerAnswer] = {1: stats(6), 2: Recovering("connection refused")}
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(status_view(document(answers)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for expected in (
+        "servers 2 of 2",
+        "workers 1 of 2",
+        "4 (0-2, 5)",
+        "connection refused",
+        "model 7",
+        "adam lr 0.001",
+        "worker 0: worker 1 (clock 6)",
+    ):
+        assert expected in text
+
+
+def test_an_empty_cluster_has_a_view_too() -> None:
+    view = types_pb2.ClusterView(view_number=1, cluster_id="c", worker_count=1, server_count=1)
+    response = scheduler_pb2.GetClusterStatusResponse(view=view)
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(status_view(status_document(response, {})))
+    assert "nobody waits" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_sizes() -> None:
+    assert [size(None), size(12), size(1536), size(3 << 30)] == ["?", "12 B", "1.5 KiB", "3.0 GiB"]
