@@ -20,6 +20,7 @@ EXAMPLE_TOKEN_KEY = bytes(range(32))
 TABLE_ID = 2
 FIRST_ORDINAL = 1
 RANGE_ID = range_of_slot(slot_of_ordinal(FIRST_ORDINAL), RANGE_COUNT)
+ASSIGNMENT_EPOCH = 2
 LEARNING_RATE = 0.5
 VIEW_NUMBER = 5
 
@@ -77,7 +78,7 @@ def _spec() -> types.TableSpec:
 def _block(sequence: int, confirmed: int, clock: int) -> parameters.BlockPush:
     return parameters.BlockPush(
         range_id=RANGE_ID,
-        assignment_epoch=1,
+        assignment_epoch=ASSIGNMENT_EPOCH,
         table_id=TABLE_ID,
         block=0,
         clock=clock,
@@ -96,7 +97,7 @@ def _seal(sequence: int, confirmed: int, clock: int) -> parameters.Seal:
         ranges=[
             parameters.RangeSeal(
                 range_id=RANGE_ID,
-                assignment_epoch=1,
+                assignment_epoch=ASSIGNMENT_EPOCH,
                 sequence=sequence,
                 confirmed_sequence=confirmed,
             )
@@ -166,7 +167,7 @@ def _pull() -> tuple[WorkedMessage, ...]:
     request = parameters.PullRequest(
         session=_identity(),
         table_id=TABLE_ID,
-        ranges=[parameters.RangePull(range_id=RANGE_ID, assignment_epoch=1)],
+        ranges=[parameters.RangePull(range_id=RANGE_ID, assignment_epoch=ASSIGNMENT_EPOCH)],
         clock=1,
         deadline_ms=30_000,
     )
