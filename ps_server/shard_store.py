@@ -13,8 +13,8 @@ Rules:
       tensor that no contributor had is skipped: values, optimizer state and step count stay as they
       were. A block without a present tensor is not touched and keeps its version.
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
-      reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0 is the
-      initial value.
+      reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
+      is the initial value.
     - ASSIGN: the reduced contribution replaces the values of the present tensors.
 
 Invariants:

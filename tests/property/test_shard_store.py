@@ -1,0 +1,450 @@
+"""A shard's arithmetic against a dumb twin in numpy, and every bad payload refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ps_core import codec as raw
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation
+from ps_core.keys import TableId
+from ps_core.tables import (
+    NATIVE_CODEC,
+    Codec,
+    DType,
+    Initializer,
+    InitializerKind,
+    Kernels,
+    OptimizerKind,
+    OptimizerSpec,
+    Reduction,
+    Table,
+    TableSpec,
+    TensorSpec,
+    pack_presence,
+)
+from ps_server.buffer_pool import BufferPool
+from ps_server.contributions import Contribution
+from ps_server.shard_store import ShardStore
+
+Array = npt.NDArray[Any]
+
+# p - 1.0 * g is one rounding in any arithmetic, so the twin needs no knowledge of torch's.
+PLAIN = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
+
+
+class PoisonedPool(BufferPool):
+    """Poisons what is given back, and what is taken, and knows what is out: POOL-1."""
+
+    __slots__ = ("out",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: set[int] = set()
+
+    def take(self, element_count: int, dtype: torch.dtype) -> Tensor:
+        buffer = super().take(element_count, dtype)
+        assert buffer.data_ptr() not in self.out
+        self.out.add(buffer.data_ptr())
+        return buffer.fill_(math.nan)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self.out.remove(buffer.data_ptr())
+        super().give_back(buffer.fill_(math.nan))
+
+
+def table(
+    sizes: Sequence[int],
+    block: int = 64,
+    optimizer: OptimizerSpec = PLAIN,
+    dtype: DType = DType.FLOAT32,
+    **settings: Any,
+) -> Table:
+    tensors, offset = [], 0
+    for index, size in enumerate(sizes):
+        tensors.append(TensorSpec(f"t{index}", (size,), offset))
+        offset += size
+    spec = TableSpec(
+        "model", dtype, offset, optimizer,
+        block_elements=block, tensors=tuple(tensors), **settings,
+    )  # fmt: skip
+    return Table(TableId(1), 0, spec.validated())
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's gradient for one block, as the wire carries it."""
+
+    block: int
+    codec: Codec
+    payload: bytes
+    present: tuple[bool, ...]
+
+
+@dataclass
+class Twin:
+    """The rules of `ShardStore` on whole arrays, without a thought for speed."""
+
+    table: Table
+
+    def __post_init__(self) -> None:
+        self.dtype: Any = np.float64 if self.table.spec.dtype is DType.FLOAT64 else np.float32
+        count = self.table.spec.element_count
+        self.values: Array = np.full(count, self.table.spec.initializer.constant, self.dtype)
+        self.total: Array = np.zeros(count, self.dtype)
+        self.mask: Array = np.zeros(count, np.bool_)
+        self.versions = [0] * self.table.block_count
+        self.sums: dict[int, tuple[Array, Array]] = {
+            0: (self.values.copy(), np.ones(count, np.bool_))
+        }
+
+    def span(self, block: int) -> slice:
+        begin = block * self.table.spec.block_elements
+        return slice(begin, begin + self.table.block_length(block))
+
+    def here(self, part: Part) -> Array:
+        mask: Array = np.zeros(self.table.spec.element_count, np.bool_)
+        block = mask[self.span(part.block)]
+        for segment, is_here in zip(self.table.segments(part.block), part.present, strict=True):
+            block[segment.begin : segment.end] = is_here
+        return mask
+
+    def fold(self, parts: Sequence[Part], scale: float) -> None:
+        for part in parts:
+            whole = np.zeros_like(self.total)
+            whole[self.span(part.block)] = raw.decode(part.payload, part.codec)
+            here = self.here(part)
+            self.total[here] += whole[here] * self.dtype(scale)
+            self.mask |= here
+
+    def drop(self) -> None:
+        self.total[:] = 0
+        self.mask[:] = False
+
+    def apply(self, clock: int, contributor_count: int) -> tuple[int, ...]:
+        total: Array = self.total
+        if self.table.spec.reduction is Reduction.MEAN and contributor_count > 1:
+            total = total * self.dtype(1.0 / contributor_count)
+        touched = [b for b in range(self.table.block_count) if self.mask[self.span(b)].any()]
+        for block in touched:
+            self.versions[block] += 1
+        kind = self.table.spec.optimizer.kind
+        if kind is OptimizerKind.SGD:
+            self.values[self.mask] -= total[self.mask]
+        elif kind is OptimizerKind.ASSIGN:
+            self.values[self.mask] = total[self.mask]
+        else:
+            self.sums[clock] = (np.where(self.mask, total, 0), self.mask.copy())
+        self.drop()
+        return tuple(touched)
+
+    def read(self, block: int, codec: Codec) -> bytes:
+        return raw.encode(self.values[self.span(block)], codec)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    kinds = [OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN]
+    plain = [OptimizerSpec(kind) for kind in kinds] + [
+        OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),), kernels=kernels) for kernels in Kernels
+    ]
+    constant = Initializer(InitializerKind.CONSTANT, draw(st.sampled_from([1.5, -2.0])))
+    return table(
+        draw(st.lists(st.integers(0, 150), min_size=1, max_size=6).filter(any)),
+        draw(st.sampled_from([64, 128])),
+        draw(st.sampled_from(plain)),
+        draw(st.sampled_from(list(DType))),
+        reduction=draw(st.sampled_from(list(Reduction))),
+        initializer=draw(st.sampled_from([Initializer(), constant])),
+    )
+
+
+@st.composite
+def worker_steps(draw: st.DrawFn, of: Table) -> tuple[list[Part], float]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    codecs = [Codec.FP32, Codec.FP16, Codec.BF16, NATIVE_CODEC[of.spec.dtype]]
+    parts = []
+    for block in draw(st.sets(st.integers(0, of.block_count - 1))):
+        codec = draw(st.sampled_from(codecs))
+        count = len(of.segments(block))
+        bits = draw(st.one_of(st.just(-1), st.integers(0, 2**count - 1)))
+        present = tuple(bool(bits >> index & 1) for index in range(count))
+        values = rng.normal(size=of.block_length(block)) * 2.0 ** rng.integers(-6, 6)
+        for segment, is_here in zip(of.segments(block), present, strict=True):
+            if not is_here:
+                values[segment.begin : segment.end] = rng.choice([np.nan, np.inf, 7.0])
+        parts.append(Part(block, codec, raw.encode(values, codec), present))
+    scale = draw(st.sampled_from([1.0, 1.0, 0.5, 1 / 3, 2.0**-16]))
+    return parts, scale
+
+
+def decoded(store: ShardStore, part: Part) -> tuple[int, Contribution]:
+    presence = pack_presence(part.present)
+    return part.block, store.decode(part.block, part.codec, part.payload, presence)
+
+
+def check_reads(store: ShardStore, twin: Twin, clock: int) -> None:
+    spec, blocks = twin.table.spec, range(twin.table.block_count)
+    native = NATIVE_CODEC[spec.dtype]
+    for block in blocks:
+        assert store.version(block) == twin.versions[block]
+        if spec.optimizer.kind is not OptimizerKind.AGGREGATE:
+            for codec in {Codec.FP32, Codec.BF16, native}:
+                same_values(store.read(block, codec, None)[0], twin.read(block, codec), codec)
+            continue
+        for asked in {max(clock - 1, 0), clock}:
+            payload, presence = store.read(block, None, asked)
+            values, mask = twin.sums[asked]
+            span = twin.span(block)
+            same_values(payload, raw.encode(values[span], native), native)
+            present = tuple(bool(mask[span][s.begin]) for s in twin.table.segments(block))
+            assert presence == pack_presence(present)
+        if clock >= 2:
+            with pytest.raises(InvalidConfig, match=f"sum of clock {clock - 2}"):
+                store.read(block, None, clock - 2)
+
+
+def same_values(got: bytes, expected: bytes, codec: Codec) -> None:
+    """Bit for bit but for the sign of zero, which a sum over the present does not promise."""
+    np.testing.assert_array_equal(raw.decode(got, codec), raw.decode(expected, codec))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
+    subject = data.draw(tables())
+    pool = PoisonedPool()
+    store, twin = ShardStore(subject, range(subject.block_count), pool), Twin(subject)
+    check_reads(store, twin, 0)
+    clock = 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        steps = data.draw(st.lists(worker_steps(subject), max_size=4))
+        kept = [[decoded(store, part) for part in parts] for parts, _ in steps]
+        before = [[part.payload[:] for part in parts] for parts, _ in steps]
+        for (parts, scale), contributions in zip(steps, kept, strict=True):
+            store.fold(clock + 1, contributions, scale)
+            twin.fold(parts, scale)
+        if data.draw(st.integers(0, 4)) == 0:
+            store.drop(clock + 1)
+            twin.drop()
+        else:
+            count = max(len(steps), 1) + data.draw(st.integers(0, 1))
+            touched = store.apply(clock + 1, (), count)
+            clock += 1
+            assert touched == twin.apply(clock, count)
+        check_reads(store, twin, clock)
+        assert before == [[part.payload for part in parts] for parts, _ in steps]
+    if subject.spec.optimizer.kind is not OptimizerKind.AGGREGATE:
+        assert not pool.out
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_assigned_values_are_what_is_read_until_the_first_update(data: st.DataObject) -> None:
+    subject = data.draw(tables())
+    store, twin = ShardStore(subject, range(subject.block_count)), Twin(subject)
+    parts, _ = data.draw(worker_steps(subject))
+    store.assign([decoded(store, part) for part in parts])
+    twin.fold(parts, 1.0)
+    twin.values[twin.mask] = twin.total[twin.mask]
+    for block in range(subject.block_count):
+        payload, presence = store.read(block, Codec.FP32, 0)
+        same_values(payload, twin.read(block, Codec.FP32), Codec.FP32)
+        assert presence == b""
+        assert store.version(block) == 0
+
+
+def test_inline_values_are_read_back_bit_for_bit() -> None:
+    for dtype, codec in NATIVE_CODEC.items():
+        values = raw.encode(np.linspace(-3, 3, 150), codec)
+        inline = Initializer(InitializerKind.INLINE, inline=values)
+        subject = table([7, 143], dtype=dtype, initializer=inline)
+        store = ShardStore(subject, range(3))
+        assert b"".join(store.read(block, None, None)[0] for block in range(3)) == values
+
+
+def ones(count: int, codec: Codec = Codec.FP32) -> bytes:
+    return raw.encode(np.ones(count), codec)
+
+
+def broken(value: float, at: int = 20) -> bytes:
+    values = np.ones(64, np.float32)
+    values[at] = value
+    return values.tobytes()
+
+
+BAD = [
+    pytest.param((5, Codec.FP32, ones(64), b""), InvalidKeys, "block 5", id="no-such-block"),
+    pytest.param((-1, Codec.FP32, ones(64), b""), InvalidKeys, "block -1", id="negative-block"),
+    pytest.param((1, Codec.FP32, ones(64), b""), InvalidKeys, "range", id="of-another-range"),
+    pytest.param((0, Codec.FP32, ones(63), b""), InvalidTensor, "252 bytes", id="short"),
+    pytest.param((0, Codec.FP32, ones(65), b""), InvalidTensor, "expected 256", id="long"),
+    pytest.param((2, Codec.FP32, ones(64), b""), InvalidTensor, "expected 88", id="padded-last"),
+    pytest.param((0, Codec.FP32, b"", b""), InvalidTensor, "0 bytes", id="empty"),
+    pytest.param((0, Codec.FP32, ones(64)[:-1], b""), InvalidTensor, "255 bytes", id="torn"),
+    pytest.param((0, Codec.FP16, ones(64), b""), InvalidTensor, "fp16", id="other-codec"),
+    pytest.param((0, Codec.FP64, ones(64, Codec.FP64), b""), InvalidTensor, "fp64", id="wider"),
+    pytest.param((0, Codec.FP32, ones(64), b"\3\0"), InvalidKeys, "2 bytes", id="presence-long"),
+    pytest.param((0, Codec.FP32, broken(math.nan), b""), InvalidTensor, "'t1'", id="nan"),
+    pytest.param((0, Codec.FP32, broken(math.inf, 3), b""), InvalidTensor, "'t0'", id="inf"),
+    pytest.param((0, Codec.FP32, broken(-math.inf), b"\2"), InvalidTensor, "'t1'", id="-inf"),
+    pytest.param(
+        (0, Codec.BF16, raw.encode(np.full(64, np.nan), Codec.BF16), b""),
+        InvalidTensor, "'t0' of table 'model'", id="bf16-nan",
+    ),
+    pytest.param(
+        (0, Codec.FP16, raw.encode(np.full(64, np.inf), Codec.FP16), b""),
+        InvalidTensor, "non-finite", id="fp16-inf",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), BAD)
+def test_a_bad_payload_is_refused_and_changes_nothing(
+    arguments: tuple[int, Codec, bytes, bytes], error: type[Exception], text: str
+) -> None:
+    pool = PoisonedPool()
+    store = ShardStore(table([10, 140]), [0, 2], pool)
+    store.fold(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
+    before = [store.read(block, None, None) for block in (0, 2)], store.state_bytes
+    with pytest.raises(error, match=text):
+        store.decode(*arguments)
+    assert ([store.read(block, None, None) for block in (0, 2)], store.state_bytes) == before
+    assert not pool.out
+    assert store.apply(1, (), 1) == (0,)
+    assert store.read(0, Codec.FP32, None)[0] == (-np.ones(64, np.float32)).tobytes()
+    assert store.version(2) == 0
+
+
+def test_non_finite_values_pass_where_the_table_allows_them() -> None:
+    store = ShardStore(table([150], allow_non_finite=True), range(3))
+    store.fold(1, [(0, store.decode(0, Codec.FP32, broken(math.inf), b""))], 1.0)
+    store.apply(1, (), 1)
+    assert raw.decode(store.read(0, None, None)[0], Codec.FP32)[20] == -math.inf
+
+
+def test_finite_values_whose_sum_overflows_are_finite() -> None:
+    store = ShardStore(table([64]), range(1))
+    values = np.full(64, np.finfo(np.float32).max)
+    store.decode(0, Codec.FP32, values.tobytes(), b"")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_bad_scale_is_refused_and_changes_nothing(scale: float) -> None:
+    store = ShardStore(table([64]), range(1))
+    part = store.decode(0, Codec.FP32, ones(64), b"")
+    with pytest.raises(InvalidConfig, match="scale"):
+        store.fold(1, [(0, part)], scale)
+    assert store.apply(1, (), 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given_numbers"),
+    [
+        (OptimizerKind.SGD, (("learning_rate", 0.1),)),
+        (OptimizerKind.SGD, (("lr", math.nan),)),
+        (OptimizerKind.SGD, (("momentum", -0.1),)),
+        (OptimizerKind.ADAM, (("beta1", 1.0),)),
+        (OptimizerKind.ADAMW, (("beta2", 1.5),)),
+        (OptimizerKind.RMSPROP, (("alpha", -1.0),)),
+        (OptimizerKind.ADAGRAD, (("lr_decay", -1.0),)),
+    ],
+)
+def test_bad_hyperparameters_are_refused_and_change_nothing(
+    kind: OptimizerKind, given_numbers: tuple[tuple[str, float], ...]
+) -> None:
+    store = ShardStore(table([64], optimizer=OptimizerSpec(kind)), range(1))
+    store.fold(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
+    before = store.read(0, None, None), store.state_bytes
+    with pytest.raises(InvalidConfig, match=given_numbers[0][0]):
+        store.apply(1, given_numbers, 1)
+    assert (store.read(0, None, None), store.state_bytes) == before
+    assert store.apply(1, (), 1) == (0,)  # what was folded is still there
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.read(7, None, None),
+        lambda store: store.version(7),
+        lambda store: store.read(0, Codec.FP64, None),
+    ],
+)
+def test_bad_reads_are_refused(call: Callable[[ShardStore], object]) -> None:
+    with pytest.raises((InvalidKeys, InvalidTensor)):
+        call(ShardStore(table([64]), range(1)))
+
+
+def test_a_contribution_given_as_another_block_is_a_bug() -> None:
+    store = ShardStore(table([128]), range(2))
+    part = store.decode(0, Codec.FP32, ones(64), b"")
+    with pytest.raises(InvariantViolation, match="STO-1"):
+        store.fold(1, [(1, part)], 1.0)
+
+
+def test_a_payload_of_the_tables_dtype_is_read_where_it_lies() -> None:
+    for dtype, element in ((DType.FLOAT32, np.float32), (DType.FLOAT64, np.float64)):
+        store = ShardStore(table([64], dtype=dtype), range(1))
+        payload = np.arange(64, dtype=element).tobytes()
+        part = store.decode(0, NATIVE_CODEC[dtype], payload, b"")
+        assert part.values.data_ptr() == np.frombuffer(payload, np.uint8).ctypes.data
+        assert part.byte_count == len(payload)
+
+
+def test_memory_that_may_change_is_copied_and_odd_addresses_are_read() -> None:
+    store = ShardStore(table([64]), range(1))
+    memory = bytearray(ones(64))
+    lent = store.decode(0, Codec.FP32, memoryview(memory), b"")
+    memory[:] = bytes(len(memory))
+    odd = store.decode(0, Codec.FP32, memoryview(b"x" + ones(64))[1:], b"")
+    store.fold(1, [(0, lent)], 1.0)
+    store.fold(1, [(0, odd)], 1.0)
+    store.apply(1, (), 2)
+    assert store.read(0, None, None)[0] == (-np.ones(64, np.float32)).tobytes()
+
+
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OptimizerKind if kind is not OptimizerKind.ASSIGN]
+)
+def test_no_optimizer_writes_into_a_payload(kind: OptimizerKind, kernels: Kernels) -> None:
+    spec = OptimizerSpec(kind, kernels=kernels, maximize=True)
+    subject = table([30, 98], optimizer=spec)
+    pool = PoisonedPool()
+    store = ShardStore(subject, range(2), pool)
+    payload = np.linspace(-1, 1, 64, dtype=np.float32).tobytes()
+    before = bytearray(payload)
+    for clock in (1, 2):
+        for block in (0, 1):
+            store.fold(clock, [(block, store.decode(block, Codec.FP32, payload, b""))], 1.0)
+        store.apply(clock, (("weight_decay", 0.1),) if kind in WITH_DECAY else (), 1)
+    assert payload == before
+    assert not pool.out
+
+
+WITH_DECAY = {
+    kind for kind in OptimizerKind if kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN)
+}
+
+
+def test_buffers_are_used_again_up_to_the_bound() -> None:
+    pool = BufferPool(kept_bytes=1024)
+    first, second = pool.take(128, torch.float32), pool.take(128, torch.float32)
+    third = pool.take(128, torch.float32)
+    addresses = {first.data_ptr(), second.data_ptr()}
+    for buffer in (first, second, third):
+        pool.give_back(buffer)
+    assert pool.held_bytes == 1024
+    again = {pool.take(128, torch.float32).data_ptr() for _ in range(2)}
+    assert again == addresses
+    assert pool.held_bytes == 0
