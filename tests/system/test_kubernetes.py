@@ -1,0 +1,174 @@
+"""The kustomize base: real schemas, and what the schemas cannot say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.tidy.source import ROOT
+
+VERSIONS = ["1.27", "1.37"]
+"""From the first with native gRPC probes as a stable feature to the newest schema there is."""
+
+Manifest = dict[str, Any]
+
+INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+FIELDS = {"metadata.name": "pushpull-server-0", INDEX_ANNOTATION: "1"}
+"""What the cluster would put into fields of a pod."""
+
+
+@cache
+def manifests() -> tuple[Manifest, ...]:
+    """What `kubectl apply -k deploy/kubernetes` would send."""
+    run = subprocess.run(
+        ["kubectl", "kustomize", "deploy/kubernetes"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return tuple(yaml.safe_load_all(run.stdout))
+
+
+def workloads() -> dict[str, Manifest]:
+    """Manifests that start pods, by the component that they run."""
+    return {
+        manifest["metadata"]["labels"]["app.kubernetes.io/component"]: manifest
+        for manifest in manifests()
+        if "template" in manifest["spec"]
+    }
+
+
+def pod(component: str) -> Manifest:
+    """The pod of a component."""
+    spec: Manifest = workloads()[component]["spec"]["template"]["spec"]
+    return spec
+
+
+def container(component: str) -> Manifest:
+    """Its only container."""
+    (only,) = pod(component)["containers"]
+    found: Manifest = only
+    return found
+
+
+def environment(component: str) -> dict[str, str]:
+    """The container's variables as Kubernetes would set them."""
+    found: dict[str, str] = {}
+    for variable in container(component)["env"]:
+        if "value" in variable:
+            text: str = variable["value"]
+            found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], text)
+        else:
+            found[variable["name"]] = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+    return found
+
+
+COMPONENTS = ["scheduler", "server", "worker"]
+
+
+def test_the_base_runs_the_three_roles() -> None:
+    kinds = {component: manifest["kind"] for component, manifest in workloads().items()}
+    assert kinds == {"scheduler": "Deployment", "server": "StatefulSet", "worker": "Job"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_match_the_schemas(version: str) -> None:
+    for manifest in manifests():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_misspelt_field_is_seen() -> None:
+    broken = yaml.safe_load(yaml.safe_dump(workloads()["server"]))
+    broken["spec"]["replica"] = broken["spec"].pop("replicas")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_pods_run_without_privileges(component: str) -> None:
+    assert pod(component)["securityContext"]["runAsNonRoot"] is True
+    security = container(component)["securityContext"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_probes_ask_the_port_that_the_role_listens_on(component: str) -> None:
+    port = int(environment(component)["PUSHPULL_LISTEN"].rpartition(":")[2])
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container(component)[probe]["grpc"]["port"] == port
+    assert port in {entry["containerPort"] for entry in container(component)["ports"]}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_kubernetes_adds_no_variables_that_roles_refuse(component: str) -> None:
+    assert pod(component)["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("component", ["scheduler", "server"])
+def test_the_role_accepts_its_settings(component: str) -> None:
+    command = [sys.executable, *container(component)["command"][1:], "--print-config"]
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=plain_environment() | environment(component),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    for name, value in environment(component).items():
+        if name.startswith("PUSHPULL_"):
+            assert value.strip('"') in run.stdout, f"{name} is not in {run.stdout}"
+
+
+def test_a_server_drains_before_it_is_killed() -> None:
+    grace_s = pod("server")["terminationGracePeriodSeconds"]
+    assert float(environment("server")["PUSHPULL_DRAIN_GRACE_S"]) < grace_s
+
+
+def test_sizes_agree() -> None:
+    job = workloads()["worker"]["spec"]
+    sizes = environment("scheduler")
+    assert int(sizes["PUSHPULL_SERVERS"]) == workloads()["server"]["spec"]["replicas"]
+    assert int(sizes["PUSHPULL_WORKERS"]) == job["completions"] == job["parallelism"]
+
+
+def test_names_resolve_to_services() -> None:
+    services = {
+        manifest["metadata"]["name"]: manifest["spec"]
+        for manifest in manifests()
+        if manifest["kind"] == "Service"
+    }
+    for component in ("server", "worker"):
+        host, _, port = environment(component)["PUSHPULL_SCHEDULER"].partition(":")
+        assert int(port) in {entry["port"] for entry in services[host]["ports"]}
+    assert environment("scheduler")["PUSHPULL_ADVERTISE"] in services
+    advertised = environment("server")["PUSHPULL_ADVERTISE"]
+    assert advertised == f"pushpull-server-0.{workloads()['server']['spec']['serviceName']}"
+    for service in services.values():
+        assert selected_by(service["selector"])
+
+
+def selected_by(selector: dict[str, str]) -> list[str]:
+    """Components whose pods carry the labels."""
+    return [
+        component
+        for component, manifest in workloads().items()
+        if selector.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
+    ]
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's variables without settings of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PUSHPULL_")}
