@@ -250,7 +250,7 @@ class GradientStaging:
         place.fingerprint = None if gradient.device.type == "cpu" else Fingerprint.of(gradient)
         if not is_async:
             return self._mark_staged(index)
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(gradient.device))
         self._copying.append((event, index))
         return []
@@ -270,7 +270,7 @@ class GradientStaging:
     def _arrived(self) -> list[int]:
         """Blocks that copies which have ended by now complete. Never blocks."""
         complete = []
-        while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
+        while self._copying and self._copying[0][0].query():
             complete += self._mark_staged(self._copying.popleft()[1])
         return complete
 

@@ -1,0 +1,358 @@
+"""`DistributedOptimizer`: a torch optimizer whose parameters live on the servers.
+
+    opt = ps_worker.DistributedOptimizer(client, model, ps_worker.Adam(lr=1e-3))
+    for x, y in loader:
+        opt.zero_grad()
+        loss(model(x), y).backward()    # blocks of gradients leave while backward runs
+        opt.step()                      # ends the step; the parameters are the servers' again
+
+Rules:
+    - Every step seals every table of the optimizer, whatever has a gradient; either all of them
+      take part in the update or none does (a non-finite gradient, an overflow of mixed precision).
+    - Hyperparameters are read from `param_groups` when the step ends and travel with it, so torch's
+      learning-rate schedulers work as they are.
+    - Optimizer state is the servers'; `state_dict` has the hyperparameters. With `Aggregate` the
+      state is the local optimizer's and `state_dict` is that one's.
+
+What it deliberately does not do: average over `accumulate` (scale the loss, as without us), or
+load parameter values later: what the servers hold comes back with the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.tables import Hyperparameters
+from ps_worker.buffers import BufferTable, buffer_layouts
+from ps_worker.client import Client
+from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
+from ps_worker.optimizers import (
+    Aggregate,
+    ServerOptimizer,
+    check_switches,
+    for_group,
+    hyperparameters,
+)
+from ps_worker.trained_table import TrainedTable
+from ps_worker.training_options import OptimizerOptions, TrainingOptions
+
+_names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _StepScale:
+    """What mixed precision says about a step."""
+
+    contribution_scale: float
+    skip: bool
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Trains a model's parameters on the servers, together with all other workers.
+
+    Args:
+        client: a worker's client.
+        parameters: a module, or what any torch optimizer takes: parameters, (name, parameter) pairs
+            or groups of them. With a module, its buffers are shared as well.
+        optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
+            the servers reduce the gradients and each worker runs a torch optimizer of its own.
+        module: the module of the parameters where they are given otherwise: for the names of
+            parameters that come without, and for its buffers.
+        options: see `TrainingOptions`.
+
+    All workers start from the parameters of rank 0. They must register the same parameters in the
+    same order, with `requires_grad` as on the others.
+
+    Blocking: until all tables exist and rank 0's parameters have been taken over.
+
+    Raises:
+        InvalidConfig: a setting is wrong, or the name is in use.
+        TableExists: another worker trains another model under this name.
+        WaitExpired: rank 0 or servers are missing.
+    """
+
+    _step_supports_amp_scaling = True
+    """`torch.amp.GradScaler` leaves unscaling and skipping to `step`, through `grad_scale` and
+    `found_inf`."""
+
+    def __init__(
+        self,
+        client: Client,
+        parameters: Parameters,
+        optimizer: ServerOptimizer,
+        *,
+        module: nn.Module | None = None,
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        self._client = client
+        self._optimizer = optimizer
+        self._options = TrainingOptions.of(options)
+        self._module = parameters if isinstance(parameters, nn.Module) else module
+        self._tables: list[TrainedTable] = []
+        self._buffers: list[BufferTable] = []
+        self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self._inner: torch.optim.Optimizer | None = None
+        self._is_made = False
+        if self._options.buffers == "mean" and self._module is None:
+            raise InvalidConfig("buffers is 'mean' without a module; give module=")
+        groups = named_groups(parameters, self._module)
+        if isinstance(optimizer, Aggregate):
+            self._inner = _inner_optimizer(optimizer, groups)
+            super().__init__(self._inner.param_groups, dict(self._inner.defaults))
+            self._share(self._inner)
+        else:
+            super().__init__(groups, optimizer.defaults())
+        self._take_name()
+        for number in range(len(self.param_groups)):
+            self._tables += self._tables_of_group(number)
+        if self._module is not None and self._options.buffers is not None:
+            self._buffers = [
+                BufferTable(client, self._module, layout, self._options)
+                for layout in buffer_layouts(self._options.name, self._module)
+            ]
+        self._start_from_rank_zero([*self._tables, *self._buffers])
+        self._hook_trainable()
+        self._is_made = True
+
+    # --- torch's own verbs
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """End the step: clock + 1 on every table, and the parameters are the servers' again.
+
+        Under BSP they then are those of every other worker at this clock, bit for bit.
+
+        Args:
+            closure: evaluates the model once and returns the loss.
+
+        Returns:
+            What `closure` returned; None without one.
+
+        Blocking: until the update is there: under BSP every worker has taken part.
+
+        Raises:
+            InvalidTensor: a gradient is not finite; the step was skipped on every server.
+            InvalidConfig: another worker's hyperparameters differ at this clock, or a switch that
+                is the table's for good was changed.
+            GradientChangedAfterPush: in eager mode.
+            WaitExpired: workers or servers are missing; the message names them. The step stays
+                sealed: the next call waits for it again.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch; what left of the gradients that are zeroed takes no part in the step."""
+        super().zero_grad(set_to_none)
+        self._hook_trainable()
+        for table in self._tables:
+            table.discard()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch; the group gets tables of its own, which start from rank 0's values.
+
+        All workers must call it after the same step.
+
+        Blocking: until rank 0 has given the values.
+
+        Raises:
+            InvalidConfig: a setting of the group is wrong.
+        """
+        if not self._is_made:  # torch's constructor hands over the first groups
+            super().add_param_group(param_group)
+            return
+        position = sum(len(group["params"]) for group in self.param_groups)
+        group = named_group(param_group, self._module, position)
+        if self._inner is not None:
+            self._inner.add_param_group(group)
+        else:
+            super().add_param_group(group)
+        tables = self._tables_of_group(len(self.param_groups) - 1)
+        self._start_from_rank_zero(tables)
+        self._tables += tables
+        self._hook_trainable()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The hyperparameters, and with `Aggregate` the local optimizer's state."""
+        return super().state_dict() if self._inner is None else self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave. The servers' state stays as it is."""
+        if self._inner is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._inner.load_state_dict(state_dict)
+            self._share(self._inner)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters; the tables stay. Idempotent."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    # --- at the start
+
+    def _share(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = inner.state
+
+    def _take_name(self) -> None:
+        if self._client.is_reader:
+            raise InvalidConfig("the client is a reader's; expected a worker's (role='worker')")
+        names = _names_in_use.setdefault(self._client, set())
+        if self._options.name in names:
+            raise InvalidConfig(
+                f"name '{self._options.name}' is another DistributedOptimizer's of this client; "
+                "give each its own name="
+            )
+        names.add(self._options.name)
+
+    def _tables_of_group(self, number: int) -> list[TrainedTable]:
+        group = self.param_groups[number]
+        optimizer = self._optimizer
+        if not isinstance(optimizer, Aggregate):
+            optimizer = for_group(optimizer, group)
+        return [
+            TrainedTable(self._client, layout, number, optimizer, self._options)
+            for layout in table_layouts(f"{self._options.name}/{number}", group)
+        ]
+
+    def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
+        for table in tables:
+            if self._client.rank == 0:
+                table.begin_assign()
+            else:
+                table.begin_pull()
+        for table in tables:
+            table.finish()
+            if self._client.rank != 0 and isinstance(table, TrainedTable):
+                table.write_parameters()
+
+    def _hook_trainable(self) -> None:
+        """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""
+        for table in self._tables:
+            for index, entry in enumerate(table.layout.placed):
+                if entry.tensor.requires_grad and entry.tensor not in self._hooks:
+                    table.is_asleep = False
+                    hook = _Hook(weakref.ref(self), table, index)
+                    self._hooks[entry.tensor] = entry.tensor.register_post_accumulate_grad_hook(
+                        hook
+                    )
+
+    # --- a step
+
+    def _hooked(self, table: TrainedTable, index: int) -> None:
+        table.hooked(index, self._numbers(table))
+
+    def _step(self) -> None:
+        self._hook_trainable()
+        for table in self._tables:
+            table.settle()
+        for buffers in self._buffers:
+            buffers.settle()
+        awake = [(t, self._numbers(t)) for t in self._tables if not t.is_asleep]
+        scale = self._scale()
+        if self._options.applies_on_arrival and scale != _StepScale(1.0, skip=False):
+            raise InvalidConfig(
+                "loss scaling needs steps that count as a whole; expected mode='sealed', got "
+                "'eager' under ASP"
+            )
+        if self._options.is_eager:
+            for table, numbers in awake:
+                table.check_final(numbers)
+        bad = None if scale.skip else _push_rest(awake)
+        for buffers in self._buffers:
+            buffers.publish()
+        for table, numbers in awake:
+            table.seal(numbers, scale.contribution_scale, skip=scale.skip or bad is not None)
+        self._take_over([table for table, _ in awake])
+        for buffers in self._buffers:
+            buffers.finish()
+        if bad is not None:
+            name, table = bad
+            raise InvalidTensor(
+                f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock} "
+                f"of table '{table.name}'; expected finite values. The step was skipped on every "
+                "server (allow_non_finite=True would apply it)"
+            )
+
+    def _take_over(self, tables: list[TrainedTable]) -> None:
+        for table in tables:
+            pulled = table.finish()
+            if self._inner is None:
+                table.write_parameters()
+            elif pulled is not None:
+                table.write_gradients(pulled)
+        if self._inner is not None:
+            self._inner.step()
+
+    def _numbers(self, table: TrainedTable) -> Hyperparameters:
+        group = self.param_groups[table.group]
+        if self._inner is not None:
+            return ()
+        check_switches(table.handle.spec.optimizer, group, table.name)
+        return hyperparameters(self._optimizer.kind, group)
+
+    def _scale(self) -> _StepScale:
+        """What `torch.amp.GradScaler` left on the optimizer for this call."""
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        skip = found_inf is not None and bool(found_inf.item())
+        if grad_scale is None:
+            return _StepScale(1.0, skip)
+        # The inverse as GradScaler.unscale_ computes it, so that the products have the same bits.
+        return _StepScale(float(grad_scale.double().reciprocal().float()), skip)
+
+
+class _Hook:
+    """A parameter's hook; does not keep its optimizer alive."""
+
+    def __init__(
+        self, optimizer: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int
+    ) -> None:
+        self._optimizer = optimizer
+        self._table = table
+        self._index = index
+
+    def __call__(self, _: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._hooked(self._table, self._index)
+
+
+def _push_rest(
+    awake: list[tuple[TrainedTable, Hyperparameters]],
+) -> tuple[str, TrainedTable] | None:
+    """Sends what is left of the step; the first gradient that is not finite ends that."""
+    for table, numbers in awake:
+        name = table.push_rest(numbers)
+        if name is not None:
+            return name, table
+    return None
+
+
+def _inner_optimizer(optimizer: Aggregate, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if optimizer.factory is None:
+        raise InvalidConfig("Aggregate has no factory; expected one that makes a torch optimizer")
+    inner = optimizer.factory(groups)
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
+        raise InvalidConfig(
+            f"Aggregate's factory made a {type(inner).__name__}; expected a torch optimizer that "
+            "uses one gradient a step"
+        )
+    return inner

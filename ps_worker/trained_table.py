@@ -1,0 +1,257 @@
+"""One table of parameters in training: gradients go out, parameters or reduced gradients come in.
+
+Rules:
+    - The table starts with rank 0's parameters; everybody else takes them over.
+    - A step's staging is touched again only when the step has been committed: until then it is
+      what a resend would send.
+    - A table of frozen parameters sleeps (no steps, no pulls) until one of them is unfrozen.
+
+What it deliberately does not do: know groups, loss scaling or other tables
+(`ps_worker.distributed_optimizer` does).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core.errors import GradientChangedAfterPush, InvalidTensor
+from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
+from ps_worker.flat_layout import FlatLayout
+from ps_worker.optimizers import ServerOptimizer
+from ps_worker.pending import Pending
+from ps_worker.settings import FromRank0
+from ps_worker.staging import FlatBuffer, GradientStaging
+from ps_worker.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from ps_worker.client import Client
+    from ps_worker.cutting import BlockPart
+    from ps_worker.tickets import Pulled, PullTicket
+
+_REMEDIES = (
+    "use mode='sealed' (the default), which sends it again; or change gradients only before their "
+    "hooks fire, give accumulate= the number of backward passes of a step, call zero_grad() only "
+    "right after step(), and freeze with requires_grad_(False) what another loss passes through"
+)
+
+
+class TrainedTable:
+    """The parameters of one layout, on the servers.
+
+    Args:
+        client: a worker's client.
+        layout: the parameters and where they lie.
+        group: the number of their parameter group.
+        optimizer: what the servers do with the gradients.
+        options: the optimizer's options.
+
+    Blocking: until the table exists.
+
+    Raises:
+        TableExists: another worker has made the table from another model.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        layout: FlatLayout,
+        group: int,
+        optimizer: ServerOptimizer,
+        options: TrainingOptions,
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.is_asleep = layout.is_frozen
+        self.handle = client.create_table(
+            layout.table_name,
+            [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
+            optimizer=optimizer,
+            dtype=layout.dtype.value,
+            init=FromRank0(),
+            consistency=options.consistency,
+            reduction=options.reduction,
+            block_elements=options.block_elements,
+            allow_non_finite=options.allow_non_finite,
+            gate_bytes=options.gate_bytes,
+            kernels=options.kernels,
+        )
+        self._client = client
+        self._options = options
+        self._applies_on_arrival = options.applies_on_arrival
+        self._eager: Hyperparameters | None = None
+        self._was_skipped = False
+        self._received = FlatBuffer(layout)
+        self._staging: GradientStaging | None = None
+        self._pending = Pending(client)
+        self._pull: PullTicket[Pulled] | None = None
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.handle.name
+
+    @property
+    def staging(self) -> GradientStaging:
+        """The gradients; made at first use, since a table that sleeps has none."""
+        if self._staging is None:
+            accumulate = self._options.accumulate
+            self._staging = GradientStaging(self.layout, self.handle.table, accumulate)
+        return self._staging
+
+    # --- at the start
+
+    def begin_assign(self) -> None:
+        """Rank 0: gives the servers its parameters.
+
+        Blocking: no; `finish` waits.
+        """
+        for entry, view in zip(self.layout.placed, self._received.views, strict=True):
+            view.copy_(entry.tensor.detach())
+        step = self._client.begin_assign(self.handle)
+        width = self._received.values.element_size()
+        size = self.handle.spec.block_elements * width
+        for block in range(self.handle.table.block_count):
+            part = self._received.raw[block * size : (block + 1) * size]
+            step.push_block(block, part.data)
+        self._pending.add(step.seal())
+
+    # --- while backward runs
+
+    def hooked(self, index: int, hyperparameters: Hyperparameters) -> None:
+        """Parameter `index` has its gradient; blocks that it completes leave.
+
+        Args:
+            index: its place in the layout.
+            hyperparameters: the group's numbers now; for blocks that are applied on arrival.
+
+        Raises:
+            InvalidTensor: the gradient is sparse.
+            WaitExpired: the step before could not be ended, and still cannot.
+        """
+        self.settle()
+        for part in self.staging.hooked(index):
+            self._push(part, hyperparameters)
+
+    def discard(self) -> None:
+        """The gradients were zeroed."""
+        if self._staging is not None and not self._pending:
+            self._staging.discard()
+
+    # --- when the step ends
+
+    def check_final(self, hyperparameters: Hyperparameters) -> None:
+        """Eager mode: refuse what has changed since its block left.
+
+        Raises:
+            GradientChangedAfterPush: naming the parameter or the hyperparameter, and the remedies.
+        """
+        changed = self.staging.changed_after_leaving()
+        if changed is not None:
+            raise GradientChangedAfterPush(
+                f"the gradient of '{changed}' changed after it had been pushed to table "
+                f"'{self.name}' in eager mode; {_REMEDIES}"
+            )
+        if self._eager is not None and self._eager != hyperparameters:
+            before, now = dict(self._eager), dict(hyperparameters)
+            name = next(name for name in before if before[name] != now[name])
+            raise GradientChangedAfterPush(
+                f"'{name}' of table '{self.name}' is {now[name]} and was {before[name]} when the "
+                "first gradients of this step left; in eager mode change it right after step(), or "
+                "use mode='sealed' (the default)"
+            )
+
+    def push_rest(self, hyperparameters: Hyperparameters) -> str | None:
+        """Sends what has not left in its present form.
+
+        Returns:
+            The name of a parameter whose gradient is not finite, unless such are allowed, or are
+            refused block by block (eager steps under ASP). Then nothing more is sent.
+        """
+        parts = self.staging.take()
+        if not self._options.allow_non_finite and not self._applies_on_arrival:
+            bad = self.staging.non_finite()
+            if bad is not None:
+                return bad
+        for part in parts:
+            self._push(part, hyperparameters)
+        return None
+
+    def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> None:
+        """Ends the step and asks for what comes of it.
+
+        Blocking: no; `finish` waits.
+        """
+        step = self._client.begin_step(self.handle)
+        self._pending.add(step.seal(hyperparameters, contribution_scale=scale, skip=skip))
+        self._was_skipped = skip
+        self.begin_pull()
+
+    def begin_pull(self) -> None:
+        """Asks for the table as of this worker's clock.
+
+        Blocking: no; `finish` waits.
+        """
+        self._pull = self._client.start_pull(self.handle, self._received.raw)
+        self._pending.add(self._pull)
+
+    def settle(self) -> None:
+        """Waits for a step that an earlier call could not see the end of.
+
+        Raises:
+            PushpullError: as `Client.wait`.
+        """
+        if self._pending:
+            # Blocks that left before the step was found to be skipped may have been refused.
+            self._pending.wait((InvalidTensor,) if self._was_skipped else ())
+            self._ended()
+
+    def finish(self) -> Pulled | None:
+        """Waits for the end of the step and of the pull.
+
+        Raises:
+            PushpullError: as `Client.wait`; what is not done stays to be settled.
+        """
+        pull = self._pull
+        self.settle()
+        return None if pull is None else pull.future.result()
+
+    def write_parameters(self) -> None:
+        """What was pulled becomes the parameters' values."""
+        with torch.no_grad():
+            for entry, view in zip(self.layout.placed, self._received.views, strict=True):
+                entry.tensor.copy_(view)
+
+    def write_gradients(self, pulled: Pulled) -> None:
+        """AGGREGATE: what was pulled becomes the gradients; tensors absent everywhere get None."""
+        absent = set(range(len(self.layout.placed)))
+        for block in range(self.handle.table.block_count):
+            segments = self.handle.table.segments(block)
+            present = unpack_presence(pulled.presence.get(block, b""), len(segments))
+            absent -= {s.tensor for s, here in zip(segments, present, strict=True) if here}
+        for index, entry in enumerate(self.layout.placed):
+            parameter = entry.tensor
+            if index in absent:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(self._received.views[index])
+
+    def _ended(self) -> None:
+        self._pull = None
+        self._eager = None
+        self._was_skipped = False
+        if self._staging is not None:
+            self._staging.finish()
+
+    def _push(self, part: BlockPart, hyperparameters: Hyperparameters) -> None:
+        if self._applies_on_arrival and self._eager is None:
+            self._eager = hyperparameters
+        self._client.begin_step(self.handle).push_block(
+            part.block,
+            part.payload.data,
+            presence=pack_presence(part.present),
+            eager=self._eager,
+        )

@@ -1,0 +1,109 @@
+"""What a training script may choose about a `DistributedOptimizer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TypedDict
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables import Kernels, Reduction
+from ps_worker.settings import ASP, BSP, Consistency
+
+BUFFER_MODES = ("rank0", "mean", None)
+STEP_MODES = ("sealed", "eager")
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """The keyword arguments of `DistributedOptimizer`, as `TrainingOptions` explains them."""
+
+    name: str
+    consistency: Consistency
+    reduction: str
+    mode: str
+    buffers: str | None
+    kernels: str
+    accumulate: int
+    block_elements: int
+    allow_non_finite: bool
+    gate_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """The options of a `DistributedOptimizer`, checked.
+
+    Attributes:
+        name: the first part of its tables' names; two optimizers of one cluster need two names.
+        consistency: `BSP()` (default) or `ASP()`.
+        reduction: "mean" (default) or "sum" of the workers' gradients; ASP applies each whole.
+        mode: "sealed" (default): a gradient that changes after its block left is sent again before
+            the step counts. "eager": the gradient is final when autograd has finished it; a later
+            change raises `GradientChangedAfterPush`. Under ASP such blocks are applied on arrival.
+        buffers: "rank0" (default): every worker has rank 0's buffers after each step; "mean": their
+            mean (integers rounded), BSP only; None: each worker keeps its own, and no reader sees
+            any. Without a module there are no buffers to speak of.
+        kernels: "fast" (default) or "exact": bit-equal with torch.optim.
+        accumulate: backward passes of one step, 1 or more: gradients leave during the last of them.
+            A wrong number costs traffic, never correctness (in "eager" mode: an error).
+        block_elements: elements a block, a multiple of 64; 0 (default) means 262144.
+        allow_non_finite: apply gradients with infinities and NaNs; False (default) skips the step
+            and raises `InvalidTensor`.
+        gate_bytes: as `TableOptions` has it.
+    """
+
+    name: str = "model"
+    consistency: Consistency = field(default_factory=BSP)
+    reduction: str = "mean"
+    mode: str = "sealed"
+    buffers: str | None = "rank0"
+    kernels: str = "fast"
+    accumulate: int = 1
+    block_elements: int = 0
+    allow_non_finite: bool = False
+    gate_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require_one_of("mode", self.mode, STEP_MODES)
+        _require_one_of("buffers", self.buffers, BUFFER_MODES)
+        _require_one_of("kernels", self.kernels, tuple(kind.value for kind in Kernels))
+        _require_one_of("reduction", self.reduction, tuple(kind.value for kind in Reduction))
+        if self.accumulate < 1:
+            raise InvalidConfig(f"accumulate is {self.accumulate}; expected 1 or more")
+        if not self.name or "/" in self.name:
+            raise InvalidConfig(f"name is {self.name!r}; expected a name without '/'")
+        if self.buffers == "mean" and isinstance(self.consistency, ASP):
+            raise InvalidConfig(
+                "buffers is 'mean' under ASP, where nothing is averaged; expected BSP"
+            )
+
+    @classmethod
+    def of(cls, given: OptimizerOptions) -> TrainingOptions:
+        """The options that a caller gave, with the defaults of the rest.
+
+        Raises:
+            InvalidConfig: an option that there is not, or a value that is wrong.
+        """
+        known = {entry.name for entry in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise InvalidConfig(
+                f"DistributedOptimizer has no option {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(known))}"
+            )
+        return cls(**given)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether gradients are final when their hooks fire."""
+        return self.mode == "eager"
+
+    @property
+    def applies_on_arrival(self) -> bool:
+        """Whether the servers apply blocks before the step is sealed: eager steps under ASP."""
+        return self.is_eager and isinstance(self.consistency, ASP)
+
+
+def _require_one_of(field: str, given: object, allowed: tuple[object, ...]) -> None:
+    if given not in allowed:
+        expected = ", ".join(repr(value) for value in allowed)
+        raise InvalidConfig(f"{field} is {given!r}; expected one of {expected}")
