@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,40 +104,48 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
     Raises:
         InvalidConfig: an address cannot be bound, or the ready file not written.
     """
+    # Before anything else: a signal that comes early must end the process as cleanly as a late one.
+    stop = asyncio.create_task(wait_for_stop_signal())
     registry = new_registry()
     servicer = SchedulerServicer(Cluster(cluster, clock.now_s()), SchedulerMetrics(registry))
 
     def add_to_server(server: object) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)
 
-    node = await NodeServer.start(
-        settings.listen,
-        advertise=settings.advertise,
-        http_listen=settings.http_listen,
-        services=[(SERVICE_NAME, add_to_server)],
-        registry=registry,
-    )
+    try:
+        node = await NodeServer.start(
+            settings.listen,
+            advertise=settings.advertise,
+            http_listen=settings.http_listen,
+            services=[(SERVICE_NAME, add_to_server)],
+            registry=registry,
+        )
+    except BaseException:
+        stop.cancel()
+        raise
     ticking = asyncio.create_task(servicer.watch_for_silence())
     try:
         node.set_serving(True)
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, node.address, node.http_address)
         logs.info(
             "cluster_formed",
             cluster_id=cluster.cluster_id,
             workers=cluster.worker_count,
             servers=cluster.server_count,
         )
-        if settings.ready_file is not None:
-            write_ready_file(settings.ready_file, node.address, node.http_address)
-        await _until_the_end(servicer, ticking)
+        await _until_the_end(servicer, stop, ticking)
     finally:
+        stop.cancel()
         servicer.close()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
 
 
-async def _until_the_end(servicer: SchedulerServicer, ticking: asyncio.Task[None]) -> None:
+async def _until_the_end(
+    servicer: SchedulerServicer, stop: asyncio.Task[signal.Signals], ticking: asyncio.Task[None]
+) -> None:
     """Wait for a stop signal or the end of the work; a failure of `ticking` is raised."""
-    stop = asyncio.create_task(wait_for_stop_signal())
     finished = asyncio.create_task(_all_done(servicer))
     try:
         await asyncio.wait((stop, finished, ticking), return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +156,6 @@ async def _until_the_end(servicer: SchedulerServicer, ticking: asyncio.Task[None
         else:
             finished.result()
     finally:
-        stop.cancel()
         finished.cancel()
 
 

@@ -1,0 +1,358 @@
+"""The scheduler as others meet it: real gRPC, free ports, every bad registration."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from ps_core import errors, limits
+from ps_core.cluster_view import ClusterView, NodeState, Role
+from ps_core.tables import (
+    DType,
+    Initializer,
+    InitializerKind,
+    TableSpec,
+)
+from ps_runtime import channels, wire
+from pushpull.v1 import scheduler_pb2, types_pb2
+from scheduler.servicer import MAX_PROGRESS_BYTES, SERVICE_NAME
+from tests.integration.scheduler_calls import (
+    DEADLINE_S,
+    SPEC,
+    Running,
+    refused,
+    running,
+    with_scheduler,
+)
+
+BAD_REGISTRATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"registration_id": b""}, ("registration_id has 0 bytes; expected 16",)),
+    ({"registration_id": b"x" * 17}, ("registration_id has 17 bytes",)),
+    ({"role": 0}, ("role is unset",)),
+    ({"role": 9}, ("role is 9", "unknown")),
+    ({"protocol_version": 0}, ("protocol_version is 0",)),
+    ({"protocol_version": 2}, ("protocol_version is 2; this cluster speaks 1",)),
+    ({"requested_rank": 2}, ("requested_rank is 2", "ranks 0 to 1")),
+    ({"requested_rank": 0}, ("rank 0 is taken by worker node 1",)),
+    ({"features": ["x"] * 65}, ("features has 65 names",)),
+    ({"role": types_pb2.NODE_ROLE_READER, "requested_rank": 1}, ("a reader has no rank",)),
+    ({"role": types_pb2.NODE_ROLE_SERVER, "address": "h:1"}, ("kernel_fingerprint has 0 bytes",)),
+    (
+        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "t"},
+        ("address is ''; expected 'host:port'",),
+    ),
+    (
+        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "t", "address": "0.0.0.0:1"},
+        ("--advertise",),
+    ),
+    (
+        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "u", "address": "h:1"},
+        ("kernel_fingerprint is 'u'; server node 2 at h2:7000", "has 't'"),
+    ),
+    (
+        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "t", "address": "h2:7000"},
+        ("'h2:7000', which server node 2", "has already"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD_REGISTRATIONS)
+def test_a_bad_registration_is_an_invalid_argument_and_changes_nothing(
+    fields: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    async def test(scheduler: Running) -> None:
+        await scheduler.join(Role.WORKER)
+        await scheduler.join(Role.SERVER, address="h2:7000")
+        before = (await scheduler.status()).view
+        call = scheduler.register(Role.WORKER, **fields)
+        await refused(call, errors.InvalidConfig, grpc.StatusCode.INVALID_ARGUMENT, words)
+        assert (await scheduler.status()).view == before
+        assert 'refusals_total{code="INVALID_CONFIG"} 1.0' in await scheduler.page("/metrics")
+
+    with_scheduler(test)
+
+
+def test_a_registration_that_means_another_cluster_is_fenced() -> None:
+    async def test(scheduler: Running) -> None:
+        call = scheduler.register(Role.SERVER, cluster_id="old")
+        words = ("names cluster 'old'; this is cluster 'c-1'", "started again")
+        await refused(call, errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION, words)
+
+    with_scheduler(test)
+
+
+def test_a_worker_beyond_the_count_hears_who_has_the_ranks() -> None:
+    async def test(scheduler: Running) -> None:
+        assert [(await scheduler.join(Role.WORKER)).rank for _ in range(2)] == [0, 1]
+        words = ("a worker beyond the 2", "rank 1 by worker node 2 (alive")
+        call = scheduler.register(Role.WORKER)
+        await refused(call, errors.InvalidConfig, grpc.StatusCode.INVALID_ARGUMENT, words)
+
+    with_scheduler(test)
+
+
+def test_a_request_that_does_not_parse_is_an_invalid_argument() -> None:
+    async def test(scheduler: Running) -> None:
+        raw: Any = scheduler.channel.unary_unary(f"/{SERVICE_NAME}/RegisterNode")
+
+        async def call() -> None:
+            await raw(b"\xff\xff\xff", timeout=DEADLINE_S)
+
+        words = ("does not parse",)
+        await refused(call(), errors.InvalidTensor, grpc.StatusCode.INVALID_ARGUMENT, words)
+
+    with_scheduler(test)
+
+
+def test_registration_is_idempotent_and_gives_the_settings() -> None:
+    async def test(scheduler: Running) -> None:
+        registration_id = secrets.token_bytes(16)
+        first = await scheduler.register(Role.WORKER, registration_id=registration_id)
+        again = await scheduler.register(Role.WORKER, registration_id=registration_id)
+        assert first == again
+        assert wire.session_from_proto(first.session).is_genuine(b"k" * 32)
+        assert (first.worker_count, first.lease_ms, first.heartbeat_interval_ms) == (2, 3000, 1000)
+        assert first.token_key == b""
+        assert (await scheduler.register(Role.SERVER)).token_key == b"k" * 32
+        assert len((await scheduler.status()).nodes) == 2
+
+    with_scheduler(test)
+
+
+@pytest.mark.parametrize("method", ["Heartbeat", "DeregisterNode", "WatchCluster", "CreateTable"])
+@pytest.mark.parametrize(
+    ("change", "kind", "status", "words"),
+    [
+        (
+            {"session_token": b""},
+            errors.Unauthenticated,
+            grpc.StatusCode.UNAUTHENTICATED,
+            "session token of node 1 (worker, incarnation 10) is missing",
+        ),
+        (
+            {"rank": 1},
+            errors.Unauthenticated,
+            grpc.StatusCode.UNAUTHENTICATED,
+            "is wrong; send the session as RegisterNode gave it",
+        ),
+        (
+            {"cluster_id": "old"},
+            errors.Fenced,
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the session is of cluster 'old'; this is cluster 'c-1'",
+        ),
+        (
+            {"role": 0},
+            errors.InvalidConfig,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "session.role is unset",
+        ),
+    ],
+)
+def test_a_session_that_was_not_issued_is_refused_everywhere(
+    method: str,
+    change: dict[str, Any],
+    kind: type[errors.PushpullError],
+    status: grpc.StatusCode,
+    words: str,
+) -> None:
+    async def test(scheduler: Running) -> None:
+        session = await scheduler.join(Role.WORKER)
+        for name, value in change.items():
+            setattr(session, name, value)
+
+        async def call() -> None:
+            if method == "WatchCluster":
+                async for _ in scheduler.views(session):
+                    raise AssertionError("a view was sent to a stranger")
+            elif method == "CreateTable":
+                await scheduler.create(session)
+            elif method == "Heartbeat":
+                await scheduler.beat(session)
+            else:
+                await scheduler.leave(session)
+
+        await refused(call(), kind, status, (words,))
+
+    with_scheduler(test)
+
+
+def test_a_scheduler_that_was_started_again_fences_the_old_clusters_nodes() -> None:
+    async def both() -> None:
+        async with running() as old:
+            session = await old.join(Role.WORKER)
+        async with running(cluster_id="c-2") as new:
+            words = ("of cluster 'c-1'; this is cluster 'c-2'", "must be started again too")
+            status = grpc.StatusCode.FAILED_PRECONDITION
+            await refused(new.beat(session), errors.Fenced, status, words)
+
+    channels.run(both())
+
+
+def test_views_come_whole_at_once_and_at_each_change_and_end_with_the_watcher() -> None:
+    async def test(scheduler: Running) -> None:
+        watcher = await scheduler.join(Role.READER)
+        views = scheduler.views(watcher)
+        first = await anext(views)
+        assert [n.role for n in first.nodes] == [Role.READER]
+        assert len(first.ranges) == limits.RANGE_COUNT
+        await scheduler.join(Role.SERVER)
+        second = await anext(views)
+        assert second.view_number > first.view_number
+        assert [n.role for n in second.nodes] == [Role.READER, Role.SERVER]
+        await scheduler.leave(watcher)
+        rest = [view async for view in views]
+        assert [n.state for n in rest[-1].nodes] == [NodeState.LEFT, NodeState.ALIVE]
+
+    with_scheduler(test)
+
+
+def test_a_node_falls_silent_and_is_heard_again() -> None:
+    async def test(scheduler: Running) -> None:
+        quiet, watcher = await scheduler.join(Role.WORKER), await scheduler.join(Role.READER)
+
+        def is_quiet(view: ClusterView) -> bool:
+            return view.nodes[0].state is NodeState.SILENT
+
+        await scheduler.view_where(watcher, is_quiet)
+        await scheduler.beat(quiet)
+        await scheduler.view_where(watcher, lambda view: not is_quiet(view))
+
+    with_scheduler(test, lease_s=0.4, heartbeat_interval_s=0.1)
+
+
+def test_a_creation_waits_for_servers_and_all_workers_get_one_table() -> None:
+    async def test(scheduler: Running) -> None:
+        workers = [await scheduler.join(Role.WORKER) for _ in range(2)]
+        creations = [asyncio.create_task(scheduler.create(worker)) for worker in workers]
+        await scheduler.join(Role.SERVER)
+        await scheduler.join(Role.SERVER)
+        one, other = await asyncio.gather(*creations)
+        assert one.table == other.table
+        view = await scheduler.view_where(workers[0], lambda v: v.view_number >= one.view_number)
+        table = wire.table_from_proto(one.table)
+        assert view.tables == (table,)
+        held = table.blocks_by_range(limits.RANGE_COUNT)
+        assert {r.range_id for r in view.ranges if r.primary is not None} == set(held)
+
+    with_scheduler(test)
+
+
+def test_a_creation_that_waited_in_vain_says_for_whom_before_its_deadline() -> None:
+    async def test(scheduler: Running) -> None:
+        worker = await scheduler.join(Role.WORKER)
+        await scheduler.join(Role.SERVER)
+        before = (await scheduler.status()).view
+        words = ("table 'model' waits for 1 more server (1 of 2 registered)",)
+        status = grpc.StatusCode.DEADLINE_EXCEEDED
+        call = scheduler.create(worker, timeout=1.0)
+        await refused(call, errors.WaitExpired, status, words)
+        assert (await scheduler.status()).view == before
+
+    with_scheduler(test)
+
+
+def test_a_differing_table_and_a_wrong_one_are_refused_by_name() -> None:
+    async def test(scheduler: Running) -> None:
+        workers = [await scheduler.join(Role.WORKER) for _ in range(2)]
+        for _ in range(2):
+            await scheduler.join(Role.SERVER)
+        await scheduler.create(workers[0])
+        other = TableSpec("model", DType.FLOAT32, 1_001, SPEC.optimizer, 64)
+        exists = ("table 'model' exists and differs: its element_count is 1000; got 1001",)
+        call = scheduler.create(workers[1], other)
+        await refused(call, errors.TableExists, grpc.StatusCode.ALREADY_EXISTS, exists)
+        wrong = TableSpec("other", DType.FLOAT32, 1_001, SPEC.optimizer, 63)
+        call = scheduler.create(workers[1], wrong)
+        status = grpc.StatusCode.INVALID_ARGUMENT
+        await refused(call, errors.InvalidConfig, status, ("block_elements is 63",))
+        reader = await scheduler.join(Role.READER)
+        words = ("only workers create tables",)
+        call = scheduler.create(reader)
+        await refused(call, errors.NotPermitted, grpc.StatusCode.PERMISSION_DENIED, words)
+
+    with_scheduler(test)
+
+
+def test_a_parked_creation_ends_when_the_scheduler_stops() -> None:
+    async def test(scheduler: Running) -> None:
+        worker = await scheduler.join(Role.WORKER)
+        views = scheduler.views(worker)
+        await anext(views)
+        parked = asyncio.create_task(scheduler.create(worker))
+        await scheduler.status()
+        scheduler.servicer.close()
+        words = ("the scheduler is stopping; table 'model' waits for 2 more servers",)
+        await refused(
+            asyncio.wait_for(parked, DEADLINE_S),
+            errors.Draining,
+            grpc.StatusCode.UNAVAILABLE,
+            words,
+        )
+        assert [view async for view in views] == []
+
+    with_scheduler(test)
+
+
+def test_the_status_says_what_nodes_said_last() -> None:
+    async def test(scheduler: Running) -> None:
+        worker = await scheduler.join(Role.WORKER)
+        progress = scheduler_pb2.NodeProgress(step_count=7, loss=0.5, waiting_for="worker 3")
+        progress.tables.add(table_id=1, clock=7)
+        number = await scheduler.beat(worker, progress=progress, view_number=2)
+        status = await scheduler.status()
+        assert status.nodes[0].progress == progress
+        assert status.nodes[0].view_number == 2
+        assert status.nodes[0].last_heard_ms < DEADLINE_S * 1000
+        assert status.view.view_number == number
+        await scheduler.leave(worker)
+        status = await scheduler.status()
+        assert status.nodes[0].node.state == types_pb2.NODE_STATE_LEFT
+        assert status.nodes[0].progress == progress
+
+    with_scheduler(test)
+
+
+def test_a_progress_over_the_limit_is_refused() -> None:
+    async def test(scheduler: Running) -> None:
+        worker = await scheduler.join(Role.WORKER)
+        progress = scheduler_pb2.NodeProgress(waiting_for="x" * MAX_PROGRESS_BYTES)
+        words = (f"expected at most {MAX_PROGRESS_BYTES}",)
+        call = scheduler.beat(worker, progress=progress)
+        await refused(call, errors.InvalidConfig, grpc.StatusCode.INVALID_ARGUMENT, words)
+
+    with_scheduler(test)
+
+
+def test_the_status_fits_a_message_whatever_the_tables_hold() -> None:
+    async def test(scheduler: Running) -> None:
+        worker = await scheduler.join(Role.WORKER)
+        for _ in range(2):
+            await scheduler.join(Role.SERVER)
+        inline = Initializer(InitializerKind.INLINE, inline=bytes(1024 * 1024))
+        for name in "abc":
+            spec = TableSpec(name, DType.FLOAT32, 256 * 1024, SPEC.optimizer, initializer=inline)
+            await scheduler.create(worker, spec)
+        status = await scheduler.status()
+        assert [t.spec.name for t in status.view.tables] == ["a", "b", "c"]
+        assert status.ByteSize() < 100_000
+        view = await scheduler.view_where(worker, lambda v: len(v.tables) == 3)
+        assert view.tables[0].spec.initializer == inline
+
+    with_scheduler(test)
+
+
+def test_metrics_and_health() -> None:
+    async def test(scheduler: Running) -> None:
+        await scheduler.beat(await scheduler.join(Role.WORKER))
+        page = await scheduler.page("/metrics")
+        assert 'pushpull_scheduler_nodes{role="worker",state="alive"} 1.0' in page
+        assert 'pushpull_scheduler_heartbeats_total{role="worker"} 1.0' in page
+        assert await scheduler.page("/healthz") == "ok\n"
+
+    with_scheduler(test)

@@ -1,0 +1,107 @@
+"""`python -m scheduler` as a process: how it starts and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ps_core.cluster_view import Role
+from ps_runtime import channels
+from tests.integration.scheduler_calls import (
+    Caller,
+)
+
+
+class Process:
+    """`python -m scheduler` on free ports."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ready_file: Path) -> None:
+        self.process = process
+        self.ready_file = ready_file
+
+    async def address(self) -> str:
+        """Its address, once the log says that it serves."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            if b"event=cluster_formed" in line:
+                break
+        return str(json.loads(self.ready_file.read_text())["address"])
+
+    async def end(self) -> tuple[int, str]:
+        """Its status and the rest of its log, once it has ended."""
+        _, rest = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, rest.decode()
+
+
+@contextlib.asynccontextmanager
+async def process(tmp_path: Path, *arguments: str) -> AsyncIterator[Process]:
+    ready_file = tmp_path / "ready.json"
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "scheduler", f"--ready-file={ready_file}", *arguments),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield Process(started, ready_file)
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    async def test() -> None:
+        async with process(tmp_path, "--workers=1", "--servers=1") as scheduler:
+            await scheduler.address()
+            scheduler.process.send_signal(number)
+            status, log = await scheduler.end()
+        assert status == 0
+        assert f"event=stopping reason={number.name}" in log
+
+    asyncio.run(test())
+
+
+def test_stop_when_done_ends_after_the_last_worker_and_the_servers(tmp_path: Path) -> None:
+    async def test() -> None:
+        arguments = ("--workers=1", "--servers=1", "--stop-when-done")
+        async with process(tmp_path, *arguments) as scheduler:
+            channel = channels.aio_channel(await scheduler.address())
+            async with channel:
+                cluster = Caller(channel)
+                server = await cluster.join(Role.SERVER)
+                await cluster.leave(await cluster.join(Role.WORKER))
+                await cluster.view_where(server, lambda view: view.finished)
+                await cluster.leave(server)
+                status, log = await scheduler.end()
+        assert status == 0
+        events = [word for word in log.split() if word.startswith("event=")]
+        assert events[:5] == [
+            "event=node_registered",
+            "event=node_registered",
+            "event=node_left",
+            "event=cluster_finished",
+            "event=node_left",
+        ]
+        assert 'reason="all workers and servers have left"' in log
+
+    asyncio.run(test())
+
+
+def test_a_wrong_setting_ends_the_process_with_its_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with process(tmp_path, "--workers=0", "--servers=1") as scheduler:
+            status, log = await scheduler.end()
+        assert (status, log) == (2, "scheduler: workers is 0; expected 1 to 5000\n")
+
+    asyncio.run(test())

@@ -1,0 +1,316 @@
+"""The scheduler's machine against a dumb twin that derives everything from its whole history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ps_core import errors, limits
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.keys import Incarnation, NodeId
+from ps_core.tables import DType, Mode, OptimizerKind, OptimizerSpec, TableSpec
+from ps_runtime import wire
+from scheduler.cluster import READER_LEASES, Cluster, Created, Decision
+from scheduler.cluster_state import ClusterSettings, Registration
+
+LEASE_S = limits.LEASE_S
+STEP_S = 0.5
+RANGE_COUNT = 16
+
+AnyT = TypeVar("AnyT")
+
+
+@dataclass
+class TwinNode:
+    """One registration that was accepted."""
+
+    request: Registration
+    session: Session
+    heard_s: list[float]
+    has_left: bool = False
+
+    def state(self, last_tick_s: float) -> NodeState:
+        if self.has_left:
+            return NodeState.LEFT
+        quiet_s = last_tick_s - max(self.heard_s)
+        return NodeState.SILENT if quiet_s > LEASE_S else NodeState.ALIVE
+
+
+@dataclass
+class Twin:
+    """What happened, in order, and what follows from it."""
+
+    worker_count: int
+    server_count: int
+    nodes: list[TwinNode] = field(default_factory=list)
+    tables: list[TableSpec] = field(default_factory=list)
+    last_tick_s: float = 0.0
+
+    def finished(self) -> bool:
+        workers = [n for n in self.nodes if n.request.role is Role.WORKER]
+        return len(workers) == self.worker_count and all(n.has_left for n in workers)
+
+    def alive_servers(self) -> list[TwinNode]:
+        return [
+            n
+            for n in self.nodes
+            if n.request.role is Role.SERVER and n.state(self.last_tick_s) is NodeState.ALIVE
+        ]
+
+    def refusal(self, request: Registration) -> type[errors.PushpullError] | None:
+        """What a registration under a new id must be refused with, if it must be."""
+        if self.finished():
+            return errors.Draining
+        if request.role is Role.SERVER:
+            here = [n for n in self.nodes if n.request.role is Role.SERVER and not n.has_left]
+            alive = [n.request.address for n in self.alive_servers()]
+            fits = all(n.request.kernel_fingerprint == request.kernel_fingerprint for n in here)
+            return None if fits and request.address not in alive else errors.InvalidConfig
+        if request.role is Role.WORKER:
+            given = [n.session.rank for n in self.nodes if n.request.role is Role.WORKER]
+            free = set(range(self.worker_count)) - set(given)
+            asked = request.requested_rank
+            return None if (free if asked is None else asked in free) else errors.InvalidConfig
+        return None
+
+    def ordinal_of(self, index: int) -> int:
+        return sum(-(-t.element_count // t.block_elements) for t in self.tables[:index])
+
+
+def spec_of(name: str, block_count: int, mode: Mode) -> TableSpec:
+    """A table of `block_count` blocks; two of one name may differ."""
+    return TableSpec(
+        name=name,
+        dtype=DType.FLOAT32,
+        element_count=64 * block_count,
+        optimizer=OptimizerSpec(OptimizerKind.ADAM),
+        block_elements=64,
+        mode=mode,
+    )
+
+
+def content(view: ClusterView) -> ClusterView:
+    """The view without its number."""
+    return replace(view, view_number=0)
+
+
+class ClusterAgainstTwin(RuleBasedStateMachine):
+    """Random events; every answer and every view is checked."""
+
+    @initialize(worker_count=st.integers(1, 3), server_count=st.integers(1, 3))
+    def form(self, worker_count: int, server_count: int) -> None:
+        self.now_s = 0.0
+        self.drawn = 0
+        chosen = ClusterSettings(
+            cluster_id="c",
+            timeline=bytes(16),
+            token_key=b"k" * 32,
+            first_incarnation=Incarnation(10),
+            worker_count=worker_count,
+            server_count=server_count,
+            stop_when_done=True,
+            range_count=RANGE_COUNT,
+        )
+        self.cluster = Cluster(chosen, 0.0)
+        self.twin = Twin(worker_count, server_count)
+        self.before = self.cluster.view
+
+    def expect(
+        self, call: Callable[[], Decision[AnyT]], refusal: type[errors.PushpullError] | None
+    ) -> AnyT | None:
+        """The reply of `call`, or None if it was refused with exactly `refusal`, as it must be."""
+        old = self.cluster.view
+        try:
+            decision = call()
+        except errors.PushpullError as error:
+            if type(error) is not refusal:
+                raise
+            assert self.cluster.view == old
+            return None
+        assert refusal is None
+        new = self.cluster.view
+        assert bool(decision.transitions) == (content(new) != content(old))
+        assert new.view_number == old.view_number + bool(decision.transitions)
+        return decision.reply
+
+    @rule(
+        role=st.sampled_from(Role),
+        rank=st.none() | st.integers(0, 3),
+        host=st.integers(1, 4),
+        kernels=st.sampled_from(["torch=2", "torch=2", "torch=2", "torch=3"]),
+    )
+    def register(self, role: Role, rank: int | None, host: int, kernels: str) -> None:
+        self.drawn += 1
+        request = Registration(
+            registration_id=self.drawn.to_bytes(16, "big"),
+            role=role,
+            address=f"h{host}:1" if role is Role.SERVER else "",
+            requested_rank=rank if role is Role.WORKER else None,
+            kernel_fingerprint=kernels if role is Role.SERVER else "",
+        )
+        refusal = self.twin.refusal(request)
+        session = self.expect(lambda: self.cluster.register(request, self.now_s), refusal)
+        if session is not None:
+            if request.requested_rank is not None:
+                assert session.rank == request.requested_rank
+            self.twin.nodes.append(TwinNode(request, session, [self.now_s]))
+
+    @rule(data=st.data())
+    def register_again(self, data: st.DataObject) -> None:
+        if self.twin.nodes:
+            node = data.draw(st.sampled_from(self.twin.nodes))
+            refusal = errors.Fenced if node.has_left else None
+            session = self.expect(lambda: self.cluster.register(node.request, self.now_s), refusal)
+            if session is not None:
+                assert session == node.session
+                node.heard_s.append(self.now_s)
+
+    @rule(data=st.data())
+    def heartbeat(self, data: st.DataObject) -> None:
+        if self.twin.nodes:
+            self.beat(data.draw(st.sampled_from(self.twin.nodes)))
+
+    def beat(self, node: TwinNode) -> None:
+        refusal = errors.Fenced if node.has_left else None
+        number = self.expect(lambda: self.cluster.heartbeat(node.session, self.now_s), refusal)
+        if number is not None:
+            assert number == self.cluster.view.view_number
+            node.heard_s.append(self.now_s)
+
+    @rule(data=st.data())
+    def deregister(self, data: st.DataObject) -> None:
+        if self.twin.nodes:
+            node = data.draw(st.sampled_from(self.twin.nodes))
+            self.expect(lambda: self.cluster.deregister(node.session, "", self.now_s), None)
+            node.has_left = True
+
+    @rule(data=st.data(), forged=st.sampled_from(["token", "cluster_id", "incarnation"]))
+    def forge(self, data: st.DataObject, forged: str) -> None:
+        if not self.twin.nodes:
+            return
+        session = data.draw(st.sampled_from(self.twin.nodes)).session
+        lies = {
+            "token": (replace(session, token=bytes(32)), errors.Unauthenticated),
+            "cluster_id": (replace(session, cluster_id="d"), errors.Fenced),
+            "incarnation": (
+                replace(session, incarnation=Incarnation(session.incarnation + 1)),
+                errors.Unauthenticated,
+            ),
+        }
+        lie, refusal = lies[forged]
+        spec = spec_of("t", 1, Mode.BSP)
+        self.expect(lambda: self.cluster.heartbeat(lie, self.now_s), refusal)
+        self.expect(lambda: self.cluster.deregister(lie, "", self.now_s), refusal)
+        self.expect(lambda: self.cluster.create_table(lie, spec, self.now_s), refusal)
+
+    @rule(
+        data=st.data(),
+        name=st.sampled_from("abc"),
+        block_count=st.sampled_from([1, 2, 40]),
+        mode=st.sampled_from(Mode),
+    )
+    def create_table(self, data: st.DataObject, name: str, block_count: int, mode: Mode) -> None:
+        if not self.twin.nodes:
+            return
+        node = data.draw(st.sampled_from(self.twin.nodes))
+        spec = spec_of(name, block_count, mode).validated()
+        existing = next((t for t in self.twin.tables if t.name == name), None)
+        refusal: type[errors.PushpullError] | None = None
+        if node.has_left:
+            refusal = errors.Fenced
+        elif node.request.role is not Role.WORKER:
+            refusal = errors.NotPermitted
+        elif existing is not None and existing != spec:
+            refusal = errors.TableExists
+        created = self.expect(
+            lambda: self.cluster.create_table(node.session, spec, self.now_s), refusal
+        )
+        if created is None:
+            return
+        if existing is None and self.must_wait(spec):
+            assert not isinstance(created, Created)
+            assert created.reason.startswith(f"table '{name}' waits for ")
+            return
+        assert isinstance(created, Created)
+        assert created.table.spec == spec
+        assert created.view_number == self.cluster.view.view_number
+        if existing is None:
+            self.twin.tables.append(spec)
+
+    def must_wait(self, spec: TableSpec) -> bool:
+        """Whether there are too few servers, or the primary of a range of the table is away."""
+        alive = {n.session.node_id for n in self.twin.alive_servers()}
+        if len(alive) < self.twin.server_count:
+            return True
+        first = self.twin.ordinal_of(len(self.twin.tables))
+        count = spec.element_count // spec.block_elements
+        slots = [(first + n) * 40_503 % 65_536 for n in range(count)]
+        return any(
+            r.primary is not None and r.primary not in alive
+            for r in self.cluster.view.ranges
+            if any(slot in r.slots for slot in slots)
+        )
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 4.0, 70.0]), data=st.data())
+    def pass_time(self, seconds: float, data: st.DataObject) -> None:
+        """Time goes by; a part of the nodes goes on beating."""
+        here = [n for n in self.twin.nodes if not n.has_left]
+        beating = [n for n in here if data.draw(st.booleans())]
+        for _ in range(int(seconds / STEP_S)):
+            self.now_s += STEP_S
+            for node in beating:
+                self.beat(node)
+            self.expect(lambda: self.cluster.tick(self.now_s), None)
+            self.twin.last_tick_s = self.now_s
+            for node in here:
+                quiet_s = self.now_s - max(node.heard_s)
+                if node.request.role is Role.READER and quiet_s > READER_LEASES * LEASE_S:
+                    node.has_left = True
+
+    @invariant()
+    def the_view_is_what_the_history_says(self) -> None:
+        view, twin = self.cluster.view, self.twin
+        assert [(n.node_id, n.role, n.rank, n.address, n.state) for n in view.nodes] == [
+            (
+                NodeId(index),
+                node.request.role,
+                node.session.rank,
+                node.request.address,
+                node.state(twin.last_tick_s),
+            )
+            for index, node in enumerate(twin.nodes, 1)
+        ]
+        assert [n.incarnation for n in view.nodes] == [10 + i for i in range(len(view.nodes))]
+        assert [t.spec for t in view.tables] == twin.tables
+        assert [t.table_id for t in view.tables] == list(range(1, len(twin.tables) + 1))
+        for index, table in enumerate(view.tables):
+            assert table.first_ordinal == twin.ordinal_of(index)
+        assert view.finished == twin.finished()
+        assert self.cluster.servers_have_left == all(
+            n.has_left for n in twin.nodes if n.request.role is Role.SERVER
+        )
+
+    @invariant()
+    def ranges_that_hold_blocks_have_a_primary_and_keep_it(self) -> None:
+        view, servers = self.cluster.view, {n.node_id for n in self.cluster.view.nodes}
+        held = {r for t in view.tables for r in t.blocks_by_range(RANGE_COUNT)}
+        for old, new in zip(self.before.ranges, view.ranges, strict=True):
+            assert (new.primary is not None) == (new.range_id in held)
+            assert new.primary is None or new.primary in servers
+            assert new.epoch == old.epoch + (new.primary != old.primary)
+            assert old.primary is None or new.primary == old.primary
+        assert not (self.before.finished and not view.finished)
+        self.before = view
+
+    @invariant()
+    def the_view_survives_the_wire(self) -> None:
+        assert wire.view_from_proto(wire.view_to_proto(self.cluster.view)) == self.cluster.view
+
+
+TestClusterAgainstTwin = ClusterAgainstTwin.TestCase
+TestClusterAgainstTwin.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
