@@ -22,14 +22,21 @@ from ps_runtime import logs
 from ps_runtime.addresses import join_address, split_address
 
 _TEXT = "text/plain; charset=utf-8"
+_MAX_DISCARDED_BYTES = 16 * MAX_HTTP_REQUEST_BYTES
 
 
 class HttpEndpoint:
     """Serves /metrics of a registry, and /healthz by asking `is_serving`."""
 
-    def __init__(self, registry: CollectorRegistry, is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        is_serving: Callable[[], bool],
+        request_deadline_s: float = HTTP_REQUEST_DEADLINE_S,
+    ) -> None:
         self._registry = registry
         self._is_serving = is_serving
+        self._request_deadline_s = request_deadline_s
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
@@ -66,11 +73,16 @@ class HttpEndpoint:
         task = asyncio.current_task()
         if task is None:
             return
+        if len(self._connections) >= MAX_HTTP_CONNECTION_COUNT:
+            writer.transport.abort()
+            return
         self._connections.add(task)
         try:
-            async with asyncio.timeout(HTTP_REQUEST_DEADLINE_S):
+            async with asyncio.timeout(self._request_deadline_s):
                 writer.write(await self._respond(reader))
+                writer.write_eof()
                 await writer.drain()
+                await _discard(reader)
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
@@ -80,8 +92,6 @@ class HttpEndpoint:
             self._connections.discard(task)
 
     async def _respond(self, reader: asyncio.StreamReader) -> bytes:
-        if len(self._connections) > MAX_HTTP_CONNECTION_COUNT:
-            return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"too many connections\n")
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
@@ -101,6 +111,17 @@ class HttpEndpoint:
         if self._is_serving():
             return _response(HTTPStatus.OK, b"ok\n")
         return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    """Read until the client closes, or too much has come.
+
+    Closing a socket with bytes in it that nobody has read resets the connection, and the client may
+    lose the response that it was sent.
+    """
+    left_bytes = _MAX_DISCARDED_BYTES
+    while left_bytes > 0 and (chunk := await reader.read(MAX_HTTP_REQUEST_BYTES)):
+        left_bytes -= len(chunk)
 
 
 def _response(status: HTTPStatus, body: bytes, content_type: str = _TEXT) -> bytes:
