@@ -1,0 +1,345 @@
+"""A node's link against the real scheduler: it comes late, goes away, comes back, is another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, NodeState, Role
+from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, TableExists, WaitExpired
+from ps_core.keys import Incarnation, NodeId
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
+from ps_runtime import channels, clock
+from ps_runtime.metrics import SchedulerMetrics, new_registry
+from ps_runtime.node_server import NodeServer
+from ps_runtime.scheduler_link import SchedulerLink
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler.cluster import Cluster
+from scheduler.cluster_state import ClusterSettings
+from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+
+SETTINGS = ClusterSettings(
+    cluster_id="one",
+    timeline=b"t" * 16,
+    token_key=b"k" * 32,
+    first_incarnation=Incarnation(100),
+    worker_count=2,
+    server_count=1,
+    heartbeat_interval_s=0.02,
+    lease_s=2.0,
+)
+WORKER = scheduler_pb2.RegisterNodeRequest(role=types_pb2.NODE_ROLE_WORKER, protocol_version=1)
+SERVER = scheduler_pb2.RegisterNodeRequest(
+    role=types_pb2.NODE_ROLE_SERVER,
+    protocol_version=1,
+    address="server.test:7000",
+    kernel_fingerprint="f",
+)
+SPEC = TableSpec("t", DType.FLOAT32, 640, OptimizerSpec(OptimizerKind.SGD), block_elements=64)
+DEADLINE_S = 20.0
+
+
+class Scheduler:
+    """The real scheduler's machine and servicer, whose port can be closed and opened again."""
+
+    def __init__(self, settings: ClusterSettings = SETTINGS) -> None:
+        self.registry = new_registry()
+        self.cluster = Cluster(settings, clock.now_s())
+        self.servicer = SchedulerServicer(self.cluster, SchedulerMetrics(self.registry))
+        self.node: NodeServer | None = None
+
+    async def open(self, listen: str = "127.0.0.1:0") -> str:
+        def add(server: Any) -> None:
+            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self.servicer, server)
+
+        services = [(SERVICE_NAME, add)]
+        self.node = await NodeServer.start(listen, services=services, registry=self.registry)
+        return self.node.address
+
+    async def close(self) -> None:
+        if self.node is not None:
+            await self.node.stop(0.0)
+            self.node = None
+
+
+def run(main: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, 2 * DEADLINE_S)
+
+    channels.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: ClusterSettings = SETTINGS) -> AsyncIterator[tuple[Scheduler, str]]:
+    scheduler = Scheduler(settings)
+    address = await scheduler.open()
+    try:
+        yield scheduler, address
+    finally:
+        await scheduler.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(
+    *addresses: str, register: scheduler_pb2.RegisterNodeRequest = WORKER, **options: Any
+) -> AsyncIterator[SchedulerLink]:
+    link = await SchedulerLink.connect(addresses, register, DEADLINE_S, **options)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+def unused_address() -> str:
+    """A port that nobody listens on: it was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        host, port = probe.getsockname()
+        return f"{host}:{port}"
+
+
+class Lines(logging.Handler):
+    """The events that pushpull logs while it is attached, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._changed = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(record.getMessage().split(" ")[0].removeprefix("event="))
+        self._changed.set()
+
+    async def wait_for(self, event: str) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while event not in self.events:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def only(self, *names: str) -> list[str]:
+        return [event for event in self.events if event in names]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    logger, handler = logging.getLogger("pushpull"), Lines()
+    level_before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(level_before)
+    logger.removeHandler(handler)
+
+
+def test_a_worker_gets_its_identity_and_the_view() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address) as link:
+            assert (link.session.role, link.session.rank) == (Role.WORKER, 0)
+            assert link.session.is_genuine(SETTINGS.token_key)
+            assert (link.worker_count, link.token_key) == (2, b"")
+            view = await link.view_at_least(1, DEADLINE_S)
+            assert view.nodes_by_id[link.session.node_id].state is NodeState.ALIVE
+            seen: list[int] = []
+            link.on_view.append(lambda newer: seen.append(newer.view_number))
+            async with linked(address, register=SERVER) as other:
+                assert other.token_key == SETTINGS.token_key
+                newer = await link.view_at_least(view.view_number + 1, DEADLINE_S)
+                assert other.session.node_id in newer.nodes_by_id
+                assert seen[-1] == newer.view_number
+                assert link.view is newer
+
+    run(main())
+
+
+def test_a_scheduler_that_comes_late_is_waited_for_with_one_line(lines: Lines) -> None:
+    async def main() -> None:
+        scheduler, address = Scheduler(), unused_address()
+        connecting = asyncio.create_task(SchedulerLink.connect([address], WORKER, DEADLINE_S))
+        await lines.wait_for("waiting_for_scheduler")
+        await scheduler.open(address)
+        link = await connecting
+        await link.close()
+        await scheduler.close()
+
+    run(main())
+    said = lines.only("waiting_for_scheduler", "registered")
+    assert said == ["waiting_for_scheduler", "registered"]
+
+
+def test_no_scheduler_in_time_names_the_addresses_and_the_failure() -> None:
+    async def main() -> None:
+        addresses = [unused_address(), unused_address()]
+        with pytest.raises(WaitExpired) as caught:
+            await SchedulerLink.connect(addresses, WORKER, 0.3)
+        assert f"no scheduler answered at {addresses[0]}, {addresses[1]}" in caught.value.message
+        assert "UNAVAILABLE" in caught.value.message
+        with pytest.raises(InvalidConfig, match="no scheduler address"):
+            await SchedulerLink.connect([], WORKER, 0.3)
+
+    run(main())
+
+
+def test_a_refusal_is_raised_at_once() -> None:
+    async def main() -> None:
+        one = replace(SETTINGS, worker_count=1)
+        async with opened(one) as (_, address), linked(address):
+            with pytest.raises(InvalidConfig, match="worker"):
+                await SchedulerLink.connect([address], WORKER, DEADLINE_S)
+            stranger = scheduler_pb2.RegisterNodeRequest()
+            stranger.CopyFrom(SERVER)
+            stranger.cluster_id = "another"
+            with pytest.raises(Fenced, match="another"):
+                await SchedulerLink.connect([address], stranger, DEADLINE_S)
+
+    run(main())
+
+
+def test_of_several_addresses_the_one_that_answers_is_used() -> None:
+    async def main() -> None:
+        async with (
+            opened() as (_, address),
+            linked(unused_address(), address, unused_address()) as link,
+        ):
+            assert (await link.view_at_least(1, DEADLINE_S)).cluster_id == "one"
+
+    run(main())
+
+
+def test_a_table_waits_for_servers_and_then_is_in_the_view() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address) as link:
+            with pytest.raises(WaitExpired, match="1 more server"):
+                await link.create_table(SPEC, 0.4)
+            creating = asyncio.create_task(link.create_table(SPEC, DEADLINE_S))
+            async with linked(address, register=SERVER):
+                table, number = await creating
+                assert link.view is not None
+                assert link.view.view_number >= number
+                assert link.view.tables_by_name["t"] == table
+                assert table.spec == SPEC.validated()
+                again, _ = await link.create_table(SPEC, DEADLINE_S)
+                assert again == table
+                with pytest.raises(TableExists, match="element_count"):
+                    await link.create_table(replace(SPEC, element_count=641), DEADLINE_S)
+
+    run(main())
+
+
+def test_a_scheduler_that_goes_and_comes_back_is_survived_with_two_lines(lines: Lines) -> None:
+    async def main() -> None:
+        async with opened() as (scheduler, address), linked(address) as link:
+            first = await link.view_at_least(1, DEADLINE_S)
+            await scheduler.close()
+            await lines.wait_for("scheduler_is_away")
+            with pytest.raises(
+                WaitExpired, match=r"table 't' to be created; scheduler .* last heard"
+            ):
+                await link.create_table(SPEC, 0.3)
+            with pytest.raises(WaitExpired, match="view 99 of the cluster; scheduler"):
+                await link.view_at_least(99, 0.05)
+            await scheduler.open(address)
+            async with linked(address, register=SERVER):
+                await link.view_at_least(first.view_number + 1, DEADLINE_S)
+                await link.create_table(SPEC, DEADLINE_S)
+            assert not link.fenced.is_set()
+            assert clock.now_s() - link.last_scheduler_contact_s < DEADLINE_S
+
+    run(main())
+    said = lines.only("scheduler_is_away", "scheduler_is_back", "link_failed")
+    assert said == ["scheduler_is_away", "scheduler_is_back"]
+
+
+def test_another_cluster_at_the_address_fences_the_node() -> None:
+    async def main() -> None:
+        async with opened() as (scheduler, address), linked(address) as link:
+            heard: list[PushpullError] = []
+            link.on_fenced.append(heard.append)
+            waiting = asyncio.create_task(link.view_at_least(99, DEADLINE_S))
+            await link.view_at_least(1, DEADLINE_S)
+            await scheduler.close()
+            other = Scheduler(replace(SETTINGS, cluster_id="two", first_incarnation=Incarnation(9)))
+            await other.open(address)
+            await asyncio.wait_for(link.fenced.wait(), DEADLINE_S)
+            assert [type(error) for error in heard] == [Fenced]
+            assert link.fenced_by is heard[0]
+            with pytest.raises(Fenced):
+                await waiting
+            with pytest.raises(Fenced):
+                await link.create_table(SPEC, DEADLINE_S)
+            assert not await link.deregister("too late")
+            await other.close()
+
+    run(main())
+
+
+def test_a_farewell_brings_the_last_progress_and_ends_the_membership() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address, register=SERVER) as observer:
+            progress = scheduler_pb2.NodeProgress(step_count=0)
+            async with linked(address, progress=lambda: progress) as link:
+                progress.step_count = 41
+                assert await link.deregister("done")
+                node_id = link.session.node_id
+                await observer.view_where(
+                    lambda view: has_left(view, node_id), "the farewell", DEADLINE_S
+                )
+            async with channels.aio_channel(address) as channel:
+                stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+                request = scheduler_pb2.GetClusterStatusRequest()
+                answer = await stub.GetClusterStatus(request, timeout=DEADLINE_S)
+            steps = {node.node.node_id: node.progress.step_count for node in answer.nodes}
+            assert steps[node_id] == 41
+
+    run(main())
+
+
+def has_left(view: ClusterView, node_id: NodeId) -> bool:
+    return view.nodes_by_id[node_id].state is NodeState.LEFT
+
+
+def test_a_farewell_that_nobody_hears_ends_in_time() -> None:
+    async def main() -> None:
+        async with opened() as (scheduler, address), linked(address) as link:
+            await link.view_at_least(1, DEADLINE_S)
+            await scheduler.close()
+            assert not await link.deregister("done", deadline_s=0.3)
+
+    run(main())
+
+
+def fail(view: ClusterView) -> None:
+    raise KeyError(view.view_number)
+
+
+def test_a_callback_that_fails_ends_the_link_instead_of_silencing_it() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address) as link:
+            await link.view_at_least(1, DEADLINE_S)
+            link.on_view.append(fail)
+            async with linked(address, register=SERVER):
+                await asyncio.wait_for(link.fenced.wait(), DEADLINE_S)
+            assert isinstance(link.fenced_by, Internal)
+            with pytest.raises(Internal, match="KeyError"):
+                await link.view_at_least(99, DEADLINE_S)
+
+    run(main())
+
+
+def test_close_ends_the_waits_and_comes_twice() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address) as link:
+            await link.view_at_least(1, DEADLINE_S)
+            waiting = asyncio.create_task(link.view_at_least(99, DEADLINE_S))
+            await link.close()
+            with pytest.raises(Fenced, match="closed"):
+                await waiting
+            await link.close()
+
+    run(main())
