@@ -16,7 +16,7 @@ BIN := .venv/bin
 READY := .venv/ready
 FAST_TESTS := tests/tidy tests/unit tests/property tests/contract tests/sim tests/integration
 
-.PHONY: help demo test check protos protos-check lint format sim bench system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim bench system-deps test-system clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
@@ -46,6 +46,9 @@ protos: $(READY) ## Generate the stubs from protos/ again
 
 protos-check: $(READY) ## Fail if the committed stubs are not what the protos give
 	$(BIN)/python -m pytest -q tests/tidy/test_stubs.py
+
+reference: $(READY) ## Write docs/REFERENCE.md from the code again
+	PYTHONPATH=.:protos $(BIN)/python -m docs.reference
 
 lint: $(READY) ## Lint and type-check the code and the protos
 	$(BIN)/ruff check .

@@ -1,0 +1,153 @@
+"""What the pages say is what the code does: variables, metrics, errors, limits, links."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from docs import reference
+from ps_core import limits
+from ps_core.errors import CATALOGUE
+from ps_runtime.config import variable_name
+from ps_runtime.environment import VARIABLES
+from ps_runtime.errors import STATUS
+from pushpull.v1 import types_pb2
+from tests.tidy.source import PACKAGES, ROOT, files_under, python_sources
+
+WRITTEN = (".md", ".yaml", ".yml", ".py", ".js", ".mjs", ".ts")
+
+VARIABLE = re.compile(r"\bPUSHPULL_[A-Z0-9_]*[A-Z0-9]\b")
+METRIC = re.compile(r"\bpushpull_(?:node|scheduler|server|worker)_[a-z_]*[a-z]\b")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+MADE_UP = re.compile(r"tests/(unit|tidy|integration)/")
+"""Tests of refusals name variables that nobody reads."""
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Every text that mentions names of ours, by its path."""
+    folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", "clients")
+    inside = [path for folder in folders for path in files_under(ROOT / folder, *WRITTEN)]
+    top = [path for path in ROOT.iterdir() if path.suffix in WRITTEN or path.name == "Dockerfile"]
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in (*inside, *top)
+    }
+
+
+@cache
+def code() -> str:
+    """All shipped code in one text, the registries themselves left out."""
+    registries = ("ps_runtime/environment.py", "ps_runtime/metrics.py", "ps_core/limits.py")
+    shipped = (source for source in python_sources() if source.is_shipped)
+    return "\n".join(source.text for source in shipped if source.path not in registries)
+
+
+def test_the_reference_page_is_what_the_code_says() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `make reference`"
+
+
+def test_every_variable_mentioned_is_registered() -> None:
+    unknown = {
+        (path, name)
+        for path, text in texts().items()
+        for name in VARIABLE.findall(text)
+        if name not in VARIABLES and not MADE_UP.match(path)
+    }
+    assert not unknown
+
+
+def test_every_registered_variable_is_read() -> None:
+    settings = {
+        variable_name(name)
+        for config in reference.ROLES.values()
+        for name in config.__dataclass_fields__
+    }
+    unread = {name for name in VARIABLES if name not in settings and name not in code()}
+    assert not unread
+
+
+def test_every_metric_mentioned_exists() -> None:
+    known = metric_names()
+    unknown = {
+        (path, name)
+        for path, text in texts().items()
+        for name in METRIC.findall(text)
+        if re.sub(r"_(bucket|sum|count)$", "", name) not in known and not MADE_UP.match(path)
+    }
+    assert not unknown
+
+
+def metric_names() -> set[str]:
+    """Every metric, as /metrics names it."""
+    registry = CollectorRegistry()
+    for kind in reference.metric_classes():
+        kind(registry)
+    counters = {f"{metric.name}_total" for metric in registry.collect() if metric.type == "counter"}
+    return counters | {metric.name for metric in registry.collect() if metric.type != "counter"}
+
+
+def test_every_metric_is_measured() -> None:
+    idle = {
+        f"{kind.__name__}.{name}"
+        for kind in reference.metric_classes()
+        for name in vars(kind(CollectorRegistry()))
+        if not re.search(rf"\.{name}\b", code()) and not re.search(rf"\.{name}\.set", watches())
+    }
+    assert not idle
+
+
+@cache
+def watches() -> str:
+    """The metrics' own file, where some are asked at each scrape."""
+    return (ROOT / "ps_runtime/metrics.py").read_text(encoding="utf-8")
+
+
+def test_errors_are_the_contracts_errors() -> None:
+    names = {name.removeprefix("ERROR_CODE_") for name, _ in types_pb2.ErrorCode.items()}
+    assert names - {"UNSPECIFIED"} == set(CATALOGUE) == set(STATUS)
+
+
+def test_every_limit_is_kept_somewhere() -> None:
+    unused = {
+        name
+        for name in vars(limits)
+        if name.isupper() and not re.search(rf"\b{name}\b", code() + _other_limits())
+    }
+    assert not unused
+
+
+def _other_limits() -> str:
+    """The right-hand sides of the other limits, without the checks of their relations."""
+    tree = ast.parse((ROOT / "ps_core/limits.py").read_text(encoding="utf-8"))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    return "\n".join(ast.unparse(node.value) for node in assigned)
+
+
+def pages() -> Iterator[Path]:
+    """Every Markdown page of ours."""
+    yield from ROOT.glob("*.md")
+    for folder in ("docs", "clients", "benchmarks", "deploy", "examples"):
+        yield from files_under(ROOT / folder, ".md")
+
+
+@pytest.mark.parametrize("path", list(pages()), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    dead = [target for target, _ in LINK.findall(text) if not (path.parent / target).exists()]
+    assert not dead
+
+
+def test_made_up_names_are_seen() -> None:
+    assert VARIABLE.findall("set PUSHPULL_NONSENSE=1") == ["PUSHPULL_NONSENSE"]
+    assert METRIC.findall("sum(pushpull_server_nonsense_total)") == [
+        "pushpull_server_nonsense_total"
+    ]
+    assert LINK.findall("[a](b.md#c) [d](https://e)") == [("b.md", "#c")]
