@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import ps_worker as ps
 
 BYTE_COUNT = 256
+MODEL_TABLE = "model/0/float32"  # DistributedOptimizer's name / parameter group / element type
 LEFT_OUT = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 HELD_OUT_EVERY = 20
 EVALUATION_WINDOW_COUNT = 32
@@ -133,12 +134,17 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Pull and judge the model again and again; with --until-eof until standard input ends."""
     held_out = held_out_windows(arguments.length)
     model = ByteModel(arguments.width)
+    began_s = time.monotonic()
     with ps.connect(role="reader") as client:
+        table = client.table(MODEL_TABLE)
         is_last = False
         while not is_last:
             is_last = pause(arguments)
-            clock = ps.pull_model(client, model, consistent=True)
-            print(f"after update {clock}: held-out perplexity {perplexity(model, held_out):.2f}")
+            tensors = table.tensors(client.pull(table, consistent=True))
+            model.load_state_dict({name: torch.as_tensor(tensors[name]) for name in tensors})
+            reached = perplexity(model, held_out)
+            elapsed_s = time.monotonic() - began_s
+            print(f"evaluator: held-out perplexity {reached:.2f} after {elapsed_s:.0f} s")
 
 
 def pause(arguments: argparse.Namespace) -> bool:
