@@ -2,12 +2,12 @@
 
 The generated code copies a `bytes` field into the message, and again when the message is written. A
 block's payload is a megabyte, so the data path writes the few small fields with the generated code
-and puts the payload beside them with one join; reading, it takes a view of the payload and parses the
-rest. What is on the wire is ordinary protobuf either way.
+and puts the payload beside them with one join; reading, it takes a view of the payload and parses
+the rest. What is on the wire is ordinary protobuf either way.
 
 Rules:
-    - The outer message has one set field of a message type (a oneof); the payload is a bytes field of
-      that inner message, and the last to be written.
+    - The outer message has one set field of a message type (a oneof); the payload is a bytes field
+      of that inner message, and the last to be written.
     - Reading accepts any order of fields, as protobuf demands; the last of several payloads counts.
 
 Invariants:
@@ -47,7 +47,7 @@ def join(outer_field: int, rest: bytes, payload_field: int, payload: bytes | mem
 
 
 def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, memoryview] | None:
-    """The inner message without its payload, and a view of the payload; None for another oneof field.
+    """The inner message without its payload, and a view of the payload; None for another field.
 
     Raises:
         InvalidTensor: the message is cut off or is no protobuf.

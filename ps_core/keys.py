@@ -2,7 +2,8 @@
 
 Rules:
     - A block with global ordinal n lives in slot (n * 40503) mod 65536: 40503 is odd and close to
-      65536 / golden ratio, so any run of consecutive ordinals spreads evenly over any cut of the slots.
+      65536 / golden ratio, so any run of consecutive ordinals spreads evenly over any cut of the
+      slots.
     - Ranges are half-open, contiguous, ordered, and cover every slot exactly once.
 
 Invariants:
@@ -15,6 +16,7 @@ What it deliberately does not do: say which server owns a range (`ps_core.assign
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NewType
 
 from ps_core.errors import InvalidKeys
@@ -55,7 +57,7 @@ def key_ranges(count: int) -> tuple[KeyRange, ...]:
     if not 1 <= count <= SLOT_COUNT:
         raise InvalidKeys(f"range count is {count}; expected 1 to {SLOT_COUNT}")
     bounds = [index * SLOT_COUNT // count for index in range(count + 1)]
-    return tuple(KeyRange(Slot(a), Slot(b)) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(KeyRange(Slot(a), Slot(b)) for a, b in pairwise(bounds))
 
 
 def range_of_slot(slot: Slot, count: int) -> RangeId:

@@ -76,7 +76,8 @@ class Ledger:
         found = self._endings.get(sequence)
         if found is None:
             raise InvalidKeys(
-                f"sequence {sequence} was confirmed as seen (up to {self._confirmed}) and sent again"
+                f"sequence {sequence} was confirmed as seen (up to {self._confirmed}) and sent "
+                "again"
             )
         return found
 

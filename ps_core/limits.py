@@ -14,7 +14,8 @@ RANGE_COUNT = 256
 """Key ranges of a cluster, fixed when the cluster is formed."""
 
 BLOCK_ALIGNMENT_ELEMENTS = 64
-"""Blocks are multiples of it: torch's fused CPU kernels are bit-equal only at such cuts (DESIGN 8)."""
+"""Blocks are multiples of it: torch's fused CPU kernels are bit-equal only at such cuts (DESIGN
+8)."""
 
 DEFAULT_BLOCK_ELEMENTS = 262_144
 """1 MiB of float32: the best message size measured, and below gRPC's default limit."""
@@ -31,7 +32,8 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
 """The largest message that servers and clients of ours accept."""
 
 FOREIGN_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""gRPC's default limit; a block of the default size stays below it, so foreign clients need no option."""
+"""gRPC's default limit; a block of the default size stays below it, so foreign clients need no
+option."""
 
 MAX_INLINE_INITIALIZER_BYTES = 1024 * 1024
 MAX_TABLE_NAME_BYTES = 200
@@ -52,7 +54,8 @@ DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
 """Payload bytes that a worker has in flight to one server: sent and not yet RECEIVED."""
 
 DEFAULT_GATE_EXTRA_BYTES = 256 * 1024 * 1024
-"""Room for staged steps on one server and table beyond one accumulator, if that is more than a step."""
+"""Room for staged steps on one server and table beyond one accumulator, if that is more than a
+step."""
 
 HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
@@ -72,14 +75,17 @@ MAX_HTTP_CONNECTION_COUNT = 64
 HTTP_REQUEST_DEADLINE_S = 5.0
 """From the accept of an HTTP connection to its close."""
 
-check(DEFAULT_BLOCK_ELEMENTS % BLOCK_ALIGNMENT_ELEMENTS == 0, "LIM-1", "default block is not aligned")
+check(
+    DEFAULT_BLOCK_ELEMENTS % BLOCK_ALIGNMENT_ELEMENTS == 0, "LIM-1", "default block is not aligned"
+)
 check(
     MAX_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES <= MAX_MESSAGE_BYTES,
     "LIM-2",
     "the largest block does not fit a message",
 )
 check(
-    DEFAULT_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES <= FOREIGN_MAX_MESSAGE_BYTES,
+    DEFAULT_BLOCK_ELEMENTS * MAX_ELEMENT_BYTES + MESSAGE_OVERHEAD_BYTES
+    <= FOREIGN_MAX_MESSAGE_BYTES,
     "LIM-3",
     "a default block does not fit gRPC's default message",
 )

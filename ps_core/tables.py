@@ -103,7 +103,9 @@ class InitializerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """What a table holds at first: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE."""
+    """What a table holds at first: `constant` for CONSTANT, `inline` bytes of its dtype for
+    INLINE.
+    """
 
     kind: InitializerKind = InitializerKind.ZEROS
     constant: float = 0.0
@@ -112,7 +114,9 @@ class Initializer:
 
 HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
     OptimizerKind.SGD: {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
-    OptimizerKind.ADAM: {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    OptimizerKind.ADAM: {
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0,
+    },
     OptimizerKind.ADAMW: {
         "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2,
     },

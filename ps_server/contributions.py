@@ -11,6 +11,7 @@ Rules:
 Invariants:
     CON-1  Memory that is not `is_owned` is never written to.
     CON-2  An owned buffer has the padded length, with zeros behind the block's end.
+    CON-3  A sum is of one block.
 
 What it deliberately does not do: know tables (`ps_server.shard_store` does).
 """
@@ -131,7 +132,7 @@ def scaled(part: Contribution, scale: float, pool: BufferPool) -> Contribution:
 
 def added(total: Contribution, part: Contribution, pool: BufferPool) -> Contribution:
     """`total` plus `part`; the memory of both goes into the result or back to the pool."""
-    check(total.block == part.block, "CON-1", f"block {part.block} added to {total.block}")
+    check(total.block == part.block, "CON-3", f"block {part.block} added to {total.block}")
     if total.present is not None or part.present is not None:
         return _added_by_runs(total, part, pool)
     length = total.length

@@ -65,7 +65,9 @@ class PushEvent:
 
 @dataclass(frozen=True, slots=True)
 class SealEvent:
-    """A seal arrived. `skip_if_invalid`: it came with its only push; `problem`: its terms are wrong."""
+    """A seal arrived. `skip_if_invalid`: it came with its only push; `problem`: its terms are
+    wrong.
+    """
 
     place: Place
     sender: Sender
@@ -87,7 +89,9 @@ class WithdrawEvent:
 
 @dataclass(frozen=True, slots=True)
 class PullEvent:
-    """A read arrived: `incarnation` is None for readers, whose `clock` counts only if `consistent`."""
+    """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
+    `consistent`.
+    """
 
     place: Place
     waiter: int
@@ -145,7 +149,9 @@ class Contributor:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A decision, numbered in its (range, table): what is replicated, then committed, then applied."""
+    """A decision, numbered in its (range, table): what is replicated, then committed, then
+    applied.
+    """
 
     table_id: TableId
     range_id: RangeId

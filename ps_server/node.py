@@ -1,4 +1,5 @@
-"""The server's thin edge: it feeds its machine and carries effects out, in order, on one event loop.
+"""The server's thin edge: it feeds its machine and carries effects out, in order, on one event
+loop.
 
 One thread owns everything here, so there is no lock: an event and all its effects are one stretch
 without an await, and a read is answered between two updates, never in one.
@@ -152,7 +153,9 @@ class ParameterNode:
     # --- reads
 
     def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
-        """Start a read of one range; `read.on_answer` is called now or later. Returns its number."""
+        """Start a read of one range; `read.on_answer` is called now or later. Returns its
+        number.
+        """
         number = next(self._numbers)
         self._reads[number] = read
         is_worker = read.session.role is Role.WORKER
@@ -233,23 +236,23 @@ class ParameterNode:
             return
         place = effect.table_id, effect.range_id
         part, shard = self.machine.parts[place], self.shards[place]
-        codec = read.codec or NATIVE_CODEC[part.table.spec.dtype]
+        codec = read.codec or NATIVE_CODEC[part.state.table.spec.dtype]
         is_worker = read.session.role is Role.WORKER
         answer = []
         try:
-            for block in read.blocks or part.blocks:
-                if block not in part.versions:
+            for block in read.blocks or part.state.blocks:
+                if block not in part.state.versions:
                     raise InvalidKeys(
-                        f"block {block} of table '{part.table.spec.name}' is not in range "
+                        f"block {block} of table '{part.state.table.spec.name}' is not in range "
                         f"{effect.range_id}"
                     )
                 payload, presence = shard.read(block, codec, effect.clock)
                 incarnation = read.session.incarnation if is_worker else None
                 value = parameters_pb2.BlockValue(
                     block=block,
-                    version=part.versions[block],
-                    peer_version=part.peer_version(incarnation, block),
-                    clock=part.clock,
+                    version=part.state.versions[block],
+                    peer_version=part.state.peer_version(incarnation, block),
+                    clock=part.state.clock,
                     codec=wire.codec_to_proto(codec),
                     presence=presence,
                     payload=payload,

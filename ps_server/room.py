@@ -1,4 +1,5 @@
-"""Gate memory of one table on one server: who may stage a step, and who must give way (SEMANTICS S3).
+"""Gate memory of one table on one server: who may stage a step, and who must give way (SEMANTICS
+S3).
 
 Rules:
     - A step is (clock, rank). Room goes to the lowest step among those with something sent here.

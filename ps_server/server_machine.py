@@ -4,11 +4,12 @@ It routes every event to its range machine after the checks that do not consume 
 (table, ownership, epoch), and shares each table's gate memory among the table's ranges.
 
 Invariants:
-    SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server and
-          that hold blocks.
+    SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server
+          and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
 
-What it deliberately does not do: hold values (effects name them), or authenticate (the servicer does).
+What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
+does).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TableRoom:
         self._parts.append(part)
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         self._step_bytes += sum(
-            self._table.block_length(block) * element_bytes for block in part.blocks
+            self._table.block_length(block) * element_bytes for block in part.state.blocks
         )
         bound = self._table.spec.gate_bytes or (
             self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
@@ -209,9 +210,9 @@ class ServerMachine:
         """A read of one range arrived."""
         try:
             part = self.part(event.place)
-            if event.consistent and part.table.spec.mode is not Mode.BSP:
+            if event.consistent and part.state.table.spec.mode is not Mode.BSP:
                 raise InvalidConfig(
-                    f"table '{part.table.spec.name}' is not BSP: it has no consistent reads"
+                    f"table '{part.state.table.spec.name}' is not BSP: it has no consistent reads"
                 )
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(
@@ -220,7 +221,7 @@ class ServerMachine:
         except PushpullError as error:
             place = event.place
             return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
-        effects = part.pull(event, now_s)
+        effects = part.reads.pull(event, now_s)
         if not effects:
             self._waiting[event.waiter] = part
         return effects
@@ -229,11 +230,11 @@ class ServerMachine:
         """The read has been answered, refused or cancelled: nothing waits for it."""
         part = self._waiting.pop(waiter, None)
         if part is not None:
-            part.cancel(waiter)
+            part.reads.cancel(waiter)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed: reads expire."""
-        return [effect for part in set(self._waiting.values()) for effect in part.tick(now_s)]
+        return [effect for part in set(self._waiting.values()) for effect in part.reads.tick(now_s)]
 
     # --- views of the state
 
@@ -260,4 +261,4 @@ class ServerMachine:
         self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
     ) -> int:
         """Updates of the block in which the incarnation had no part."""
-        return self._parts[place].peer_version(incarnation, block)
+        return self._parts[place].state.peer_version(incarnation, block)

@@ -41,9 +41,17 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     @property
     def _node(self) -> ParameterNode:
+        return self._registered[0]
+
+    @property
+    def _view_at_least(self) -> ViewAtLeast:
+        return self._registered[1]
+
+    @property
+    def _registered(self) -> tuple[ParameterNode, ViewAtLeast]:
         if self._attached is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)
-        return self._attached[0]
+        return self._attached
 
     @translated
     async def OpenSession(
@@ -52,9 +60,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         """See parameters.proto."""
         self._node.admit(request.session)
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
-        assert self._attached is not None
-        view_at_least = self._attached[1]
-        await view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
+        await self._view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
         if self._node.machine.view_number < request.view_number:
             raise WaitExpired(
                 f"server {self._node.session.node_id} is at view {self._node.machine.view_number}; "
@@ -76,8 +82,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
             try:
                 async for batch in stream.batches():
-                    assert isinstance(batch, parameters_pb2.PushResponse)
-                    yield batch
+                    if isinstance(batch, parameters_pb2.PushResponse):
+                        yield batch
             finally:
                 await _cancelled(reader)
 

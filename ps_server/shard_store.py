@@ -21,6 +21,8 @@ Invariants:
     STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
     STO-2  The result depends on the parts, their order and their scales only, not on the block size
            or the other blocks (with OPT-1: DESIGN's G4).
+    STO-3  An update that something was folded for has contributors.
+    STO-4  The segments of a block cover it.
 
 What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
 """
@@ -167,7 +169,7 @@ class ShardStore:
         """
         numbers = dict(self._table.spec.optimizer.merged(hyperparameters))
         forming = self._forming.pop(clock, {})
-        check(contributor_count >= 1 or not forming, "STO-1", "a sum without contributors")
+        check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
         is_mean = self._table.spec.reduction is Reduction.MEAN
         reduced: dict[int, Contribution] = {}
         for block in sorted(forming):
@@ -236,7 +238,7 @@ class ShardStore:
         length = self._table.block_length(block)
         segments = self._table.segments(block)
         bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
-        check(int(bounds[-1]) == length, "TAB-1", f"segments of block {block} do not cover it")
+        check(int(bounds[-1]) == length, "STO-4", f"segments of block {block} do not cover it")
         values = torch.zeros(padded_length(length), dtype=self._dtype)
         initializer = self._table.spec.initializer
         if initializer.kind is InitializerKind.CONSTANT:

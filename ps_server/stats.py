@@ -17,14 +17,14 @@ def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeSt
             range_id=place[1],
             table_id=place[0],
             assignment_epoch=node.machine.epoch(place[1]),
-            clock=part.clock,
-            block_count=len(part.blocks),
+            clock=part.state.clock,
+            block_count=len(part.state.blocks),
             state_bytes=node.shards[place].state_bytes,
-            update_count=part.update_count,
-            waits=part.waits(now_s),
-            initialized=part.initialized,
+            update_count=part.state.update_count,
+            waits=part.reads.waits(now_s),
+            initialized=part.state.initialized,
         )
-        for worker in part.worker_places():
+        for worker in part.state.worker_places():
             stats.workers.add(
                 rank=worker.rank,
                 incarnation=worker.incarnation,

@@ -1,8 +1,8 @@
 """The push window: what a worker sends, sends again, and holds back (SEMANTICS S2-S4).
 
-A pure machine. `submit` and `seal` number the entries of a step; `poll` says what to send now; replies,
-connections and ticks come in as events. Everything that an entry needs to be sent again is kept until
-its outcome has come, so a resend carries identical bytes.
+A pure machine. `submit` and `seal` number the entries of a step; `poll` says what to send now;
+replies, connections and ticks come in as events. Everything that an entry needs to be sent again is
+kept until its outcome has come, so a resend carries identical bytes.
 
     queued --poll--> sent --RECEIVED--> received --COMMITTED--> ended
        ^               |                   |
@@ -10,9 +10,10 @@ its outcome has come, so a resend carries identical bytes.
 
 Rules:
     - Payload bytes sent and not yet answered stay within `window_bytes`; one entry may always go.
-    - After REFUSED or GIVEN_BACK nothing of that (server, table) is sent before CREDIT or the retry time.
-    - The seals of a step leave when each of its pushes is received or invalid on every server; all of
-      them with skip if one push is invalid.
+    - After REFUSED or GIVEN_BACK nothing of that (server, table) is sent before CREDIT or the
+      retry time.
+    - The seals of a step leave when each of its pushes is received or invalid on every server; all
+      of them with skip if one push is invalid.
 
 Invariants:
     PW-1  Sequences of a (range, table) are given out from 1 without gap.
@@ -26,173 +27,27 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
-from ps_core.errors import InvalidConfig, PushpullError, check
+from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Ledger, Outcome
-from ps_core.tables import Hyperparameters
-
-
-class EntryState(Enum):
-    """Where an entry is on its way."""
-
-    QUEUED = "queued"
-    SENT = "sent"
-    RECEIVED = "received"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class EntryKey:
-    """The name of an entry: its number in the sequence of (table, range)."""
-
-    table_id: TableId
-    range_id: RangeId
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class SealTerms:
-    """What a seal says, beside its place."""
-
-    hyperparameters: Hyperparameters = ()
-    contribution_scale: float = 1.0
-    skip: bool = False
-    last: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    key: EntryKey
-    clock: int
-    block: int | None  # None for a seal
-    byte_count: int
-    body: object
-    order: tuple[int, int]
-    replaces: int = 0
-    state: EntryState = EntryState.QUEUED
-    sent_s: float = 0.0
-    sent_count: int = 0
-    retry_s: float | None = None
-    inline_seal: int = 0  # the sequence of the seal that travels with this push
-    given_up: bool = False  # replaced: if it must be sent again, it is sent as a withdrawal
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    table_id: TableId
-    clock: int
-    pushes: dict[EntryKey, _Entry] = field(default_factory=dict)
-    blocks: dict[int, _Entry] = field(default_factory=dict)
-    seals: dict[EntryKey, _Entry] = field(default_factory=dict)
-    terms: SealTerms | None = None
-    seals_released: bool = False
-    open_count: int = 0
-    problems: list[tuple[int | None, PushpullError]] = field(default_factory=list)
-    invalid: set[EntryKey] = field(default_factory=set)
-    skipped: bool = False
-    staleness: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SendPush:
-    """Send this push to `server` now."""
-
-    server: NodeId
-    key: EntryKey
-    clock: int
-    block: int
-    replaces: int
-    confirmed_sequence: int
-    body: object
-    inline_seal: tuple[int, SealTerms] | None
-
-
-@dataclass(frozen=True, slots=True)
-class SendWithdrawal:
-    """Tell `server` that this number is given up."""
-
-    server: NodeId
-    key: EntryKey
-
-
-@dataclass(frozen=True, slots=True)
-class SealPart:
-    """One range's place in a seal."""
-
-    range_id: RangeId
-    sequence: int
-    confirmed_sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendSeal:
-    """Send one seal for these ranges to `server` now."""
-
-    server: NodeId
-    table_id: TableId
-    clock: int
-    parts: tuple[SealPart, ...]
-    terms: SealTerms
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """Every entry of the step has its outcome; nothing of it will be sent again.
-
-    `problems` holds (block, error) for every entry that was refused for good; block is None for seals.
-    """
-
-    table_id: TableId
-    clock: int
-    applied: bool
-    problems: tuple[tuple[int | None, PushpullError], ...]
-    staleness: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepRefused:
-    """A range refused the step's seal for good: the step cannot end there."""
-
-    table_id: TableId
-    clock: int
-    error: PushpullError
-
-
-@dataclass(frozen=True, slots=True)
-class ViewNeeded:
-    """A server said that the assignment is another: a newer view is needed."""
-
-    server: NodeId
-
-
-Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused | ViewNeeded
-
-
-class ReplyKind(Enum):
-    """What a server says about an entry."""
-
-    RECEIVED = "received"
-    COMMITTED = "committed"
-    REFUSED = "refused"
-    GIVEN_BACK = "given_back"
-    CREDIT = "credit"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A server's word about one entry (`ending` with COMMITTED, `error` with the refusals)."""
-
-    kind: ReplyKind
-    table_id: TableId
-    range_id: RangeId
-    sequence: int
-    ending: Ending | None = None
-    error: PushpullError | None = None
-
+from ps_worker.push_entries import (
+    Effect,
+    Entry,
+    EntryKey,
+    EntryState,
+    Reply,
+    ReplyKind,
+    SealPart,
+    SealTerms,
+    SendPush,
+    SendSeal,
+    SendWithdrawal,
+    StepEnded,
+    StepRefused,
+    ViewNeeded,
+    WindowStep,
+)
 
 _RETRYABLE = frozenset({"STALE_ASSIGNMENT", "NOT_OWNER", "RECOVERING", "DRAINING", "OVERLOADED"})
 
@@ -218,9 +73,9 @@ class PushWindow:
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
         self._next_sequence: dict[tuple[TableId, RangeId], int] = {}
         self._seen: dict[tuple[TableId, RangeId], Ledger] = {}
-        self._steps: dict[tuple[TableId, int], _Step] = {}
-        self._open: dict[EntryKey, _Entry] = {}
-        self._queue: list[tuple[tuple[int, int], int, _Entry]] = []
+        self._steps: dict[tuple[TableId, int], WindowStep] = {}
+        self._open: dict[EntryKey, Entry] = {}
+        self._queue: list[tuple[tuple[int, int], int, Entry]] = []
         self._waiting_seals: set[EntryKey] = set()
         self._submitted = 0
 
@@ -244,7 +99,7 @@ class PushWindow:
         Raises:
             InvalidConfig: the step has been sealed.
         """
-        step = self._steps.setdefault((table_id, clock), _Step(table_id, clock))
+        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
         if step.terms is not None:
             raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
         previous = step.blocks.get(block)
@@ -263,12 +118,13 @@ class PushWindow:
     def seal(
         self, table_id: TableId, clock: int, ranges: Iterable[RangeId], terms: SealTerms
     ) -> None:
-        """End the step on all `ranges` that hold blocks of the table; `poll` sends the seals in time.
+        """End the step on all `ranges` that hold blocks of the table; `poll` sends the seals in
+        time.
 
         Raises:
             InvalidConfig: the step has been sealed.
         """
-        step = self._steps.setdefault((table_id, clock), _Step(table_id, clock))
+        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
         if step.terms is not None:
             raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
         step.terms = terms
@@ -287,7 +143,7 @@ class PushWindow:
         return step is None or step.terms is not None
 
     @staticmethod
-    def _carrier(step: _Step, places: Sequence[RangeId]) -> _Entry | None:
+    def _carrier(step: WindowStep, places: Sequence[RangeId]) -> Entry | None:
         """The push that may carry the seal: the only message of the step, and not sent yet."""
         if len(places) != 1 or len(step.pushes) != 1:
             return None
@@ -296,24 +152,24 @@ class PushWindow:
 
     def _new_entry(
         self,
-        step: _Step,
+        step: WindowStep,
         range_id: RangeId,
         block: int | None,
         body: object,
         byte_count: int,
         priority: int,
-    ) -> _Entry:
+    ) -> Entry:
         place = (step.table_id, range_id)
         sequence = self._next_sequence.get(place, 1)
         self._next_sequence[place] = sequence + 1
         key = EntryKey(step.table_id, range_id, sequence)
         self._submitted += 1
-        entry = _Entry(key, step.clock, block, byte_count, body, (priority, self._submitted))
+        entry = Entry(key, step.clock, block, byte_count, body, (priority, self._submitted))
         self._open[key] = entry
         step.open_count += 1
         return entry
 
-    def _give_up(self, entry: _Entry, step: _Step) -> None:
+    def _give_up(self, entry: Entry, step: WindowStep) -> None:
         """Another entry replaces this one; its number stays open until the server has ended it."""
         entry.given_up = True
         entry.body = None
@@ -336,7 +192,9 @@ class PushWindow:
         self._connected.add(server)
 
     def disconnected(self, server: NodeId) -> None:
-        """The stream to `server` broke: all that has no outcome there goes again (RECEIVED is volatile)."""
+        """The stream to `server` broke: all that has no outcome there goes again (RECEIVED is
+        volatile).
+        """
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
@@ -368,7 +226,9 @@ class PushWindow:
         return self._failed(server, entry, reply.error, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Time passed: blocked tables whose retry time has come, and unanswered entries, go again."""
+        """Time passed: blocked tables whose retry time has come, and unanswered entries, go
+        again.
+        """
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
         overdue_s = now_s - self._resend_after_s
@@ -381,7 +241,7 @@ class PushWindow:
             elif entry.state is EntryState.RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
 
-    def _probe(self, entry: _Entry, now_s: float) -> None:
+    def _probe(self, entry: Entry, now_s: float) -> None:
         """Held for long: a seal asks again (no payload); a push only once its seal has ended, since
         only then is an answer surely missing.
         """
@@ -394,27 +254,27 @@ class PushWindow:
         else:
             entry.sent_s = now_s
 
-    def _received(self, entry: _Entry) -> None:
+    def _received(self, entry: Entry) -> None:
         if entry.state is EntryState.SENT:
             self._leave_flight(entry)
             entry.state = EntryState.RECEIVED
         self._carried(entry)
 
-    def _carried(self, entry: _Entry) -> None:
+    def _carried(self, entry: Entry) -> None:
         """The push arrived, and so did the seal that it carried."""
         seal = self._open.get(EntryKey(entry.key.table_id, entry.key.range_id, entry.inline_seal))
         if seal is not None and seal.state is EntryState.QUEUED:
             seal.state = EntryState.RECEIVED
             seal.sent_s = entry.sent_s
 
-    def _committed(self, entry: _Entry, ending: Ending | None) -> list[Effect]:
-        check(ending is not None, "PW-4", "COMMITTED without an outcome")
-        assert ending is not None
+    def _committed(self, entry: Entry, ending: Ending | None) -> list[Effect]:
+        if ending is None:
+            raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
         step = self._steps[(entry.key.table_id, entry.clock)]
         return self._end(entry, ending, step)
 
     def _failed(
-        self, server: NodeId, entry: _Entry, error: PushpullError | None, now_s: float
+        self, server: NodeId, entry: Entry, error: PushpullError | None, now_s: float
     ) -> list[Effect]:
         problem = error or PushpullError("the server refused an entry without saying why")
         if problem.code in _RETRYABLE:
@@ -426,10 +286,10 @@ class PushWindow:
 
     # --- moving entries
 
-    def _enqueue(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: Entry) -> None:
         heapq.heappush(self._queue, (entry.order, id(entry), entry))
 
-    def _requeue(self, entry: _Entry) -> None:
+    def _requeue(self, entry: Entry) -> None:
         self._leave_flight(entry)
         entry.state = EntryState.QUEUED
         if entry.block is None:
@@ -441,11 +301,11 @@ class PushWindow:
         else:
             self._enqueue(entry)
 
-    def _leave_flight(self, entry: _Entry) -> None:
+    def _leave_flight(self, entry: Entry) -> None:
         if entry.state is EntryState.SENT:
             self._in_flight_bytes -= entry.byte_count
 
-    def _end(self, entry: _Entry, ending: Ending, step: _Step) -> list[Effect]:
+    def _end(self, entry: Entry, ending: Ending, step: WindowStep) -> list[Effect]:
         self._leave_flight(entry)
         entry.state = EntryState.ENDED
         entry.body = None
@@ -481,7 +341,9 @@ class PushWindow:
     # --- what to send
 
     def poll(self, now_s: float) -> list[Effect]:
-        """What may be sent now, in order of priority; each entry counts as sent when it is returned."""
+        """What may be sent now, in order of priority; each entry counts as sent when it is
+        returned.
+        """
         effects: list[Effect] = list(self._poll_pushes(now_s))
         effects += self._poll_seals(now_s)
         return effects
@@ -520,17 +382,16 @@ class PushWindow:
             heapq.heappush(self._queue, item)
         return found
 
-    def _send_push(self, server: NodeId, entry: _Entry) -> SendPush:
+    def _send_push(self, server: NodeId, entry: Entry) -> SendPush:
         step = self._steps[(entry.key.table_id, entry.clock)]
         inline = None
         if entry.inline_seal and step.terms is not None:
             inline = (entry.inline_seal, step.terms)
-        assert entry.block is not None
         return SendPush(
             server,
             entry.key,
             entry.clock,
-            entry.block,
+            entry.pushed_block,
             entry.replaces,
             self._ledger(entry.key).low_water,
             entry.body,
@@ -544,7 +405,7 @@ class PushWindow:
                 if step.invalid:
                     step.skipped = True
                 self._waiting_seals.update(step.seals)
-        grouped: dict[tuple[NodeId, TableId, int], list[_Entry]] = {}
+        grouped: dict[tuple[NodeId, TableId, int], list[Entry]] = {}
         for key in sorted(self._waiting_seals, key=lambda k: (k.table_id, k.range_id, k.sequence)):
             entry = self._open[key]
             server = self._owner.get(key.range_id)
@@ -555,17 +416,16 @@ class PushWindow:
         ]
 
     @staticmethod
-    def _may_seal(step: _Step) -> bool:
+    def _may_seal(step: WindowStep) -> bool:
         """PW-3."""
         return all(
             push.state in (EntryState.RECEIVED, EntryState.ENDED) for push in step.pushes.values()
         )
 
-    def _send_seal(self, server: NodeId, entries: list[_Entry], now_s: float) -> SendSeal:
+    def _send_seal(self, server: NodeId, entries: list[Entry], now_s: float) -> SendSeal:
         first = entries[0]
         step = self._steps[(first.key.table_id, first.clock)]
-        assert step.terms is not None
-        terms = step.terms
+        terms = step.sealed_with
         if step.skipped and not terms.skip:
             terms = SealTerms(terms.hyperparameters, terms.contribution_scale, True, terms.last)
         for entry in entries:

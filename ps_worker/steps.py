@@ -1,15 +1,15 @@
 """A worker's steps on one table, as the training thread sees them.
 
     handle = client.create_table(...)
-    step = client.begin_step(handle)            # clock = last sealed clock + 1
-    step.push_block(block, payload)             # as often as a block changes; the last one counts
-    ticket = step.seal(hyperparameters=...)     # the end of the step; nothing may be pushed to it now
-    client.wait(ticket)                         # every server committed it
+    step = client.begin_step(handle)           # clock = last sealed clock + 1
+    step.push_block(block, payload)            # as often as a block changes; the last counts
+    ticket = step.seal(hyperparameters=...)    # the end: nothing may be pushed to it now
+    client.wait(ticket)                        # every server committed it
 
 Rules:
     - A table has at most one open step; its clock is one more than the last sealed one.
-    - A payload is read on the background thread, later and perhaps more than once: its memory must not
-      change before the step's ticket is done, or before the block is pushed again.
+    - A payload is read on the background thread, later and perhaps more than once: its memory must
+      not change before the step's ticket is done, or before the block is pushed again.
 
 What it deliberately does not do: network; everything is handed to the background thread.
 """
@@ -17,7 +17,6 @@ What it deliberately does not do: network; everything is handed to the backgroun
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +28,7 @@ from ps_core.codec import check_length
 from ps_core.errors import InvalidConfig
 from ps_core.tables import NATIVE_CODEC, Codec, Hyperparameters, Table, pack_presence
 from ps_worker.cutting import BlockPart, merged
-from ps_worker.push_window import SealTerms
+from ps_worker.push_entries import SealTerms
 from ps_worker.tickets import PushTicket, StepResult
 
 
@@ -109,8 +108,8 @@ class Step:
             presence: as `ps_core.tables.pack_presence` gives it; empty means all tensors.
             codec: how the payload is encoded; None means the table's dtype.
             priority: lower goes first where the window is full.
-            eager: ASP tables: the hyperparameters that the seal will repeat; the block is then applied
-                on arrival. None (default) holds it until the seal.
+            eager: ASP tables: the hyperparameters that the seal will repeat; the block is then
+                applied on arrival. None (default) holds it until the seal.
 
         Shapes:
             payload: C-contiguous bytes. Not copied: it must not change before the step's ticket is
@@ -144,9 +143,7 @@ class Step:
         if older is not None and not all(part.present):
             part = merged(self.table, older, part)
         self._parts[part.block] = part
-        self.push_block(
-            part.block, memoryview(part.payload), presence=pack_presence(part.present)
-        )
+        self.push_block(part.block, part.payload.data, presence=pack_presence(part.present))
 
     def seal(
         self,
@@ -159,7 +156,7 @@ class Step:
         """End the step; the seals leave when every block has been received everywhere.
 
         Args:
-            hyperparameters: the numbers of this step, sorted by name; missing ones mean the table's.
+            hyperparameters: this step's numbers, sorted by name; those left out are the table's.
             contribution_scale: this worker's gradients are multiplied by it.
             skip: the step takes no part in the update (an overflow of mixed precision).
             last: from the next clock on nobody waits for this worker.
@@ -180,7 +177,8 @@ class Step:
     def _check_open(self) -> None:
         if self._sealed:
             raise InvalidConfig(
-                f"step {self.clock} of table '{self.table.spec.name}' has been sealed; begin the next"
+                f"step {self.clock} of table '{self.table.spec.name}' has been sealed; begin the "
+                "next"
             )
 
 
@@ -248,5 +246,3 @@ class TableSteps:
         """What the last pull of the block brought; None if it was never pulled."""
         found = int(self._peer_versions[block])
         return None if found < 0 else found
-
-

@@ -1,14 +1,14 @@
 """The cluster of a simulation: the real machines, with the network between them.
 
-A gradient is an identity (who, when, which block, which revision), so that the state of a block is the
-list of what is in it, and every loss, double or disorder shows.
+A gradient is an identity (who, when, which block, which revision), so that the state of a block is
+the list of what is in it, and every loss, double or disorder shows.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,8 +32,7 @@ from ps_server.events import (
 )
 from ps_server.events import SealTerms as ServerTerms
 from ps_server.server_machine import ServerMachine
-from ps_worker.push_window import (
-    PushWindow,
+from ps_worker.push_entries import (
     Reply,
     ReplyKind,
     SealTerms,
@@ -43,6 +42,7 @@ from ps_worker.push_window import (
     StepEnded,
     StepRefused,
 )
+from ps_worker.push_window import PushWindow
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -129,7 +129,9 @@ class SimServer:
                     on_answer(effect)
 
     def read(
-        self, event: Callable[[int], PullEvent], on_answer: Callable[[AnswerPull | RefusePull], None]
+        self,
+        event: Callable[[int], PullEvent],
+        on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
         """A read of one range arrived."""
         number = next(self.numbers)
@@ -186,7 +188,7 @@ class Reads:
         table: Table,
         clock: int,
         incarnation: Incarnation | None,
-        consistent: bool,  # noqa: FBT001
+        consistent: bool,
     ) -> None:
         if question != self._current or self.is_done(table):
             return
@@ -218,8 +220,8 @@ class Reads:
                 self.world.send("refusal", lambda: self._refused(question, error))
                 return
             part = server.machine.parts[table.table_id, range_id]
-            blocks = {b: list(server.values[table.table_id, b]) for b in part.blocks}
-            found = (part.clock, blocks)
+            blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
+            found = (part.state.clock, blocks)
             self.world.send("answer", lambda: self._answered(question, range_id, found))
 
         self.world.send("read", lambda: server.read(event, on_answer))
@@ -326,7 +328,7 @@ class SimWorker:
     def _poll(self) -> None:
         self._handle(self.window.poll(self.world.now_s))
 
-    def _handle(self, effects: list[object]) -> None:
+    def _handle(self, effects: Sequence[object]) -> None:
         for effect in effects:
             if isinstance(effect, StepEnded):
                 self.ended[effect.table_id, effect.clock] = effect

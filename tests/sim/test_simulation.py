@@ -118,7 +118,7 @@ class Simulation:
             sentence
             for server in self.cluster.values()
             for part in server.machine.parts.values()
-            for sentence in part.waits(self.world.now_s)
+            for sentence in part.reads.waits(self.world.now_s)
         ]
         windows = {w.rank: w.window.open_entries() for w in self.workers}
         return f"{waits} {windows}"
@@ -171,9 +171,7 @@ class Simulation:
                 assert set(found) == self.truth.upto(table.table_id, block, clock), clock
 
 
-def test_every_seed_ends_with_exactly_what_was_sealed(
-    sim_seeds: tuple[int, ...]
-) -> None:
+def test_every_seed_ends_with_exactly_what_was_sealed(sim_seeds: tuple[int, ...]) -> None:
     """G1, G3, G4 and no deadlock, at a window of two blocks and the smallest gate bound."""
     total: Counter[str] = Counter()
     messages = []

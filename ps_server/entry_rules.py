@@ -1,0 +1,133 @@
+"""What may be wrong with an entry apart from its payload: pure questions to a range's state.
+
+Each returns the error that the entry ends with, or None.
+"""
+
+from __future__ import annotations
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig, InvalidKeys, PushpullError
+from ps_core.tables import Hyperparameters
+from ps_server.events import PushEvent, SealEvent, SealTerms
+from ps_server.range_state import RangeState, StepPart, WorkerPart
+
+
+class EntryRules:
+    """The rules, over one range's state."""
+
+    def __init__(self, state: RangeState) -> None:
+        self._state = state
+
+    def push_problem(
+        self, event: PushEvent, worker: WorkerPart, step: StepPart | None
+    ) -> PushpullError | None:
+        """What is wrong with a push apart from its payload."""
+        name = self._state.name
+        if event.block not in self._state.versions:
+            return InvalidKeys(
+                f"block {event.block} of table '{name}' is not in range {self._state.range_id}"
+            )
+        if event.is_assign and (
+            event.clock != 0 or event.sender.rank != 0 or self._state.initialized
+        ):
+            return InvalidConfig(
+                f"ASSIGN to table '{name}' at clock {event.clock} by rank {event.sender.rank}; "
+                "expected clock 0 by rank 0, once, in a table that starts from rank 0"
+            )
+        problem = self._clock_problem(event.clock, worker)
+        if not event.is_assign and problem is not None:
+            return problem
+        if step is not None and step.seal is not None and event.sequence > step.seal.sequence:
+            return InvalidConfig(
+                f"push {event.sequence} comes after the seal of clock {event.clock}"
+            )
+        if step is not None and event.block in step.blocks:
+            return InvalidKeys(
+                f"block {event.block} of table '{name}' was pushed at clock {event.clock} already, "
+                f"as sequence {step.blocks[event.block]}; name it in `replaces`"
+            )
+        if event.eager is not None:
+            return self._hyperparameter_problem(event.eager)
+        return None
+
+    def _clock_problem(self, clock: int, worker: WorkerPart) -> PushpullError | None:
+        first = max(worker.sealed_clock, 0) + 1
+        last = worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT
+        if worker.left_clock is not None:
+            return InvalidConfig(
+                f"worker {worker.rank} left table '{self._state.name}' at clock "
+                f"{worker.left_clock}; got clock {clock}"
+            )
+        if not first <= clock <= last:
+            return InvalidConfig(
+                f"clock {clock} of table '{self._state.name}' by worker {worker.rank}; "
+                f"expected {first} (at most {last})"
+            )
+        return None
+
+    def seal_problem(
+        self, event: SealEvent, worker: WorkerPart, step: StepPart
+    ) -> PushpullError | None:
+        """What is wrong with a seal, its table's numbers and the other workers' included."""
+        name, terms = self._state.name, event.terms
+        if event.problem is not None:
+            return event.problem
+        if step.seal is not None:
+            return InvalidConfig(
+                f"worker {worker.rank} sealed clock {terms.clock} of table '{name}' already"
+            )
+        problem = self._clock_problem(terms.clock, worker)
+        if terms.clock != 0 and problem is not None:
+            return problem
+        if terms.clock == 0 and (worker.rank != 0 or terms.skip or self._state.initialized):
+            return InvalidConfig(
+                f"clock 0 of table '{name}' is sealed by rank 0, without skip, in a table that "
+                "starts from rank 0"
+            )
+        if not 0.0 < terms.contribution_scale < float("inf"):
+            return InvalidConfig(
+                f"contribution_scale is {terms.contribution_scale}; expected finite and above 0"
+            )
+        problem = self._hyperparameter_problem(terms.hyperparameters)
+        return problem or self._disagreement(terms, worker, step)
+
+    def _hyperparameter_problem(self, given: Hyperparameters) -> PushpullError | None:
+        try:
+            self._state.table.spec.optimizer.merged(given)
+        except InvalidConfig as error:
+            return error
+        return None
+
+    def _disagreement(
+        self, terms: SealTerms, worker: WorkerPart, own: StepPart
+    ) -> PushpullError | None:
+        """A seal repeats its eager pushes' numbers, and under BSP the other workers' at its clock
+        (skipped ones have no say).
+        """
+        if terms.skip:
+            return None
+        merged = self._state.table.spec.optimizer.merged
+        mine = merged(terms.hyperparameters)
+        if own.eager is not None and own.eager != mine:
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{self._state.name}' has other "
+                f"hyperparameters ({mine}) than its eager pushes ({own.eager})"
+            )
+        if self._state.is_asp:
+            return None
+        for other in self._state.by_rank.values():
+            step = other.steps.get(terms.clock)
+            if other is worker or step is None or step.seal is None or step.seal.terms.skip:
+                continue
+            theirs = merged(step.seal.terms.hyperparameters)
+            if theirs != mine:
+                differing = ", ".join(
+                    f"{name}: {b:g} and {a:g}"
+                    for (name, a), (_, b) in zip(mine, theirs, strict=True)
+                    if a != b
+                )
+                return InvalidConfig(
+                    f"workers {other.rank} and {worker.rank} disagree about clock {terms.clock} of "
+                    f"table '{self._state.name}': {differing}"
+                )
+        return None

@@ -1,0 +1,194 @@
+"""What a range machine knows: workers, their steps, clocks and versions of one (range, table).
+
+Invariants:
+    RM-1  Each sequence of an incarnation is unseen, held, missing (given back) or ended; never two.
+
+What it deliberately does not do: decide (`range_machine`, `update_gate` and `read_gate` do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ps_core.errors import InvariantViolation, PushpullError
+from ps_core.keys import Incarnation, RangeId
+from ps_core.ledger import Ending, Ledger
+from ps_core.tables import Hyperparameters, InitializerKind, Mode, Table
+from ps_server.events import Effect, ReplyKind, ReplyTo, SealEvent, Sender
+from ps_server.room import Step
+
+
+class Room(Protocol):
+    """What a range asks of its table's gate memory; giving back reaches every range of the
+    table.
+    """
+
+    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
+        """Whether there is room; effects of making it are appended."""
+
+    def release(self, step: Step, byte_count: int) -> None:
+        """A payload is no longer staged."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldPush:
+    """A push that is held: `payload` is None once it is folded or dropped."""
+
+    sender: Sender
+    sequence: int
+    block: int
+    byte_count: int
+    payload: object | None
+    pulled_peer_version: int | None
+
+
+@dataclass(slots=True, eq=False)
+class StepPart:
+    """One worker's step on its way."""
+
+    clock: int
+    pushes: dict[int, HeldPush] = field(default_factory=dict)  # by sequence
+    blocks: dict[int, int] = field(default_factory=dict)  # block -> sequence
+    missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
+    invalid: set[int] = field(default_factory=set)
+    seal: SealEvent | None = None
+    skip: bool = False
+    eager: Hyperparameters | None = None
+
+    @property
+    def sealed_by(self) -> SealEvent:
+        """The seal of a step that has one."""
+        if self.seal is None:
+            raise InvariantViolation("RM-5", f"clock {self.clock} is in effect without a seal")
+        return self.seal
+
+
+@dataclass(slots=True, eq=False)
+class WorkerPart:
+    """A worker in this range: `sealed_clock` is its newest seal in effect, `done_clock` its newest
+    recorded step (ASP), `held` the clock of each held sequence, `own_updates` how many updates of a
+    block it had a part in, `left_clock` its last.
+    """
+
+    rank: int
+    incarnation: Incarnation
+    sealed_clock: int
+    done_clock: int
+    last_heard_s: float
+    ledger: Ledger = field(default_factory=Ledger)
+    steps: dict[int, StepPart] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    own_updates: dict[int, int] = field(default_factory=dict)
+    left_clock: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker is, for status."""
+
+    rank: int
+    incarnation: Incarnation
+    clock: int
+    low_water: int
+    last_heard_s: float
+    left: bool
+
+
+class RangeState:
+    """The state of one table in one range, and the few changes that all its deciders share."""
+
+    def __init__(
+        self,
+        table: Table,
+        range_id: RangeId,
+        blocks: tuple[int, ...],
+        worker_count: int,
+        room: Room,
+    ) -> None:
+        """A fresh part: clock 0, initialised unless rank 0 is to do it."""
+        self.table = table
+        self.range_id = range_id
+        self.blocks = blocks
+        self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+        self.clock = 0
+        self.update_count = 0
+        self.record_count = 0
+        self.versions = dict.fromkeys(blocks, 0)
+        self.worker_count = worker_count
+        self.room = room
+        self.workers: dict[Incarnation, WorkerPart] = {}
+        self.by_rank: dict[int, WorkerPart] = {}
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.table.spec.name
+
+    @property
+    def is_asp(self) -> bool:
+        """Whether nobody waits for anybody."""
+        return self.table.spec.mode is Mode.ASP
+
+    def is_member(self, rank: int, clock: int) -> bool:
+        """Whether update `clock` waits for this rank."""
+        worker = self.by_rank.get(rank)
+        return worker is None or worker.left_clock is None or clock <= worker.left_clock
+
+    def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
+        """Updates of `block` in which `incarnation` had no part."""
+        worker = self.workers.get(incarnation) if incarnation is not None else None
+        own = worker.own_updates.get(block, 0) if worker is not None else 0
+        return self.versions[block] - own
+
+    def worker_places(self) -> Iterator[WorkerPlace]:
+        """Where each worker is."""
+        for worker in self.by_rank.values():
+            yield WorkerPlace(
+                worker.rank,
+                worker.incarnation,
+                max(worker.sealed_clock, 0),
+                worker.ledger.low_water,
+                worker.last_heard_s,
+                worker.left_clock is not None,
+            )
+
+    def drop_push(self, step: StepPart, worker: WorkerPart, sequence: int) -> None:
+        """Forget a held push that has not been folded."""
+        push = step.pushes.pop(sequence, None)
+        if push is None:
+            return
+        self.unstage(step, worker, push)
+        if step.blocks.get(push.block) == sequence:
+            del step.blocks[push.block]
+        worker.held.pop(sequence, None)
+
+    def unstage(self, step: StepPart, worker: WorkerPart, push: HeldPush) -> None:
+        """The payload is held no more; its room is free."""
+        if push.payload is not None:
+            push.payload = None
+            self.room.release(Step(step.clock, worker.rank), push.byte_count)
+
+    def end(
+        self, worker: WorkerPart, sender: Sender, sequence: int, ending: Ending, out: list[Effect]
+    ) -> None:
+        """The sequence ends: ledger and sender are told."""
+        worker.held.pop(sequence, None)
+        worker.ledger.end(sequence, ending)
+        self.reply(out, sender, ReplyKind.COMMITTED, sequence, ending=ending)
+
+    def reply(
+        self,
+        out: list[Effect],
+        sender: Sender,
+        kind: ReplyKind,
+        sequence: int,
+        *,
+        ending: Ending | None = None,
+        error: PushpullError | None = None,
+    ) -> None:
+        """Answer an entry."""
+        out.append(
+            ReplyTo(sender, kind, self.table.table_id, self.range_id, sequence, ending, error)
+        )

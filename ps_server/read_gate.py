@@ -1,0 +1,123 @@
+"""Who may read when: reads that wait, and what they wait for (SEMANTICS S5).
+
+Invariants:
+    RM-4  A pull is answered only from committed state that its gate allows.
+
+What it deliberately does not do: copy values (`ps_server.node` does, at once, on AnswerPull).
+"""
+
+from __future__ import annotations
+
+from ps_core.errors import AlreadyPast, PushpullError, WaitExpired
+from ps_core.tables import OptimizerKind
+from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
+from ps_server.range_state import RangeState
+
+
+class ReadGate:
+    """The reads of one table in one range."""
+
+    def __init__(self, state: RangeState) -> None:
+        self._state = state
+        self._waiters: dict[int, PullEvent] = {}
+
+    def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
+        """A read arrived: answered at once, refused, or parked until its deadline."""
+        worker = (
+            self._state.workers.get(event.incarnation) if event.incarnation is not None else None
+        )
+        if worker is not None:
+            worker.last_heard_s = now_s
+        out: list[Effect] = []
+        if event.consistent and self._state.initialized and self._state.clock > event.clock:
+            past = AlreadyPast(
+                f"range {self._state.range_id} of table '{self._state.name}' is at clock "
+                f"{self._state.clock}; the read asked for {event.clock}",
+                clock=self._state.clock,
+            )
+            out.append(self._refuse(event, past))
+        elif self._may_read(event):
+            out.append(self._answer(event))
+        else:
+            self._waiters[event.waiter] = event
+        return out
+
+    def cancel(self, waiter: int) -> None:
+        """The caller has gone."""
+        self._waiters.pop(waiter, None)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Reads whose deadline has passed learn whom they waited for."""
+        expired = [e for e in self._waiters.values() if e.deadline_s <= now_s]
+        out: list[Effect] = []
+        for event in expired:
+            del self._waiters[event.waiter]
+            out.append(self._refuse(event, WaitExpired(self.explain(event, now_s))))
+        return out
+
+    def release(self, out: list[Effect]) -> None:
+        """The state changed: answer what may be answered now."""
+        for event in [e for e in self._waiters.values() if self._may_read(e)]:
+            del self._waiters[event.waiter]
+            out.append(self._answer(event))
+
+    def _may_read(self, event: PullEvent) -> bool:
+        """RM-4."""
+        if not self._state.initialized:
+            return False
+        if event.incarnation is None and not event.consistent:
+            return True
+        if not self._state.is_asp:
+            return self._state.clock >= event.clock
+        worker = (
+            self._state.workers.get(event.incarnation) if event.incarnation is not None else None
+        )
+        return event.clock == 0 or (worker is not None and worker.done_clock >= event.clock)
+
+    def _answer(self, event: PullEvent) -> AnswerPull:
+        is_sum = self._state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
+        asked = event.clock if is_sum and event.incarnation is not None else self._state.clock
+        return AnswerPull(event.waiter, self._state.table.table_id, self._state.range_id, asked)
+
+    def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:
+        return RefusePull(event.waiter, self._state.table.table_id, self._state.range_id, error)
+
+    def explain(self, event: PullEvent, now_s: float) -> str:
+        """What a parked read waits for, in a sentence that names who is missing (G6)."""
+        name = f"table '{self._state.name}' (range {self._state.range_id})"
+        if not self._state.initialized:
+            return f"{name} waits for its initial values from {self._who(0, now_s)}"
+        if self._state.is_asp:
+            worker = (
+                self._state.workers.get(event.incarnation)
+                if event.incarnation is not None
+                else None
+            )
+            sealed = worker.sealed_clock if worker is not None else 0
+            return (
+                f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
+                f"the newest in effect is {sealed}"
+            )
+        clock = self._state.clock + 1
+        late = [
+            self._who(rank, now_s)
+            for rank in range(self._state.worker_count)
+            if self._state.is_member(rank, clock)
+            and (rank not in self._state.by_rank or self._state.by_rank[rank].sealed_clock < clock)
+        ]
+        return (
+            f"update {clock} of {name} waits for {', '.join(late) or 'any worker: all have left'}"
+        )
+
+    def waits(self, now_s: float) -> tuple[str, ...]:
+        """What the parked reads wait for, each sentence once."""
+        return tuple(sorted({self.explain(event, now_s) for event in self._waiters.values()}))
+
+    def _who(self, rank: int, now_s: float) -> str:
+        worker = self._state.by_rank.get(rank)
+        if worker is None:
+            return f"worker {rank} (not heard yet)"
+        heard_s = now_s - worker.last_heard_s
+        return (
+            f"worker {rank} (clock {max(worker.sealed_clock, 0)}, last heard {heard_s:.1f} s ago)"
+        )
