@@ -1,0 +1,107 @@
+"""The worker's side of pushpull: a parameter server for PyTorch.
+
+    import ps_worker as ps
+
+    client = ps.connect()                       # PUSHPULL_SCHEDULER, or "host:port"
+    optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=1e-3))
+
+`connect` joins a cluster; `Client` has the verbs (create_table, push, pull, push_pull, wait);
+`DistributedOptimizer` trains a torch module; `local_cluster` starts a cluster of child processes.
+"""
+
+from typing import TYPE_CHECKING
+
+from ps_core.errors import (
+    AlreadyPast,
+    Draining,
+    Fenced,
+    GradientChangedAfterPush,
+    Internal,
+    InvalidConfig,
+    InvalidKeys,
+    InvalidTensor,
+    NotOwner,
+    NotPermitted,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    StaleAssignment,
+    TableExists,
+    TableNotFound,
+    Unauthenticated,
+    WaitExpired,
+)
+from ps_worker.client import Client, connect
+from ps_worker.counters import Progress
+from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, Assign, RMSprop
+from ps_worker.settings import ASP, BSP, Constant, FromRank0, Inline, Zeros
+from ps_worker.table_handle import TableHandle
+from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
+
+if TYPE_CHECKING:
+    from ps_worker.distributed_optimizer import DistributedOptimizer
+    from ps_worker.local_cluster import LocalCluster, local_cluster
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Aggregate",
+    "AlreadyPast",
+    "Assign",
+    "Client",
+    "Constant",
+    "DistributedOptimizer",
+    "Draining",
+    "Fenced",
+    "FromRank0",
+    "GradientChangedAfterPush",
+    "Inline",
+    "Internal",
+    "InvalidConfig",
+    "InvalidKeys",
+    "InvalidTensor",
+    "LocalCluster",
+    "NotOwner",
+    "NotPermitted",
+    "Overloaded",
+    "Progress",
+    "PullTicket",
+    "Pulled",
+    "PushTicket",
+    "PushpullError",
+    "RMSprop",
+    "Recovering",
+    "StaleAssignment",
+    "StepResult",
+    "TableExists",
+    "TableHandle",
+    "TableNotFound",
+    "Unauthenticated",
+    "WaitExpired",
+    "Zeros",
+    "connect",
+    "local_cluster",
+]
+
+_IMPORTED_ON_USE = {
+    # torch takes seconds to import; a process that only reads or only starts a cluster need not
+    "DistributedOptimizer": "ps_worker.distributed_optimizer",
+    "LocalCluster": "ps_worker.local_cluster",
+    "local_cluster": "ps_worker.local_cluster",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module 'ps_worker' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_IMPORTED_ON_USE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,7 +22,8 @@ from ps_core.errors import InvalidConfig
 from ps_core.tables import Hyperparameters, OptimizerSpec
 from ps_runtime import logs
 from ps_worker.config import worker_config
-from ps_worker.connection import Connection, complete
+from ps_worker.connection import GRACE_S, Connection, complete
+from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
 from ps_worker.settings import Layout, SupportsSpec, TableOptions, table_spec
 from ps_worker.table_handle import TableHandle
@@ -154,7 +155,7 @@ class Client(Connection):
         spec = table_spec(name, layout, optimizer, options)
         deadline_s = self.deadline_s(options.get("timeout_s"))
         creating = self._loop.start(self._engine.create_table(spec, deadline_s))
-        return self.adopt(self._result(creating, deadline_s + _GRACE_S))
+        return self.adopt(self._result(creating, deadline_s + GRACE_S))
 
     def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
         """Open a table that somebody creates; waits for it.
@@ -171,7 +172,7 @@ class Client(Connection):
         self.check_usable()
         deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
         opening = self._loop.start(self._engine.open_table(name, deadline_s))
-        return self.adopt(self._result(opening, deadline_s + _GRACE_S))
+        return self.adopt(self._result(opening, deadline_s + GRACE_S))
 
     # --- pushing
 
@@ -323,7 +324,7 @@ class Client(Connection):
         table: TableHandle,
         *,
         out: Array | None = None,
-        slice: Part = None,
+        slice: Part = None,  # noqa: A002 - the verb's own word
         consistent: bool = False,
         callback: Callable[[Array], None] | None = None,
         timeout_s: float | None = None,
@@ -336,16 +337,16 @@ class Client(Connection):
             slice: the part to pull: a slice of elements, or a tensor's name; None means all.
             consistent: readers of a BSP table: exactly the state after one update, in every part of
                 the table. What a worker pulls under BSP is so anyway.
-            callback: called with the values on a thread of its own once they are here; the call then
-                returns a ticket at once. If the pull fails, `wait` on the ticket raises.
+            callback: called with the values on a thread of its own once they are here; the call
+                then returns a ticket at once. If the pull fails, `wait` on the ticket raises.
             timeout_s: how long the pull may take; None means the client's request_deadline_s.
 
         Returns:
             The values: `out`, or a numpy array (a torch tensor for bfloat16).
 
         Shapes:
-            out: the shape of the part, or flat; C-contiguous; dtype as the table's. If the pull fails
-            its content is undefined.
+            out: the shape of the part, or flat; C-contiguous; dtype as the table's. If the pull
+            fails its content is undefined.
 
         Blocking: until the values are here; not with a callback.
 
@@ -356,9 +357,7 @@ class Client(Connection):
             WaitExpired: the message says whom the pull waits for.
         """
         region = region_of(table.table, slice)
-        ticket = self._pull(
-            table, region, out, consistent=consistent, timeout_s=timeout_s
-        )
+        ticket = self._pull(table, region, out, consistent=consistent, timeout_s=timeout_s)
         if callback is None:
             return self.wait(ticket, timeout_s)
         return self._with_callback(ticket, callback)
@@ -399,9 +398,12 @@ class Client(Connection):
             failure = values.exception()
             if failure is not None:
                 logs.warning("pull_failed", table=ticket.table.spec.name, error=failure)
-            else:
+                done.set_exception(failure)
+                return
+            try:
                 callback(values.result())
-            complete(done, values, None if failure else values.result())
+            finally:
+                done.set_result(values.result())
 
         ticket.future.add_done_callback(arrived)
         return PullTicket(ticket.table, done)

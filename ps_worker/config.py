@@ -23,7 +23,9 @@ class WorkerConfig:
     )
     rank: int | None = field(
         default=None,
-        metadata={"help": "the rank to ask for; unset lets the scheduler choose the lowest free one"},
+        metadata={
+            "help": "the rank to ask for; unset lets the scheduler choose the lowest free one"
+        },
     )
     cluster_id: str = field(
         default="", metadata={"help": "the cluster that is meant; empty accepts whichever answers"}
@@ -40,7 +42,9 @@ class WorkerConfig:
     )
     window_bytes: int = field(
         default=limits.DEFAULT_WINDOW_BYTES,
-        metadata={"help": "payload bytes in flight: sent to the servers and not yet received there"},
+        metadata={
+            "help": "payload bytes in flight: sent to the servers and not yet received there"
+        },
     )
 
     def __post_init__(self) -> None:

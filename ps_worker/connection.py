@@ -3,7 +3,8 @@
 Rules:
     - One background thread per process carries everything gRPC; the caller's thread hands over and
       waits. Every wait has a deadline, and Ctrl-C interrupts it.
-    - A forked child cannot use its parent's client: each call there raises, and closing does nothing.
+    - A forked child cannot use its parent's client: each call there raises, and closing does
+      nothing.
     - A normal end leaves: a seal marked `last` on every table, so that nobody waits for this worker
       any more. An end by an exception does not: the others must hear that a worker is missing.
 """
@@ -20,8 +21,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from ps_core.cluster_view import Role, Session
-from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
-from ps_core.tables import InitializerKind, Table
+from ps_core.errors import InvalidConfig, InvalidKeys, NotPermitted, PushpullError, WaitExpired
+from ps_core.tables import InitializerKind, Mode, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig
@@ -32,7 +33,7 @@ from ps_worker.pulls import ReadOrder
 from ps_worker.steps import Step, TableSteps
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
-from ps_worker.values import Raw
+from ps_worker.values import Raw, element_bytes
 
 ResultT = TypeVar("ResultT")
 Ticket = PushTicket | PullTicket[Any]
@@ -41,7 +42,7 @@ MAX_UNCOMMITTED_STEP_COUNT = 8
 """Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
 
 _EXPLAIN_DEADLINE_S = 2.0
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """How long after a request's own deadline its answer may take before the client gives it up."""
 
 
@@ -56,7 +57,7 @@ class Connection:
         self._callbacks = CallbackThread()
         self._handles: dict[int, TableHandle] = {}
         starting = self._loop.start(Engine.start(config, self._loop.post))
-        self._engine = self._result(starting, config.connect_deadline_s + _GRACE_S)
+        self._engine = self._result(starting, config.connect_deadline_s + GRACE_S)
         _open.add(self)
 
     # --- who and where
@@ -101,7 +102,7 @@ class Connection:
         self._check_own(table)
         uncommitted = table.steps.uncommitted()
         if len(uncommitted) >= MAX_UNCOMMITTED_STEP_COUNT:
-            # A step that failed is its own ticket's to tell; here only the room that it frees counts.
+            # A step that failed is its own ticket's to tell; here only its room counts.
             oldest = uncommitted[0]
             if not wait([oldest.future], self._config.request_deadline_s).done:
                 raise WaitExpired(self._why_open(oldest, self._config.request_deadline_s))
@@ -140,8 +141,8 @@ class Connection:
         """Begin to pull `region` (None: all of the table) at this worker's clock into `raw`.
 
         Shapes:
-            raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on the
-            background thread until the ticket is done.
+            raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on
+            the background thread until the ticket is done.
 
         Blocking: no.
 
@@ -151,12 +152,22 @@ class Connection:
         self.check_usable()
         self._check_own(table)
         deadline_s = self.deadline_s(timeout_s)
+        region = region or region_of(table.table, None)
+        expected_bytes = region.element_count * element_bytes(table.dtype)
+        if raw.nbytes != expected_bytes:
+            raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
+        if consistent and table.spec.mode is not Mode.BSP:
+            raise InvalidConfig(
+                f"table '{table.name}' is {table.spec.mode.value}; only BSP tables have "
+                "consistent reads"
+            )
         order = ReadOrder(
             table=table.table,
-            region=region or region_of(table.table, None),
+            region=region,
             raw=raw,
             clock=table.clock,
             consistent=consistent,
+            is_reader=self.is_reader,
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
         )
@@ -204,7 +215,7 @@ class Connection:
                 ticket.check_sealed()
         limit_s = self.deadline_s(timeout_s)
         # A pull's own deadline comes with a better message than ours: leave it time to arrive.
-        grace_s = _GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
+        grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
         done, open_ = wait(
             [ticket.future for ticket in waited], limit_s + grace_s, return_when=FIRST_EXCEPTION
         )
@@ -224,7 +235,9 @@ class Connection:
             reason = self._result(asking, _EXPLAIN_DEADLINE_S)
         except PushpullError as error:
             reason = error.message
-        return f"step {ticket.clock} of table '{name}' is not committed after {waited_s:g} s: {reason}"
+        return (
+            f"step {ticket.clock} of table '{name}' is not committed after {waited_s:g} s: {reason}"
+        )
 
     def _result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
         """The future's result; its work is cancelled if it takes too long or Ctrl-C comes."""
@@ -243,8 +256,8 @@ class Connection:
         Steps left open are dropped: their blocks take no part in an update. Idempotent.
 
         Args:
-            timeout_s: how long the end may take to be committed. None waits as long as nobody whom it
-                needs is silent: under BSP the last seal is committed with the others' next step.
+            timeout_s: how long the end may take to be committed. None waits as long as nobody whom
+                it needs is silent: under BSP the last seal is committed with the others' next step.
 
         Blocking: until every server committed the end and the scheduler knows it.
 
@@ -266,10 +279,10 @@ class Connection:
             raise failure
 
     def _seal_last(self, timeout_s: float | None) -> None:
-        tickets = []
-        for table in self._engine.tables():
-            if not self._engine.has_failed:
-                tickets.append(self.adopt(table).steps.open_step().seal(skip=True, last=True))
+        tickets = [
+            self._opened(name).steps.open_step().seal(skip=True, last=True)
+            for name in self._engine.tables_to_end()
+        ]
         limit_s = None if timeout_s is None else now_s() + timeout_s
         for ticket in tickets:
             self._wait_for_end(ticket, limit_s)
@@ -301,7 +314,7 @@ class Connection:
         """Close everything; with a reason the scheduler is told that this node has left."""
         self._is_closed = True
         _open.discard(self)
-        self._result(self._loop.start(self._engine.stop(reason)), _GRACE_S)
+        self._result(self._loop.start(self._engine.stop(reason)), GRACE_S)
         self._callbacks.stop()
 
     def __enter__(self) -> Self:
@@ -326,8 +339,8 @@ class Connection:
         """
         if self._pid != os.getpid():
             raise InvalidConfig(
-                f"this client belongs to process {self._pid}; process {os.getpid()} was forked from "
-                "it and cannot use it"
+                f"this client belongs to process {self._pid}; process {os.getpid()} was forked "
+                "from it and cannot use it"
             )
         if self._is_closed:
             raise InvalidConfig("this client has been closed; connect again")
@@ -364,6 +377,11 @@ class Connection:
             raise InvalidConfig(f"timeout_s is {timeout_s}; expected more than 0")
         return timeout_s
 
+    def _opened(self, name: str) -> TableHandle:
+        limit_s = self._config.request_deadline_s
+        opening = self._loop.start(self._engine.open_table(name, limit_s))
+        return self.adopt(self._result(opening, limit_s + GRACE_S))
+
     def adopt(self, table: Table) -> TableHandle:
         """The handle of a table; the same for each call."""
         handle = self._handles.get(table.table_id)
@@ -375,9 +393,7 @@ class Connection:
 
 def complete(done: Future[ResultT], work: Future[Any], result: ResultT) -> None:
     """Hand the end of `work` on to `done`, whose result is `result`."""
-    failure = (
-        WaitExpired("the work was given up") if work.cancelled() else work.exception()
-    )
+    failure = WaitExpired("the work was given up") if work.cancelled() else work.exception()
     if failure is not None:
         done.set_exception(failure)
     else:

@@ -36,7 +36,7 @@ class Counters:
 
     @property
     def step_count(self) -> int:
-        """Steps that the script reported, else the highest clock that was committed on any table."""
+        """Steps that the script reported, else the highest clock committed on any table."""
         if self.reported_step_count is not None:
             return self.reported_step_count
         return self.finished_step_count

@@ -2,14 +2,15 @@
 
 Rules:
     - A region is a half-open interval of elements of a table.
-    - A push gives whole segments (the part of a tensor that lies in one block): what it leaves out of a
-      block is absent there, as a tensor without a gradient is.
+    - A push gives whole segments (the part of a tensor that lies in one block): what it leaves out
+      of a block is absent there, as a tensor without a gradient is.
 
 Invariants:
     CUT-1  The blocks of a region are exactly those that hold one of its elements.
     CUT-2  Payloads of blocks that one piece covers are views of it; others are assembled.
 
-What it deliberately does not do: encode (payloads are in the table's own dtype), or number anything.
+What it deliberately does not do: encode (payloads are in the table's own dtype), or number
+anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ps_worker.values import Raw, Values, element_bytes, raw_of, shape_of
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `begin` to `end` (exclusive) of a table, and the shape that a caller sees them in."""
+    """Elements `begin` to `end` (exclusive) of a table, and the shape that a caller sees."""
 
     begin: int
     end: int

@@ -1,7 +1,7 @@
 """The background thread: one per process, with the event loop that everything gRPC runs on.
 
-It is shared by all clients of the process, since gRPC's asyncio layer wants one loop per process. It
-is a daemon thread, stopped when the interpreter exits, after the clients have closed.
+It is shared by all clients of the process, since gRPC's asyncio layer wants one loop per process.
+It is a daemon thread, stopped when the interpreter exits, after the clients have closed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a script says when it makes a table: consistency, initial values, options, and the spec of it.
+"""What a script says when it makes a table: consistency, initial values, options.
 
 Rules:
     - Each setting is a small frozen value; `table_spec` turns them into a validated `TableSpec`.
@@ -9,7 +9,6 @@ What it deliberately does not do: talk to anybody, or keep state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
@@ -31,7 +30,7 @@ from ps_worker.values import Values, raw_of
 
 @dataclass(frozen=True, slots=True)
 class BSP:
-    """Bulk-synchronous: every update waits for a step of every worker; all read the same version."""
+    """Bulk-synchronous: every update has a step of every worker; all read the same version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ class TableOptions(TypedDict, total=False):
     """The keyword arguments of `Client.create_table`.
 
     Attributes:
-        dtype: "float32" (default), "float64", "float16" or "bfloat16": the element type of pushes and
-            pulls. The two halves keep float32 values on the servers.
+        dtype: "float32" (default), "float64", "float16" or "bfloat16": the element type of pushes
+            and pulls. The two halves keep float32 values on the servers.
         consistency: `BSP()` (default) or `ASP()`.
         reduction: "mean" (default: sum in rank order, one multiply by 1 / contributors) or "sum".
             Under ASP each step is applied whole in both cases.
@@ -157,17 +156,20 @@ def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
     tensors = []
     offset = 0
     for entry in layout:
-        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
-            raise InvalidConfig(
-                f"table '{name}': the layout has {entry!r}; expected (tensor name, shape)"
-            )
-        tensor = TensorSpec(entry[0], tuple(_size(entry[0], size) for size in entry[1]), offset)
+        tensor = TensorSpec(*_named_shape(name, entry), offset)
         tensors.append(tensor)
-        offset += math.prod(tensor.shape)
+        offset += tensor.element_count
     return tuple(tensors)
 
 
-def _size(name: str, size: Any) -> int:
+def _named_shape(table: str, entry: object) -> tuple[str, tuple[int, ...]]:
+    """One entry of a layout, whatever the script gave."""
+    if isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str):
+        return entry[0], tuple(_size(entry[0], size) for size in entry[1])
+    raise InvalidConfig(f"table '{table}': the layout has {entry!r}; expected (tensor name, shape)")
+
+
+def _size(name: str, size: object) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise InvalidConfig(f"'{name}': a dimension is {size!r}; expected a number of 0 or more")
     return size

@@ -3,7 +3,8 @@
 Rules:
     - A step has one future, completed on the background thread when every entry of the step has its
       outcome; all tickets of the step share it.
-    - A ticket of a step that has not been sealed is never waited for: that would hang, so it raises.
+    - A ticket of a step that has not been sealed is never waited for: that would hang, so it
+      raises.
 
 What it deliberately does not do: know the network; `ps_worker.client` adds who is missing to a wait
 that expires.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,8 @@ def is_tensor(values: object) -> bool:
 
 def shape_of(values: Values) -> tuple[int, ...]:
     """The shape of an array, a tensor, a sequence or a number."""
-    return tuple(values.shape) if is_tensor(values) else np.shape(values)
+    found = getattr(values, "shape", None)
+    return np.shape(values) if found is None else tuple(found)
 
 
 def raw_of(values: Values, dtype: DType, what: str) -> Raw:
@@ -67,7 +68,9 @@ def raw_of(values: Values, dtype: DType, what: str) -> Raw:
         return _raw_of_tensor(values, dtype, what)
     if not isinstance(values, np.ndarray | np.generic):
         if dtype is DType.BFLOAT16:
-            raise InvalidTensor(f"{what} is a {type(values).__name__}; expected a torch.bfloat16 tensor")
+            raise InvalidTensor(
+                f"{what} is a {type(values).__name__}; expected a torch.bfloat16 tensor"
+            )
         values = np.asarray(values, dtype=_NUMPY[dtype])
     expected = _NUMPY.get(dtype)
     if expected is None or values.dtype != expected:
@@ -96,6 +99,7 @@ def writable_raw_of(out: Array, dtype: DType, what: str) -> Raw:
         InvalidTensor: another dtype, or memory that is not C-contiguous, on the host and writable.
     """
     if is_tensor(out):
+        out = cast("torch.Tensor", out)
         if out.device.type != "cpu" or not out.is_contiguous():
             raise InvalidTensor(
                 f"{what} is on {out.device}, contiguous: {out.is_contiguous()}; expected a "

@@ -1,0 +1,293 @@
+"""What runs on the background thread for one client: scheduler link, server links, pushes, pulls.
+
+Rules:
+    - Everything belongs to the background loop, except what says that any thread may call it.
+    - What ends the session (Fenced, a server that refuses this client) fails every open request and
+      every later call with that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
+from ps_core.keys import NodeId, TableId
+from ps_core.tables import InitializerKind, Mode, Table, TableSpec
+from ps_runtime import logs, wire
+from ps_runtime.clock import now_s
+from ps_runtime.scheduler_link import SchedulerLink
+from ps_worker.config import WorkerConfig
+from ps_worker.counters import Counters
+from ps_worker.links import ServerLinks
+from ps_worker.pulls import Puller, ReadOrder
+from ps_worker.push_entries import SealTerms
+from ps_worker.pushes import PushDriver
+from ps_worker.steps import BlockSubmission
+from ps_worker.tickets import Pulled, StepResult
+from pushpull.v1 import parameters_pb2, scheduler_pb2
+
+PROTOCOL_VERSION = 1
+FEATURES = ("bytes-lane", "inline-seal", "presence")
+
+_NAMED_TABLE_COUNT = 8
+
+
+class Engine:
+    """The loop's side of a client. Made by `start`, ended by `stop`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        link: SchedulerLink,
+        view: ClusterView,
+        post: Callable[..., None],
+    ) -> None:
+        self.session: Session = link.session
+        self.worker_count = view.worker_count
+        self.counters = Counters()
+        self._scheduler = link
+        self._view = view
+        self._post = post
+        self._failure: PushpullError | None = None
+        self._reads: set[asyncio.Task[Pulled]] = set()
+        self._clocks: dict[TableId, int] = {}
+        self._assigned: set[TableId] = set()
+        self._links = ServerLinks(
+            wire.session_to_proto(link.session), self, pushes=link.session.role is Role.WORKER
+        )
+        self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self._fail)
+        self._puller = Puller(self._links, self.counters, lambda: self._view)
+        self._take_view(view)
+        link.progress = self._progress
+        link.on_view.append(self._take_view)
+        link.on_fenced.append(self._fail)
+
+    @classmethod
+    async def start(cls, config: WorkerConfig, post: Callable[..., None]) -> Engine:
+        """Register with the scheduler and take its first view.
+
+        Args:
+            config: the client's settings.
+            post: calls a function on this loop, from any thread, in order.
+
+        Blocking: up to `config.connect_deadline_s`.
+
+        Raises:
+            WaitExpired: no scheduler answered in time.
+            PushpullError: it refused this client.
+        """
+        end_s = now_s() + config.connect_deadline_s
+        request = scheduler_pb2.RegisterNodeRequest(
+            role=wire.role_to_proto(Role(config.role)),
+            requested_rank=config.rank,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            cluster_id=config.cluster_id,
+        )
+        link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
+        try:
+            view = await link.view_at_least(0, max(end_s - now_s(), 1.0))
+        except BaseException:
+            await link.close()
+            raise
+        return cls(config, link, view, post)
+
+    async def stop(self, reason: str) -> None:
+        """End everything; with a reason, tell the scheduler that this node has left."""
+        if reason:
+            await self._scheduler.deregister(reason)
+        await self._scheduler.close()
+        self._fail(Fenced("this client has been closed; connect again"))
+        await self._links.close()
+
+    # --- any thread
+
+    def check_alive(self) -> None:
+        """Raise what ended the session, if anything did. Any thread."""
+        if self._failure is not None:
+            raise self._failure
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """See `ps_worker.steps.StepSink`. Any thread."""
+        self._post(self._pushes.open_step, table, clock, future)
+
+    def submit(self, submission: BlockSubmission) -> None:
+        """See `ps_worker.steps.StepSink`. Any thread."""
+        self._post(self._pushes.submit, submission)
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """See `ps_worker.steps.StepSink`. Any thread."""
+        if clock:
+            self._clocks[table.table_id] = clock
+        else:
+            self._assigned.add(table.table_id)
+        self._post(self._pushes.seal, table, clock, terms)
+
+    def tables_to_end(self) -> list[str]:
+        """The tables on which somebody may wait for this worker. Any thread.
+
+        One that starts from rank 0's values and never got them is of no use to anybody.
+        """
+        return [
+            table.spec.name
+            for table in self._view.tables
+            if table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+            or self.session.rank != 0
+            or table.table_id in self._assigned
+        ]
+
+    def silent_nodes(self) -> list[str]:
+        """Workers and servers that the scheduler has not heard of for long. Any thread."""
+        return [
+            f"worker {node.rank}" if node.role is Role.WORKER else f"server {node.node_id}"
+            for node in self._view.nodes
+            if node.state is NodeState.SILENT and node.role is not Role.READER
+        ]
+
+    # --- tables
+
+    async def create_table(self, spec: TableSpec, deadline_s: float) -> Table:
+        """Create a table, or find the identical one; its servers know this client then."""
+        end_s = now_s() + deadline_s
+        table, _ = await self._scheduler.create_table(spec, deadline_s)
+        await self._meet_servers(table, end_s)
+        return table
+
+    async def open_table(self, name: str, deadline_s: float) -> Table:
+        """Wait for the table of that name; its servers know this client then."""
+        end_s = now_s() + deadline_s
+        try:
+            view = await self._scheduler.view_where(
+                lambda view: name in view.tables_by_name, f"table '{name}'", deadline_s
+            )
+        except WaitExpired as late:
+            names = [f"'{table.spec.name}'" for table in self._view.tables]
+            there = ", ".join(names[:_NAMED_TABLE_COUNT]) or "no table"
+            raise TableNotFound(
+                f"table '{name}' was not created within {deadline_s:g} s; the cluster has {there}"
+                + (
+                    f" and {len(names) - _NAMED_TABLE_COUNT} more"
+                    * (len(names) > _NAMED_TABLE_COUNT)
+                )
+            ) from late
+        table = view.tables_by_name[name]
+        await self._meet_servers(table, end_s)
+        return table
+
+    async def _meet_servers(self, table: Table, end_s: float) -> None:
+        """Open a session, at a view with the table, on each server that holds a part of it."""
+        view = self._view
+        servers = {
+            view.ranges[range_id].primary for range_id in table.blocks_by_range(len(view.ranges))
+        }
+        links = [link for server in servers if (link := self._links.find(server)) is not None]
+        left_s = max(end_s - now_s(), 0.1)
+        await asyncio.gather(*(link.ensure_session(view.view_number, left_s) for link in links))
+
+    # --- reads
+
+    async def read(self, order: ReadOrder) -> Pulled:
+        """Read what `order` says; fails at once with whatever ends the session."""
+        self.check_alive()
+        task = asyncio.create_task(self._puller.read(order))
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._failure is not None and task.cancelled():
+                raise self._failure from None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+
+    async def missing(self, table: Table, clock: int) -> str:
+        """Who keeps step `clock` of a table from being committed, for a person."""
+        reasons = self._links.troubles()
+        seen: dict[int, parameters_pb2.WorkerStats] = {}
+        for server in {a.primary for a in self._view.ranges if a.primary is not None}:
+            link = self._links.find(server)
+            if link is None or link.trouble:
+                continue
+            try:
+                stats = await link.range_stats(table.table_id)
+            except PushpullError as error:
+                reasons.append(f"server {server} does not answer: {error.message}")
+                continue
+            for worker in (worker for entry in stats.ranges for worker in entry.workers):
+                slowest = seen.get(worker.rank)
+                if slowest is None or worker.clock < slowest.clock:
+                    seen[worker.rank] = worker
+        if table.spec.mode is Mode.BSP:
+            reasons += _absent_workers(seen, clock, self.worker_count, self.session.rank)
+        return "; ".join(reasons) or "the servers have not answered for all of it yet"
+
+    # --- what the links say
+
+    def stream_opened(self, server: NodeId) -> None:
+        """See `ps_worker.links.LinkListener`."""
+        self._pushes.stream_opened(server)
+
+    def stream_closed(self, server: NodeId) -> None:
+        """See `ps_worker.links.LinkListener`."""
+        self._pushes.stream_closed(server)
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        """See `ps_worker.links.LinkListener`."""
+        self._pushes.replies(server, response)
+
+    def link_failed(self, server: NodeId, error: PushpullError) -> None:
+        """See `ps_worker.links.LinkListener`."""
+        logs.error("server_refused_client", server=server, error=error.message)
+        self._fail(error)
+
+    def _take_view(self, view: ClusterView) -> None:
+        self._view = view
+        self._links.update(view)
+        self._pushes.take_view(view)
+
+    def _fail(self, error: PushpullError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._pushes.fail(error)
+        for task in self._reads:
+            task.cancel()
+
+    def _progress(self) -> scheduler_pb2.NodeProgress:
+        counters = self.counters
+        return scheduler_pb2.NodeProgress(
+            tables=[
+                scheduler_pb2.TableProgress(table_id=table_id, clock=clock)
+                for table_id, clock in list(self._clocks.items())
+            ],
+            pushed_bytes=counters.pushed_bytes,
+            pulled_bytes=counters.pulled_bytes,
+            step_count=counters.step_count,
+            loss=counters.loss,
+            staleness=counters.staleness,
+            waiting_for=counters.waiting_for,
+            planned_step_count=counters.planned_step_count,
+        )
+
+
+def _absent_workers(
+    seen: dict[int, parameters_pb2.WorkerStats], clock: int, worker_count: int, own_rank: int
+) -> list[str]:
+    """The workers whose step is missing somewhere, each with what is known of it."""
+    absent = []
+    for rank in range(worker_count):
+        worker = seen.get(rank)
+        if rank == own_rank or (worker is not None and (worker.left or worker.clock >= clock)):
+            continue
+        if worker is None:
+            absent.append(f"worker {rank} has not been heard of")
+        else:
+            heard_s = worker.last_heard_ms / 1000
+            absent.append(
+                f"worker {rank} is at clock {worker.clock}, last heard {heard_s:.1f} s ago"
+            )
+    return [f"step {clock} waits: " + ", ".join(absent)] if absent else []

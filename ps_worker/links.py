@@ -1,0 +1,317 @@
+"""Links to the servers: a channel each, a session, and for workers one long-lived push stream.
+
+Everything belongs to the background loop. A link that breaks comes back by itself, with full
+jitter; what was on its way is the push window's to send again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.envelope import join
+from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
+from ps_core.keys import NodeId
+from ps_runtime import logs
+from ps_runtime.channels import aio_channel
+from ps_runtime.clock import now_s
+from ps_runtime.errors import from_rpc_error
+from ps_runtime.retry import Backoff, is_retryable
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
+
+Frame = tuple[bytes, memoryview | None]
+"""A message of a push stream: complete, or a BlockPush without its payload and the payload."""
+
+SESSION_DEADLINE_S = 10.0
+STATS_DEADLINE_S = 5.0
+MAX_INTERNAL_COUNT = 5
+"""A server that fails so often in a row, without an answer between, will not get better."""
+
+_SERVICE = "/pushpull.v1.ParameterService/"
+_BLOCK_FIELD = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
+_PAYLOAD_FIELD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
+
+
+class LinkListener(Protocol):
+    """Who hears what happens on the links; called on the loop."""
+
+    def stream_opened(self, server: NodeId) -> None:
+        """A push stream to `server` is there."""
+
+    def stream_closed(self, server: NodeId) -> None:
+        """It broke, or was closed."""
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        """Answers came."""
+
+    def link_failed(self, server: NodeId, error: PushpullError) -> None:
+        """The server refused this client for good."""
+
+
+class ServerLink:
+    """The link to one server (one incarnation of it)."""
+
+    def __init__(
+        self, node: Node, identity: types_pb2.SessionIdentity, listener: LinkListener
+    ) -> None:
+        self.node = node
+        self._identity = identity
+        self._listener = listener
+        self._channel = aio_channel(node.address)
+        self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
+        self._push = self._channel.stream_stream(
+            f"{_SERVICE}Push",
+            request_serializer=_serialized,
+            response_deserializer=parameters_pb2.PushResponse.FromString,
+        )
+        self._pull: grpc.aio.UnaryStreamMultiCallable[parameters_pb2.PullRequest, bytes] = (
+            self._channel.unary_stream(
+                f"{_SERVICE}Pull",
+                request_serializer=parameters_pb2.PullRequest.SerializeToString,
+                response_deserializer=None,  # raw: the payload is not copied out of it
+            )
+        )
+        self._view_number = 0
+        self._outbox: deque[Frame] = deque()
+        self._has_frames = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._trouble = ""
+        self._trouble_since_s = 0.0
+
+    @property
+    def trouble(self) -> str:
+        """Why the server cannot be reached, for a person; empty if it can."""
+        if not self._trouble:
+            return ""
+        since_s = now_s() - self._trouble_since_s
+        return (
+            f"server {self.node.node_id} at {self.node.address} cannot be reached for "
+            f"{since_s:.1f} s: {self._trouble}"
+        )
+
+    def start_stream(self, view_number: int) -> None:
+        """Keep a push stream open from now on; idempotent."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_stream(view_number))
+
+    def send(self, frame: Frame) -> None:
+        """Write a frame to the push stream, after those before it; lost if the stream breaks."""
+        self._outbox.append(frame)
+        self._has_frames.set()
+
+    async def close(self) -> None:
+        """End the stream and the channel."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    # --- calls
+
+    async def ensure_session(self, view_number: int, deadline_s: float) -> None:
+        """Return when the server knows this client and has reached `view_number`.
+
+        Raises:
+            WaitExpired: it could not be reached, or did not reach the view, in time.
+            PushpullError: it refused.
+        """
+        end_s = now_s() + deadline_s
+        backoff = Backoff()
+        while self._view_number < view_number:
+            left_s = max(end_s - now_s(), 0.0)
+            try:
+                await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
+                self._reached()
+                return
+            except PushpullError as error:
+                if not (is_retryable(error) or isinstance(error, WaitExpired)):
+                    raise
+                self._troubled(error)
+                wait_s = backoff.next_s(error)
+                if now_s() + wait_s >= end_s:
+                    raise WaitExpired(self.trouble or error.message) from error
+                await asyncio.sleep(wait_s)
+
+    async def _open_session(self, view_number: int, deadline_s: float) -> None:
+        request = parameters_pb2.OpenSessionRequest(
+            session=self._identity,
+            view_number=view_number,
+            deadline_ms=max(int(deadline_s * 1000), 1),
+        )
+        with _translated():
+            await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        self._view_number = max(self._view_number, view_number)
+
+    async def pull(
+        self, request: parameters_pb2.PullRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """The parts of the answer, as serialized PullResponse messages.
+
+        Raises:
+            PushpullError: the call failed as a whole.
+        """
+        request.session.CopyFrom(self._identity)
+        call = self._pull(request, timeout=timeout_s)
+        try:
+            with _translated():
+                async for part in call:
+                    yield part
+        except PushpullError as error:
+            if isinstance(error, Recovering):
+                self._troubled(error)
+            raise
+        finally:
+            call.cancel()
+
+    async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
+        """Where the server's ranges of a table are.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id)
+        with _translated():
+            response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
+                request, timeout=STATS_DEADLINE_S
+            )
+        return response
+
+    # --- the push stream
+
+    async def _keep_stream(self, view_number: int) -> None:
+        backoff = Backoff()
+        internal_count = 0
+        while True:
+            try:
+                await self._open_session(max(view_number, self._view_number), SESSION_DEADLINE_S)
+                self._reached()
+                backoff.reset()
+                with _translated():
+                    await self._run_stream()
+                error: PushpullError = Recovering("the server ended the stream")
+            except PushpullError as failure:
+                error = failure
+            except Exception as bug:  # noqa: BLE001 - else everybody would hang
+                logs.exception("server_link_failed", bug, server=self.node.node_id)
+                error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
+                internal_count = MAX_INTERNAL_COUNT
+            internal_count = internal_count + 1 if isinstance(error, Internal) else 0
+            curable = is_retryable(error) or isinstance(error, WaitExpired | Internal)
+            if not curable or internal_count > MAX_INTERNAL_COUNT:
+                self._listener.link_failed(self.node.node_id, error)
+                return
+            self._troubled(error)
+            await asyncio.sleep(backoff.next_s(error))
+
+    async def _run_stream(self) -> None:
+        call = self._push()
+        self._outbox.clear()  # of a former stream; the push window sends again what counts
+        writer: asyncio.Task[None] | None = None
+        try:
+            header = parameters_pb2.PushRequest(
+                header=parameters_pb2.StreamHeader(session=self._identity)
+            )
+            await call.write((header.SerializeToString(), None))
+            self._listener.stream_opened(self.node.node_id)
+            writer = asyncio.create_task(self._write_frames(call))
+            async for response in call:
+                self._listener.replies(self.node.node_id, response)
+        finally:
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+            self._listener.stream_closed(self.node.node_id)
+
+    async def _write_frames(
+        self, call: grpc.aio.StreamStreamCall[Frame, parameters_pb2.PushResponse]
+    ) -> None:
+        """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+                self._has_frames.clear()
+                await self._has_frames.wait()
+
+    # --- one log line per transition
+
+    def _troubled(self, error: PushpullError) -> None:
+        if not self._trouble:
+            self._trouble_since_s = now_s()
+            logs.warning(
+                "server_unreachable",
+                server=self.node.node_id,
+                address=self.node.address,
+                error=error.message,
+            )
+        self._trouble = error.message
+
+    def _reached(self) -> None:
+        if self._trouble:
+            self._trouble = ""
+            logs.info("server_reached", server=self.node.node_id, address=self.node.address)
+
+
+class ServerLinks:
+    """The links to all servers of the present view."""
+
+    def __init__(
+        self, identity: types_pb2.SessionIdentity, listener: LinkListener, *, pushes: bool
+    ) -> None:
+        self._identity = identity
+        self._listener = listener
+        self._pushes = pushes
+        self._links: dict[NodeId, ServerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, view: ClusterView) -> None:
+        """Open links to the servers that came, close those to the servers that left."""
+        present = {
+            node.node_id: node
+            for node in view.nodes
+            if node.role is Role.SERVER and node.state is not NodeState.LEFT
+        }
+        for node_id in [node_id for node_id in self._links if node_id not in present]:
+            closing = asyncio.create_task(self._links.pop(node_id).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for node_id, node in present.items():
+            if node_id not in self._links:
+                self._links[node_id] = ServerLink(node, self._identity, self._listener)
+                if self._pushes:
+                    self._links[node_id].start_stream(view.view_number)
+
+    def find(self, server: NodeId | None) -> ServerLink | None:
+        """The link to `server`; None if it is nobody or has left."""
+        return None if server is None else self._links.get(server)
+
+    def troubles(self) -> list[str]:
+        """Why servers cannot be reached, for a person."""
+        return [link.trouble for link in self._links.values() if link.trouble]
+
+    async def close(self) -> None:
+        """Close all links."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), *self._closing)
+
+
+def _serialized(frame: Frame) -> bytes:
+    message, payload = frame
+    return message if payload is None else join(_BLOCK_FIELD, message, _PAYLOAD_FIELD, payload)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Turn gRPC's failures into the catalogue's."""
+    try:
+        yield
+    except grpc.RpcError as failure:
+        raise from_rpc_error(failure) from failure

@@ -1,0 +1,337 @@
+"""Pulls: one stream per server, blocks copied straight to where the caller wants them.
+
+Rules:
+    - What fails in a way that a later attempt may cure (another primary, a server that restarts, a
+      wait that expired) is asked for again, until the read's own deadline.
+    - A block of an older epoch than the view's is dropped and asked for again (S5).
+    - A consistent read names one clock for every range: the newest that any range reports. Where a
+      range is past it already, it asks further ahead, by a margin that grows.
+
+Everything belongs to the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ps_core.cluster_view import ClusterView
+from ps_core.envelope import split
+from ps_core.errors import (
+    AlreadyPast,
+    Internal,
+    NotOwner,
+    PushpullError,
+    Recovering,
+    StaleAssignment,
+    WaitExpired,
+)
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import NATIVE_CODEC, Table
+from ps_runtime import wire
+from ps_runtime.clock import now_s
+from ps_runtime.errors import error_from_proto
+from ps_runtime.retry import Backoff, is_retryable
+from ps_worker.counters import Counters
+from ps_worker.cutting import Region, blocks_of
+from ps_worker.links import ServerLink, ServerLinks
+from ps_worker.steps import TableSteps
+from ps_worker.tickets import Pulled
+from ps_worker.values import Raw, element_bytes
+from pushpull.v1 import parameters_pb2
+
+ATTEMPT_S = 10.0
+"""How long one request waits at a server; then it says whom it waits for, and is sent again."""
+
+_CALL_GRACE_S = 5.0
+"""How much longer than its request's deadline a call may take: a paused server is noticed so."""
+
+_BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
+_PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadOrder:
+    """A read as the caller gives it; `deadline_s` is a moment of `ps_runtime.clock`."""
+
+    table: Table
+    region: Region
+    raw: Raw
+    clock: int
+    consistent: bool
+    is_reader: bool
+    deadline_s: float
+    steps: TableSteps
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A read on its way: what is still wanted, and what came."""
+
+    order: ReadOrder
+    clock: int
+    deadline_s: float
+    wanted: dict[RangeId, set[int]]
+    whole_counts: dict[RangeId, int]
+    versions: dict[int, int] = field(default_factory=dict)
+    presence: dict[int, bytes] = field(default_factory=dict)
+    lowest_clock: int | None = None
+
+    def pulled(self) -> Pulled:
+        return Pulled(self.lowest_clock or 0, self.versions, self.presence)
+
+
+class Puller:
+    """The reads of one client."""
+
+    def __init__(
+        self, links: ServerLinks, counters: Counters, view: Callable[[], ClusterView]
+    ) -> None:
+        self._links = links
+        self._counters = counters
+        self._view = view
+        self._blocks: dict[TableId, dict[RangeId, tuple[int, ...]]] = {}
+
+    async def read(self, order: ReadOrder) -> Pulled:
+        """Read what `order` says into its memory.
+
+        Raises:
+            WaitExpired: not in time; the message says whom it waits for.
+            PushpullError: a server refused for good.
+        """
+        try:
+            if order.consistent and order.is_reader:
+                return await self._read_newest(order)
+            return await self._read_at(order, order.clock, order.deadline_s)
+        finally:
+            self._counters.waits.pop(order, None)
+
+    # --- consistent reads of readers
+
+    async def _read_newest(self, order: ReadOrder) -> Pulled:
+        margin = 0
+        clock = await self._newest_clock(order)
+        while True:
+            deadline_s = min(order.deadline_s, now_s() + ATTEMPT_S)
+            try:
+                return await self._read_at(order, clock, deadline_s)
+            except AlreadyPast as past:
+                margin = max(1, 2 * margin)
+                clock = past.clock + margin
+                if now_s() >= order.deadline_s:
+                    raise WaitExpired(
+                        f"no clock of table '{order.table.spec.name}' could be read before the "
+                        f"servers had passed it: {past.message}"
+                    ) from past
+            except WaitExpired:
+                if now_s() >= order.deadline_s:
+                    raise
+                margin = 0
+                clock = await self._newest_clock(order)
+
+    async def _newest_clock(self, order: ReadOrder) -> int:
+        """The newest clock that any range of the table reports."""
+        table_id = order.table.table_id
+        backoff = Backoff()
+        while True:
+            servers = {
+                self._view().ranges[range_id].primary
+                for range_id in self._blocks_by_range(order.table)
+            }
+            try:
+                found = await asyncio.gather(
+                    *(self._link(server).range_stats(table_id) for server in servers)
+                )
+                return max(
+                    (stats.clock for response in found for stats in response.ranges), default=0
+                )
+            except PushpullError as error:
+                if not _is_curable(error):
+                    raise
+                await self._pause(order, backoff, error)
+
+    # --- reads
+
+    async def _read_at(self, order: ReadOrder, clock: int, deadline_s: float) -> Pulled:
+        reading = self._begin(order, clock, deadline_s)
+        backoff = Backoff()
+        while True:
+            errors = await self._ask_all(reading)
+            if not reading.wanted:
+                return reading.pulled()
+            for error in errors:
+                if not _is_curable(error):
+                    raise error
+            error = errors[0] if errors else Recovering("a server ended its answer early")
+            self._counters.waits[order] = error.message
+            await self._pause(order, backoff, error, deadline_s)
+
+    async def _pause(
+        self,
+        order: ReadOrder,
+        backoff: Backoff,
+        error: PushpullError,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Wait before the next attempt; raise if there is no time for one."""
+        wait_s = backoff.next_s(error)
+        if now_s() + wait_s < (order.deadline_s if deadline_s is None else deadline_s):
+            await asyncio.sleep(wait_s)
+            return
+        if isinstance(error, WaitExpired):
+            raise error
+        name = order.table.spec.name
+        raise WaitExpired(f"a pull of table '{name}' took too long: {error.message}") from error
+
+    def _begin(self, order: ReadOrder, clock: int, deadline_s: float) -> _Reading:
+        by_range = self._blocks_by_range(order.table)
+        inside = blocks_of(order.table, order.region)
+        wanted = {
+            range_id: found
+            for range_id, blocks in by_range.items()
+            if (found := {block for block in blocks if block in inside})
+        }
+        counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
+        return _Reading(order, clock, deadline_s, wanted, counts)
+
+    def _blocks_by_range(self, table: Table) -> dict[RangeId, tuple[int, ...]]:
+        found = self._blocks.get(table.table_id)
+        if found is None:
+            found = table.blocks_by_range(len(self._view().ranges))
+            self._blocks[table.table_id] = found
+        return found
+
+    def _link(self, server: NodeId | None) -> ServerLink:
+        link = self._links.find(server)
+        if link is None:
+            raise Recovering(f"server {server} is not there" if server else "a range has no server")
+        return link
+
+    async def _ask_all(self, reading: _Reading) -> list[PushpullError]:
+        """Ask every server for what is wanted of it; the errors, those that no retry cures first.
+
+        When this returns, nothing writes to the caller's memory any more.
+        """
+        view = self._view()
+        by_server: dict[NodeId | None, list[RangeId]] = {}
+        for range_id in sorted(reading.wanted):
+            by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)
+        pending = {
+            asyncio.create_task(self._ask(reading, view, server, ranges))
+            for server, ranges in by_server.items()
+        }
+        errors: list[PushpullError] = []
+        try:
+            while pending and all(_is_curable(error) for error in errors):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    errors += task.result()
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return sorted(errors, key=_is_curable)
+
+    async def _ask(
+        self,
+        reading: _Reading,
+        view: ClusterView,
+        server: NodeId | None,
+        ranges: list[RangeId],
+    ) -> list[PushpullError]:
+        """Ask one server; the errors of the ranges that it could not read, or of the call."""
+        wait_s = min(max(reading.deadline_s - now_s(), 0.001), ATTEMPT_S)
+        request = _request(reading, view, ranges, wait_s)
+        errors: list[PushpullError] = []
+        try:
+            parts = self._link(server).pull(request, wait_s + _CALL_GRACE_S)
+            async with contextlib.aclosing(parts):
+                async for raw in parts:
+                    error = self._take(reading, view, raw)
+                    if error is not None:
+                        errors.append(error)
+        except PushpullError as error:
+            errors.append(error)
+        return errors
+
+    def _take(self, reading: _Reading, view: ClusterView, raw: bytes) -> PushpullError | None:
+        """Copy a block to its place; what else came is an error."""
+        found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
+        if found is None:
+            return error_from_proto(parameters_pb2.PullResponse.FromString(raw).error.error)
+        value = parameters_pb2.BlockValue.FromString(found[0])
+        table = reading.order.table
+        range_id = table.range_of_block(value.block, len(view.ranges))
+        wanted = reading.wanted.get(range_id, set())
+        if value.block not in wanted:
+            return None  # came twice, over an attempt that was thought lost
+        if self._view().ranges[range_id].epoch != view.ranges[range_id].epoch:
+            return StaleAssignment(f"range {range_id} has moved while it was read")
+        codec = NATIVE_CODEC[table.spec.dtype]
+        length = table.block_length(value.block)
+        if (
+            value.codec != wire.codec_to_proto(codec)
+            or found[1].nbytes != length * codec.element_bytes
+        ):
+            return Internal(
+                f"block {value.block} of table '{table.spec.name}' came as {found[1].nbytes} bytes "
+                f"of codec {value.codec}; expected {length} elements of {codec.value}"
+            )
+        self._place(reading.order, value.block, length, found[1])
+        wanted.discard(value.block)
+        if not wanted:
+            del reading.wanted[range_id]
+        self._note(reading, value)
+        return None
+
+    def _place(self, order: ReadOrder, block: int, length: int, payload: memoryview) -> None:
+        width = element_bytes(order.table.spec.dtype)
+        start = block * order.table.spec.block_elements
+        low = max(order.region.begin, start)
+        high = min(order.region.end, start + length)
+        offset = (low - order.region.begin) * width
+        order.raw[offset : offset + (high - low) * width] = np.frombuffer(
+            payload, np.uint8, (high - low) * width, (low - start) * width
+        )
+        self._counters.pulled_bytes += payload.nbytes
+
+    @staticmethod
+    def _note(reading: _Reading, value: parameters_pb2.BlockValue) -> None:
+        reading.versions[value.block] = value.version
+        reading.order.steps.saw(value.block, value.peer_version)
+        if value.presence:
+            reading.presence[value.block] = value.presence
+        if reading.lowest_clock is None or value.clock < reading.lowest_clock:
+            reading.lowest_clock = value.clock
+
+
+def _request(
+    reading: _Reading, view: ClusterView, ranges: list[RangeId], wait_s: float
+) -> parameters_pb2.PullRequest:
+    """What is still wanted of `ranges`; one that is wanted whole is named without its blocks."""
+    table = reading.order.table
+    request = parameters_pb2.PullRequest(
+        table_id=table.table_id,
+        clock=reading.clock,
+        deadline_ms=max(int(wait_s * 1000), 1),
+        codec=wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype]),
+        consistent=reading.order.consistent,
+    )
+    for range_id in ranges:
+        wanted = reading.wanted[range_id]
+        is_whole = len(wanted) == reading.whole_counts.get(range_id)
+        request.ranges.add(
+            range_id=range_id,
+            assignment_epoch=view.ranges[range_id].epoch,
+            blocks=[] if is_whole else sorted(wanted),
+        )
+    return request
+
+
+def _is_curable(error: PushpullError) -> bool:
+    """Whether the same read may succeed later."""
+    return is_retryable(error) or isinstance(error, WaitExpired | StaleAssignment | NotOwner)

@@ -1,0 +1,300 @@
+"""Carries out what the push window decides: builds messages, writes them, completes the tickets.
+
+Everything belongs to the background loop. What to send, when, and again, is the pure machine's
+(`ps_worker.push_window`); this side only knows messages, timers and futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import cast
+
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import Fenced, NotPermitted, PushpullError, Unauthenticated
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import Ending, Outcome
+from ps_core.tables import Table
+from ps_runtime import wire
+from ps_runtime.clock import now_s
+from ps_runtime.errors import error_from_proto
+from ps_worker.counters import Counters
+from ps_worker.links import ServerLinks
+from ps_worker.push_entries import (
+    Effect,
+    Reply,
+    ReplyKind,
+    SealPart,
+    SealTerms,
+    SendPush,
+    SendSeal,
+    SendWithdrawal,
+    StepEnded,
+    StepRefused,
+)
+from ps_worker.push_window import PushWindow
+from ps_worker.steps import BlockSubmission, PushBody
+from ps_worker.tickets import StepResult
+from pushpull.v1 import parameters_pb2
+
+TICK_INTERVAL_S = 0.05
+"""How often the window looks for retries that are due, while anything is on its way."""
+
+_KINDS = {
+    parameters_pb2.REPLY_KIND_RECEIVED: ReplyKind.RECEIVED,
+    parameters_pb2.REPLY_KIND_COMMITTED: ReplyKind.COMMITTED,
+    parameters_pb2.REPLY_KIND_REFUSED: ReplyKind.REFUSED,
+    parameters_pb2.REPLY_KIND_GIVEN_BACK: ReplyKind.GIVEN_BACK,
+    parameters_pb2.REPLY_KIND_CREDIT: ReplyKind.CREDIT,
+    parameters_pb2.REPLY_KIND_ERROR: ReplyKind.ERROR,
+}
+_OUTCOMES = {
+    parameters_pb2.OUTCOME_APPLIED: Outcome.APPLIED,
+    parameters_pb2.OUTCOME_INVALID: Outcome.INVALID,
+    parameters_pb2.OUTCOME_REPLACED: Outcome.REPLACED,
+    parameters_pb2.OUTCOME_WITHDRAWN: Outcome.WITHDRAWN,
+    parameters_pb2.OUTCOME_SKIPPED: Outcome.SKIPPED,
+}
+
+
+class PushDriver:
+    """The pushes and seals of one worker."""
+
+    def __init__(
+        self,
+        window_bytes: int,
+        view: ClusterView,
+        links: ServerLinks,
+        counters: Counters,
+        on_fatal: Callable[[PushpullError], None],
+    ) -> None:
+        self._window = PushWindow(window_bytes)
+        self._links = links
+        self._counters = counters
+        self._on_fatal = on_fatal
+        self._loop = asyncio.get_running_loop()
+        self._view = view
+        self._tables: dict[TableId, Table] = {}
+        self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
+        self._ranges: dict[TableId, tuple[RangeId, ...]] = {}
+        self._failure: PushpullError | None = None
+        self._pump_is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- from the training thread
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """A step begins."""
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return
+        self._tables[table.table_id] = table
+        self._futures[(table.table_id, clock)] = future
+
+    def submit(self, submission: BlockSubmission) -> None:
+        """A block of an open step."""
+        if self._failure is not None:
+            return
+        table = submission.table
+        self._window.submit(
+            table.table_id,
+            table.range_of_block(submission.block, len(self._view.ranges)),
+            submission.block,
+            submission.clock,
+            submission.body,
+            byte_count=submission.body.payload.nbytes,
+            priority=submission.priority,
+        )
+        self._pump_soon()
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """The end of a step."""
+        if self._failure is not None:
+            return
+        if table.table_id not in self._ranges:
+            self._ranges[table.table_id] = tuple(table.blocks_by_range(len(self._view.ranges)))
+        self._window.seal(table.table_id, clock, self._ranges[table.table_id], terms)
+        self._pump_soon()
+
+    def fail(self, error: PushpullError) -> None:
+        """Nothing will be sent any more: every step that has not ended fails with `error`."""
+        self._failure = error
+        futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- from the network
+
+    def take_view(self, view: ClusterView) -> None:
+        """A newer view came."""
+        self._view = view
+        owners = {a.range_id: a.primary for a in view.ranges if a.primary is not None}
+        self._window.assign(owners)
+        self._pump_soon()
+
+    def stream_opened(self, server: NodeId) -> None:
+        """A push stream to `server` is there."""
+        self._window.connected(server)
+        self._pump_soon()
+
+    def stream_closed(self, server: NodeId) -> None:
+        """It broke."""
+        self._window.disconnected(server)
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        """Answers came."""
+        for message in response.replies:
+            reply = _reply(message)
+            if reply is not None:
+                for effect in self._window.reply(server, reply, now_s()):
+                    self._carry_out(effect)
+        self._pump_soon()
+
+    # --- carrying out
+
+    def _pump_soon(self) -> None:
+        """Ask the window what to send, once for all that happens in this turn of the loop."""
+        if not self._pump_is_due and self._failure is None:
+            self._pump_is_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_is_due = False
+        if self._failure is not None:
+            return
+        for effect in self._window.poll(now_s()):
+            self._carry_out(effect)
+        if self._timer is None and self._futures:
+            self._timer = self._loop.call_later(TICK_INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._window.tick(now_s())
+        self._pump_soon()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, SendPush):
+            self._send_push(effect)
+        elif isinstance(effect, SendSeal):
+            seal = self._seal(effect.table_id, effect.clock, effect.parts, effect.terms)
+            self._send(effect.server, parameters_pb2.PushRequest(seal=seal))
+        elif isinstance(effect, SendWithdrawal):
+            withdrawal = parameters_pb2.Withdrawal(
+                table_id=effect.key.table_id,
+                range_id=effect.key.range_id,
+                assignment_epoch=self._epoch(effect.key.range_id),
+                sequence=effect.key.sequence,
+            )
+            self._send(effect.server, parameters_pb2.PushRequest(withdrawal=withdrawal))
+        elif isinstance(effect, StepEnded):
+            self._step_ended(effect)
+        elif isinstance(effect, StepRefused):
+            self._finish(effect.table_id, effect.clock, effect.error)
+        # ViewNeeded: views come by themselves, and the window tries again by its own clock.
+
+    def _send(self, server: NodeId, request: parameters_pb2.PushRequest) -> None:
+        link = self._links.find(server)
+        if link is not None:
+            link.send((request.SerializeToString(), None))
+
+    def _send_push(self, effect: SendPush) -> None:
+        body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies
+        key = effect.key
+        message = parameters_pb2.BlockPush(
+            range_id=key.range_id,
+            assignment_epoch=self._epoch(key.range_id),
+            table_id=key.table_id,
+            block=effect.block,
+            clock=effect.clock,
+            sequence=key.sequence,
+            confirmed_sequence=effect.confirmed_sequence,
+            codec=wire.codec_to_proto(body.codec),
+            kind=(
+                parameters_pb2.PUSH_KIND_ASSIGN
+                if body.is_assign
+                else parameters_pb2.PUSH_KIND_GRADIENT
+            ),
+            replaces=effect.replaces,
+            presence=body.presence,
+            pulled_peer_version=body.pulled_peer_version,
+        )
+        if body.eager is not None:
+            message.eager.SetInParent()
+            message.eager.hyperparameters.extend(wire.hyperparameters_to_proto(body.eager))
+        if effect.inline_seal is not None:
+            sequence, terms = effect.inline_seal
+            part = SealPart(key.range_id, sequence, effect.confirmed_sequence)
+            message.seal.CopyFrom(self._seal(key.table_id, effect.clock, (part,), terms))
+        link = self._links.find(effect.server)
+        if link is not None:
+            self._counters.pushed_bytes += body.payload.nbytes
+            link.send((message.SerializeToString(), body.payload))
+
+    def _seal(
+        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> parameters_pb2.Seal:
+        seal = parameters_pb2.Seal(
+            table_id=table_id,
+            clock=clock,
+            ranges=[
+                parameters_pb2.RangeSeal(
+                    range_id=part.range_id,
+                    assignment_epoch=self._epoch(part.range_id),
+                    sequence=part.sequence,
+                    confirmed_sequence=part.confirmed_sequence,
+                )
+                for part in parts
+            ],
+            hyperparameters=wire.hyperparameters_to_proto(terms.hyperparameters),
+            skip=terms.skip,
+            last=terms.last,
+        )
+        if terms.contribution_scale != 1.0:
+            seal.contribution_scale = terms.contribution_scale
+        return seal
+
+    def _epoch(self, range_id: RangeId) -> int:
+        return self._view.ranges[range_id].epoch
+
+    def _step_ended(self, ended: StepEnded) -> None:
+        failures = [error for _, error in ended.problems]
+        for error in failures:
+            if isinstance(error, Fenced | Unauthenticated | NotPermitted):
+                self._on_fatal(error)
+        if failures:
+            for error in failures[1:4]:
+                failures[0].add_note(f"also: {error.message}")
+            self._finish(ended.table_id, ended.clock, failures[0])
+            return
+        self._counters.finished_step_count = max(self._counters.finished_step_count, ended.clock)
+        self._counters.staleness = ended.staleness
+        result = StepResult(ended.clock, ended.applied, ended.staleness)
+        self._finish(ended.table_id, ended.clock, result)
+
+    def _finish(self, table_id: TableId, clock: int, result: StepResult | PushpullError) -> None:
+        future = self._futures.pop((table_id, clock), None)
+        if future is None or future.done():
+            return
+        if isinstance(result, StepResult):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+
+def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
+    """The server's word as the window takes it; None for a kind that this version does not know."""
+    kind = _KINDS.get(message.kind)
+    if kind is None:
+        return None
+    error = error_from_proto(message.error) if message.HasField("error") else None
+    ending = None
+    if kind is ReplyKind.COMMITTED:
+        outcome = _OUTCOMES.get(message.outcome, Outcome.INVALID)
+        ending = Ending(outcome, error, message.staleness)
+    return Reply(
+        kind, TableId(message.table_id), RangeId(message.range_id), message.sequence, ending, error
+    )
