@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source, imports_of
 
 PURE_MODULES = {
+    "ps_server.buffer_pool",
+    "ps_server.contributions",
     "ps_server.events",
     "ps_server.gate",
     "ps_server.kernel_fingerprint",
