@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -285,7 +285,16 @@ def test_stop_lets_calls_finish_within_the_grace() -> None:
             stub = parameters_pb2_grpc.ParameterServiceStub(channel)
             call = stub.GetRangeStats(parameters_pb2.GetRangeStatsRequest(), timeout=20)
             await servicer.all_parked.wait()
+            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=20
+            )
+            node.set_serving(True)
+            while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+                pass
             stopping = asyncio.create_task(node.stop(20.0))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert not node.is_serving
+            watch.cancel()
             servicer.release.set()
             assert (await call).gate_bytes == 1
             await stopping

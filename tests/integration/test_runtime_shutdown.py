@@ -98,6 +98,15 @@ def test_a_role_ends_with_its_parent() -> None:
             os.close(child)
 
 
+def test_a_role_whose_starter_is_already_gone_ends_at_once() -> None:
+    # Adopted: the parent that it finds is not the one that started it.
+    asked = {"PUSHPULL_DIE_WITH_PARENT": "1", "PUSHPULL_PARENT_PID": str(os.getppid())}
+    with started(CHILD, **asked) as orphan:
+        assert orphan.wait(DEADLINE_S) == -signal.SIGKILL
+        assert orphan.stdout is not None
+        assert orphan.stdout.read() == ""
+
+
 def test_only_0_and_1_are_understood() -> None:
     for wish in ({}, {"PUSHPULL_DIE_WITH_PARENT": "0"}, {"PUSHPULL_DIE_WITH_PARENT": ""}):
         die_with_parent_if_asked(wish)
