@@ -1,211 +1,271 @@
-"""docs/PROTOCOL.md against real processes: its worked example, byte for byte, and its claims."""
+"""docs/PROTOCOL.md against real processes: its worked example, byte for byte, and its claims.
+
+One cluster of one server and one worker serves all tests. Each but the worked example itself has a
+table of its own, and the example's messages with that table's place in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import Message
 
-from docs.worked_messages import FIRST_ORDINAL, TABLE_ID, VIEW_NUMBER, worked_messages
+from docs.worked_messages import (
+    ASSIGNMENT_EPOCH,
+    FIRST_ORDINAL,
+    TABLE_ID,
+    VIEW_NUMBER,
+    worked_messages,
+)
+from ps_core.keys import range_of_slot, slot_of_ordinal
+from ps_core.limits import RANGE_COUNT
 from ps_worker.local_cluster import local_cluster
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
 
 DEADLINE_S = 30.0
-WORKED = {worked.name: worked.message for worked in worked_messages()}
+WORKED: dict[str, Any] = {worked.name: worked.message for worked in worked_messages()}
+
+
+def _copy(name: str) -> Any:
+    return WORKED[name].__class__.FromString(WORKED[name].SerializeToString())
 
 
 class Raw:
     """The plainest of clients: stubs, one session, one server."""
 
     def __init__(self, scheduler: grpc.Channel) -> None:
-        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
+        self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
         request = WORKED["register-request"]
-        self.registered = self.scheduler.RegisterNode(request, timeout=DEADLINE_S)
+        self.registered = self._scheduler.RegisterNode(request, timeout=DEADLINE_S)
         self.session = self.registered.session
-        watch = self.scheduler.WatchCluster(
+        watch = self._scheduler.WatchCluster(
             scheduler_pb2.WatchClusterRequest(session=self.session), timeout=DEADLINE_S
         )
         view = next(watch).view
         watch.cancel()
-        (self.address,) = [node.address for node in view.nodes if node.address]
+        (address,) = [node.address for node in view.nodes if node.address]
+        self.server_channel = grpc.insecure_channel(address)
+        self.server = parameters_pb2_grpc.ParameterServiceStub(self.server_channel)
 
     def own(self, name: str) -> Any:
         """The page's message with this client's session in it."""
-        message = WORKED[name].__class__.FromString(WORKED[name].SerializeToString())
+        message = _copy(name)
         target = message.header if name == "push-header" else message
         target.session.CopyFrom(self.session)
         return message
 
-    def table(self, spec: types.TableSpec) -> scheduler_pb2.CreateTableResponse:
-        """The table, created."""
-        request = scheduler_pb2.CreateTableRequest(session=self.session, spec=spec)
-        return self.scheduler.CreateTable(request, timeout=DEADLINE_S)
+    def create(self, name: str) -> scheduler_pb2.CreateTableResponse:
+        """The page's table under another name, known to the server."""
+        request = self.own("create-table")
+        request.spec.name = name
+        created: scheduler_pb2.CreateTableResponse
+        created = self._scheduler.CreateTable(request, timeout=DEADLINE_S)
+        opening = self.own("open-session")
+        opening.view_number = created.view_number
+        self.server.OpenSession(opening, timeout=DEADLINE_S)
+        return created
+
+    def push(self, *messages: Any) -> list[parameters_pb2.EntryReply]:
+        """Write, half-close, read to the end."""
+        entries = iter([self.own("push-header"), *messages])
+        answers = self.server.Push(entries, timeout=DEADLINE_S)
+        return [reply for answer in answers for reply in answer.replies]
+
+    def push_and_break(self, message: Any) -> list[parameters_pb2.EntryReply]:
+        """Send one message and break the stream at its first answer."""
+        answers = self.server.Push(iter([self.own("push-header"), message]), timeout=DEADLINE_S)
+        replies = list(next(answers).replies)
+        answers.cancel()
+        return replies
 
 
-@pytest.fixture
+@dataclass(frozen=True)
+class Place:
+    """A table of one test's own, and the page's messages for it."""
+
+    table_id: int
+    range_id: int
+
+    def block(self, **changes: Any) -> Any:
+        """The page's block, for this table."""
+        message = _copy("push-block")
+        message.block.table_id, message.block.range_id = self.table_id, self.range_id
+        for field, value in changes.items():
+            setattr(message.block, field, value)
+        return message
+
+    def seal(self, sequence: int = 2, **hyperparameters: float) -> Any:
+        """The page's seal, for this table."""
+        message = _copy("push-seal")
+        message.seal.table_id = self.table_id
+        (part,) = message.seal.ranges
+        part.range_id, part.sequence = self.range_id, sequence
+        for name, value in hyperparameters.items():
+            message.seal.hyperparameters.add(name=name, value=value)
+        return message
+
+    def read(self, message: Any) -> Any:
+        """The page's read, for this table."""
+        message.table_id = self.table_id
+        message.ranges[0].range_id = self.range_id
+        return message
+
+
+@pytest.fixture(scope="module")
 def raw() -> Iterator[Raw]:
     with (
         local_cluster(servers=1, workers=1) as cluster,
         grpc.insecure_channel(cluster.address) as channel,
     ):
         client = Raw(channel)
-        spec = client.own("create-table").spec
-        spec.name = "first"
-        client.table(spec)
-        yield client
+        client.create("first")
+        created = client.create(WORKED["create-table"].spec.name)
+        assert (created.table.table_id, created.table.first_ordinal) == (TABLE_ID, FIRST_ORDINAL)
+        assert created.view_number == VIEW_NUMBER
+        with client.server_channel:
+            yield client
 
 
 @pytest.fixture
-def server(raw: Raw) -> Iterator[parameters_pb2_grpc.ParameterServiceStub]:
-    created = raw.table(raw.own("create-table").spec)
-    assert (created.table.table_id, created.table.first_ordinal) == (TABLE_ID, FIRST_ORDINAL)
-    assert created.view_number == VIEW_NUMBER
-    with grpc.insecure_channel(raw.address) as channel:
-        stub = parameters_pb2_grpc.ParameterServiceStub(channel)
-        stub.OpenSession(raw.own("open-session"), timeout=DEADLINE_S)
-        yield stub
+def place(raw: Raw, request: pytest.FixtureRequest) -> Place:
+    table = raw.create(request.node.name).table
+    range_id = range_of_slot(slot_of_ordinal(table.first_ordinal), RANGE_COUNT)
+    assert WORKED["push-block"].block.assignment_epoch == ASSIGNMENT_EPOCH
+    return Place(table.table_id, range_id)
 
 
-def _push(
-    server: parameters_pb2_grpc.ParameterServiceStub, *messages: Message
-) -> list[parameters_pb2.EntryReply]:
-    """Write, half-close, read to the end."""
-    answers = server.Push(iter(messages), timeout=DEADLINE_S)
-    return [reply for answer in answers for reply in answer.replies]
-
-
-def _named(replies: list[parameters_pb2.EntryReply]) -> list[tuple[str, int]]:
+def _named(replies: Sequence[parameters_pb2.EntryReply]) -> list[tuple[str, int]]:
     kinds = parameters_pb2.ReplyKind
     return [(kinds.Name(r.kind).removeprefix("REPLY_KIND_"), r.sequence) for r in replies]
 
 
-def test_worked_example(raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub) -> None:
+def _outcomes(replies: Sequence[parameters_pb2.EntryReply]) -> dict[int, str]:
+    names = parameters_pb2.Outcome
+    return {
+        reply.sequence: names.Name(reply.outcome).removeprefix("OUTCOME_")
+        for reply in replies
+        if reply.kind == parameters_pb2.REPLY_KIND_COMMITTED
+    }
+
+
+def test_worked_example(raw: Raw) -> None:
     on_page = WORKED["register-response"]
-    assert isinstance(on_page, scheduler_pb2.RegisterNodeResponse)
     assert raw.session.node_id == on_page.session.node_id
     assert len(raw.session.session_token) == len(on_page.session.session_token)
-    settings = ("worker_count", "heartbeat_interval_ms", "lease_ms", "token_key")
-    for name in settings:
+    for name in ("worker_count", "heartbeat_interval_ms", "lease_ms", "token_key"):
         assert getattr(raw.registered, name) == getattr(on_page, name), name
 
-    replies = _push(server, raw.own("push-header"), WORKED["push-block"], WORKED["push-seal"])
-    received, committed = WORKED["push-received"], WORKED["push-committed"]
-    assert isinstance(received, parameters_pb2.PushResponse)
-    assert isinstance(committed, parameters_pb2.PushResponse)
-    assert replies[0] == received.replies[0]
-    assert replies[-2:] == list(committed.replies)
-
-    (answer,) = server.Pull(raw.own("pull-request"), timeout=DEADLINE_S)
+    replies = raw.push(WORKED["push-block"], WORKED["push-seal"])
+    assert replies[0] == WORKED["push-received"].replies[0]
+    assert replies[-2:] == list(WORKED["push-committed"].replies)
+    (answer,) = raw.server.Pull(raw.own("pull-request"), timeout=DEADLINE_S)
     assert answer == WORKED["pull-response"]
 
-
-def test_a_step_in_one_message(raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub) -> None:
-    _push(server, raw.own("push-header"), WORKED["push-block"], WORKED["push-seal"])
-    replies = _push(server, raw.own("push-header"), WORKED["push-one-message"])
-    assert _named(replies)[-2:] == [("COMMITTED", 3), ("COMMITTED", 4)]
+    replies = raw.push(WORKED["push-one-message"])
+    assert _outcomes(replies) == {3: "APPLIED", 4: "APPLIED"}
     request = raw.own("pull-request")
     request.clock = 2
-    (answer,) = server.Pull(request, timeout=DEADLINE_S)
+    (answer,) = raw.server.Pull(request, timeout=DEADLINE_S)
     # The bias was absent from step 2: it stands as step 1 left it.
     assert (answer.block.version, answer.block.clock) == (2, 2)
     assert answer.block.payload.hex() == "000080bf" + "00000040" + "000080be"
 
 
-def test_a_refused_read_carries_its_error_in_metadata(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
-) -> None:
+def test_a_failed_call_carries_its_error_in_metadata(raw: Raw) -> None:
     request = raw.own("pull-request")
     request.session.session_token = b"forged"
     with pytest.raises(grpc.RpcError) as failure:
-        list(server.Pull(request, timeout=DEADLINE_S))
+        list(raw.server.Pull(request, timeout=DEADLINE_S))
     call: Any = failure.value
     assert call.code() is grpc.StatusCode.UNAUTHENTICATED
     carried = dict(call.trailing_metadata())["pushpull-error-bin"]
     assert types.Error.FromString(carried).code == types.ERROR_CODE_UNAUTHENTICATED
 
 
-def test_an_entry_sent_again_on_another_stream_is_answered_there(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
-) -> None:
-    first = server.Push(iter([raw.own("push-header"), WORKED["push-block"]]), timeout=DEADLINE_S)
-    assert _named(list(next(first).replies)) == [("RECEIVED", 1)]
-    first.cancel()
-    again = _push(server, raw.own("push-header"), WORKED["push-block"], WORKED["push-seal"])
-    assert {("COMMITTED", 1), ("COMMITTED", 2)} <= set(_named(again))
-    # Once more, after the end: the original outcome.
-    replies = _push(server, raw.own("push-header"), WORKED["push-block"], WORKED["push-seal"])
+def test_a_block_sent_again_on_another_stream_is_answered_there(raw: Raw, place: Place) -> None:
+    assert _named(raw.push_and_break(place.block())) == [("RECEIVED", 1)]
+    assert _outcomes(raw.push(place.block(), place.seal())) == {1: "APPLIED", 2: "APPLIED"}
+    # Once more, after the end: the original outcomes, and nothing is done twice.
+    replies = raw.push(place.block(), place.seal())
     assert _named(replies) == [("COMMITTED", 1), ("COMMITTED", 2)]
-    (answer,) = server.Pull(raw.own("pull-request"), timeout=DEADLINE_S)
+    (answer,) = raw.server.Pull(place.read(raw.own("pull-request")), timeout=DEADLINE_S)
     assert answer == WORKED["pull-response"]
 
 
-def test_a_seal_sent_again_on_another_stream_is_answered_there(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
-) -> None:
-    first = server.Push(iter([raw.own("push-header"), WORKED["push-seal"]]), timeout=DEADLINE_S)
-    assert _named(list(next(first).replies)) == [("RECEIVED", 2)]
-    first.cancel()
-    again = _push(server, raw.own("push-header"), WORKED["push-seal"], WORKED["push-block"])
-    assert {("COMMITTED", 1), ("COMMITTED", 2)} <= set(_named(again))
+def test_a_seal_sent_again_on_another_stream_is_answered_there(raw: Raw, place: Place) -> None:
+    assert _named(raw.push_and_break(place.seal())) == [("RECEIVED", 2)]
+    assert _outcomes(raw.push(place.seal(), place.block())) == {1: "APPLIED", 2: "APPLIED"}
 
 
-def test_an_invalid_block_can_be_replaced_before_the_seal(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
+def test_an_invalid_block_can_be_replaced_before_the_seal(raw: Raw, place: Place) -> None:
+    wrong = place.block(payload=b"\0")
+    right = place.block(sequence=2, replaces=1)
+    outcomes = _outcomes(raw.push(wrong, right, place.seal(3)))
+    assert outcomes == {1: "INVALID", 2: "APPLIED", 3: "APPLIED"}
+
+
+def test_a_replaced_block_is_not_applied(raw: Raw, place: Place) -> None:
+    first = place.block(payload=bytes(12))
+    outcomes = _outcomes(raw.push(first, place.block(sequence=2, replaces=1), place.seal(3)))
+    assert outcomes == {1: "REPLACED", 2: "APPLIED", 3: "APPLIED"}
+    (answer,) = raw.server.Pull(place.read(raw.own("pull-request")), timeout=DEADLINE_S)
+    assert answer == WORKED["pull-response"]
+
+
+def test_an_invalid_block_makes_its_seal_invalid_and_a_skip_ends_the_step(
+    raw: Raw, place: Place
 ) -> None:
-    wrong, right, seal = (
-        parameters_pb2.PushRequest.FromString(WORKED[name].SerializeToString())
-        for name in ("push-block", "push-block", "push-seal")
+    skip = place.seal(3)
+    skip.seal.skip = True
+    outcomes = _outcomes(raw.push(place.block(payload=b"\0"), place.seal(2), skip))
+    assert outcomes == {1: "INVALID", 2: "INVALID", 3: "APPLIED"}
+
+
+def test_an_invalid_seal_has_not_sealed(raw: Raw, place: Place) -> None:
+    outcomes = _outcomes(raw.push(place.block(), place.seal(2, beta1=0.5), place.seal(3)))
+    assert outcomes == {1: "APPLIED", 2: "INVALID", 3: "APPLIED"}
+
+
+def test_a_number_given_up_holds_no_seal_back(raw: Raw, place: Place) -> None:
+    given_up = parameters_pb2.PushRequest(
+        withdrawal=parameters_pb2.Withdrawal(
+            table_id=place.table_id,
+            range_id=place.range_id,
+            assignment_epoch=ASSIGNMENT_EPOCH,
+            sequence=1,
+        )
     )
-    wrong.block.payload += b"\0"
-    right.block.sequence, right.block.replaces = 2, 1
-    seal.seal.ranges[0].sequence = 3
-    replies = _push(server, raw.own("push-header"), wrong, right, seal)
-    outcomes = {r.sequence: r.outcome for r in replies if r.outcome}
-    assert outcomes == {
-        1: parameters_pb2.OUTCOME_INVALID,
-        2: parameters_pb2.OUTCOME_APPLIED,
-        3: parameters_pb2.OUTCOME_APPLIED,
-    }
+    outcomes = _outcomes(raw.push(place.seal(), given_up))
+    assert outcomes == {1: "WITHDRAWN", 2: "APPLIED"}
 
 
-def test_an_invalid_seal_has_not_sealed(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
-) -> None:
-    wrong, again = (
-        parameters_pb2.PushRequest.FromString(WORKED["push-seal"].SerializeToString())
-        for _ in range(2)
-    )
-    wrong.seal.hyperparameters.add(name="beta1", value=0.5)
-    again.seal.ranges[0].sequence = 3
-    replies = _push(server, raw.own("push-header"), WORKED["push-block"], wrong, again)
-    outcomes = {r.sequence: r.outcome for r in replies if r.outcome}
-    assert outcomes == {
-        1: parameters_pb2.OUTCOME_APPLIED,
-        2: parameters_pb2.OUTCOME_INVALID,
-        3: parameters_pb2.OUTCOME_APPLIED,
-    }
+def test_a_last_seal_ends_what_was_sent_beyond_it(raw: Raw, place: Place) -> None:
+    last = place.seal()
+    last.seal.last = True
+    later = place.block(sequence=3, clock=2)
+    outcomes = _outcomes(raw.push(later, place.block(), last))
+    assert outcomes == {1: "APPLIED", 2: "APPLIED", 3: "WITHDRAWN"}
 
 
-def test_push_pull_carries_a_step_and_its_read(
-    raw: Raw, server: parameters_pb2_grpc.ParameterServiceStub
-) -> None:
-    block, seal, pull = WORKED["push-block"], WORKED["push-seal"], WORKED["pull-request"]
-    assert isinstance(block, parameters_pb2.PushRequest)
-    assert isinstance(seal, parameters_pb2.PushRequest)
-    assert isinstance(pull, parameters_pb2.PullRequest)
-    read = parameters_pb2.PullRequest.FromString(pull.SerializeToString())
-    read.ClearField("session")
+def test_another_epoch_consumes_no_number(raw: Raw, place: Place) -> None:
+    (reply,) = raw.push(place.block(assignment_epoch=ASSIGNMENT_EPOCH + 1))
+    assert reply.kind == parameters_pb2.REPLY_KIND_ERROR
+    assert reply.error.code == types.ERROR_CODE_STALE_ASSIGNMENT
+    assert _outcomes(raw.push(place.block(), place.seal())) == {1: "APPLIED", 2: "APPLIED"}
+
+
+def test_push_pull_carries_a_step_and_its_read(raw: Raw, place: Place) -> None:
     messages = [
         parameters_pb2.PushPullRequest(header=raw.own("push-header").header),
-        parameters_pb2.PushPullRequest(block=block.block),
-        parameters_pb2.PushPullRequest(seal=seal.seal),
-        parameters_pb2.PushPullRequest(pull=read),
+        parameters_pb2.PushPullRequest(block=place.block().block),
+        parameters_pb2.PushPullRequest(seal=place.seal().seal),
+        parameters_pb2.PushPullRequest(pull=place.read(_copy("pull-request"))),
     ]
-    parts = list(server.PushPull(iter(messages), timeout=DEADLINE_S))
+    messages[-1].pull.ClearField("session")
+    parts = list(raw.server.PushPull(iter(messages), timeout=DEADLINE_S))
     assert [part.pull for part in parts if part.HasField("pull")] == [WORKED["pull-response"]]
-    assert parts[-1].HasField("end") or parts[-1].HasField("replies")
     assert sum(part.HasField("end") for part in parts) == 1
