@@ -1,0 +1,306 @@
+"""The command line with real processes: training, every way to be interrupted, status."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_DEADLINE_S = 100.0
+END_DEADLINE_S = 10.0
+
+pytestmark = pytest.mark.timeout(180)
+
+ENDLESS = """
+import numpy as np
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("weights", 4096, optimizer=ps.SGD(lr=0.1))
+    gradient = np.ones(4096, dtype=np.float32)
+    client.push_pull(table, gradient)
+    print("is training", flush=True)
+    while True:
+        client.push_pull(table, gradient)
+        client.report(loss=0.5, planned_steps=1_000_000)
+"""
+
+FAILING = """
+import ps_worker as ps
+
+def explode(rank):
+    raise RuntimeError(f"worker {rank} has had enough")
+
+with ps.connect() as client:
+    explode(client.rank)
+"""
+
+
+def environment() -> dict[str, str]:
+    """The caller's, less what would change what the tool does; the packages by absolute paths."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
+    kept.pop("OMP_NUM_THREADS", None)
+    kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
+    return kept
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that any thread of `pid` has started and not reaped."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for listed in lists for child in listed.read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+class Tool:
+    """A running `pushpull`; what it prints is read as it comes."""
+
+    def __init__(self, *arguments: str, cwd: Path, on_terminal: bool = False) -> None:
+        self._lines: list[str] = []
+        self._arrived = threading.Condition()
+        self._has_ended = False
+        read_end, write_end = pty.openpty() if on_terminal else os.pipe()
+        variables = {**environment(), "TERM": "xterm-256color" if on_terminal else "dumb"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ps_cli", *arguments],
+            cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end,
+        )  # fmt: skip
+        os.close(write_end)
+        self._reader = threading.Thread(target=self._read, args=(read_end,), daemon=True)
+        self._reader.start()
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as stream:
+            try:
+                for line in stream:
+                    self._add(line)
+            except OSError:  # a terminal whose last writer is gone reads as an input/output error
+                pass
+        with self._arrived:
+            self._has_ended = True
+            self._arrived.notify_all()
+
+    def _add(self, line: str) -> None:
+        with self._arrived:
+            self._lines.append(line)
+            self._arrived.notify_all()
+
+    @property
+    def text(self) -> str:
+        with self._arrived:
+            return "".join(self._lines)
+
+    def wait_for(self, pattern: str, count: int = 1) -> re.Match[str]:
+        """Wait until `pattern` has come `count` times; returns the last of them."""
+
+        def found() -> list[re.Match[str]]:
+            return list(re.finditer(pattern, "".join(self._lines)))
+
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: len(found()) >= count or self._has_ended, START_DEADLINE_S
+            )
+            matches = found()
+        assert len(matches) >= count, f"{pattern!r} did not come; the output:\n{self.text}"
+        return matches[count - 1]
+
+    def role_pids(self) -> dict[str, list[int]]:
+        """The processes of each kind of role."""
+        found: dict[str, list[int]] = {"scheduler": [], "server": [], "worker": []}
+        for pid in children_of(self.process.pid):
+            command = command_of(pid)
+            for kind, module in (
+                ("scheduler", "scheduler"),
+                ("server", "ps_server"),
+                ("worker", "ps_worker"),
+            ):
+                if f" -m {module} " in command:
+                    found[kind].append(pid)
+        return found
+
+    def end(self, deadline_s: float) -> int:
+        """Wait for the tool's end and all its output."""
+        code = self.process.wait(deadline_s)
+        self._reader.join(deadline_s)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "ps_cli", *arguments],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+
+
+def assert_all_gone(pids: Iterator[int] | list[int]) -> None:
+    """Every process has ended, or does within the deadline."""
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(descriptor, "rb") as watched:
+            ready, _, _ = select.select([watched], [], [], END_DEADLINE_S)
+            assert ready, f"{command_of(pid)} is left over"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(program: str) -> str:
+        (tmp_path / "script.py").write_text(program)
+        return "script.py"
+
+    return write
+
+
+def test_digits_train_from_another_folder_and_nothing_is_left(tmp_path: Path) -> None:
+    # A user's own scheduler.py must not be taken for ours.
+    (tmp_path / "scheduler.py").write_text("raise SystemExit('the wrong scheduler')\n")
+    digits = str(ROOT / "examples" / "digits_cnn.py")
+    arguments = ("train", digits, "--workers", "2", "--servers", "2", "--", "--epochs", "2")
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        tool.wait_for(r"\[worker 0\] epoch 1 of 2: loss \d")
+        pids = [pid for found in tool.role_pids().values() for pid in found]
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert len(pids) == 5
+    assert re.search(r"\[worker 0\] test accuracy [89]\d\.\d\d%", tool.text)
+    assert "2 workers finished in" in tool.text
+    assert "OMP_NUM_THREADS=" in tool.text
+    assert "\x1b" not in tool.text
+    assert_all_gone(pids)
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "server", "worker"])
+def test_a_killed_role_ends_the_run_with_its_name(
+    kind: str, tmp_path: Path, script: Callable[[str], str]
+) -> None:
+    arguments = ("train", script(ENDLESS), "--workers", "2", "--servers", "2")
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        tool.wait_for(r"\[worker \d\] is training", count=2)
+        roles = tool.role_pids()
+        os.kill(roles[kind][-1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert tool.end(END_DEADLINE_S) == 1, tool.text
+        assert time.monotonic() - killed_s < END_DEADLINE_S
+    assert re.search(rf"pushpull: {kind}( \d)? ended with signal 9 \(SIGKILL\)", tool.text)
+    assert_all_gone([pid for pids in roles.values() for pid in pids])
+
+
+def test_a_workers_exception_is_shown_and_ends_the_run(
+    tmp_path: Path, script: Callable[[str], str]
+) -> None:
+    with Tool("train", script(FAILING), "--workers", "2", cwd=tmp_path) as tool:
+        assert tool.end(START_DEADLINE_S) == 1, tool.text
+    assert re.search(r"\[worker (\d)\] RuntimeError: worker \1 has had enough", tool.text)
+    assert re.search(r'\[worker \d\]   File ".*script\.py", line \d+, in explode', tool.text)
+    assert re.search(r"pushpull: worker \d ended with exit code 1", tool.text)
+
+
+def test_on_a_terminal_there_is_a_live_table_and_ctrl_c_ends_all(
+    tmp_path: Path, script: Callable[[str], str]
+) -> None:
+    with Tool("train", script(ENDLESS), "-w", "2", cwd=tmp_path, on_terminal=True) as tool:
+        tool.wait_for("is training", count=2)
+        tool.wait_for("steps/s")
+        tool.wait_for(r"0\.5000")
+        roles = tool.role_pids()
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(END_DEADLINE_S) == 130, tool.text
+    assert "stopped by SIGINT" in tool.text
+    assert "\x1b[" in tool.text
+    assert "Traceback" not in tool.text
+    assert_all_gone([pid for pids in roles.values() for pid in pids])
+
+
+def test_status_of_a_running_cluster_for_programs_and_people(
+    tmp_path: Path, script: Callable[[str], str]
+) -> None:
+    arguments = ("train", script(ENDLESS), "-w", "1", "-s", "2", "--interval", "0.5")
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
+        tool.wait_for("is training")
+        tool.wait_for(r"\[train \d+s\] worker 0: step [1-9]\d* of 1000000, clock [1-9]")
+        asked = run("status", "--json", "--scheduler", address, cwd=tmp_path)
+        shown = run("status", "--scheduler", address, cwd=tmp_path)
+        tool.process.send_signal(signal.SIGTERM)
+        assert tool.end(END_DEADLINE_S) == 143, tool.text
+    assert asked.returncode == 0, asked.stderr
+    document = json.loads(asked.stdout)
+    assert {node["role"] for node in document["nodes"]} == {"server", "worker"}
+    (worker,) = [node for node in document["nodes"] if node["role"] == "worker"]
+    assert worker["rank"] == 0
+    assert worker["clocks"]["weights"] >= 1
+    assert sum(server["block_count"] for server in document["servers"]) == 1
+    (table,) = document["tables"]
+    assert (table["name"], table["element_count"], table["consistency"]) == ("weights", 4096, "bsp")
+    assert table["clock"] >= 1
+    assert shown.returncode == 0
+    assert "sgd lr 0.1" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_up_prints_an_address_and_ends_on_request(tmp_path: Path) -> None:
+    with Tool("up", "--servers", "1", "--quiet", cwd=tmp_path) as tool:
+        address = tool.wait_for(r"cluster is up: scheduler at (\S+:\d+), 1 server").group(1)
+        tool.wait_for(f"export PUSHPULL_SCHEDULER={re.escape(address)}")
+        pids = [pid for found in tool.role_pids().values() for pid in found]
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(END_DEADLINE_S) == 130, tool.text
+    assert len(pids) == 2
+    assert_all_gone(pids)
+
+
+def test_up_says_why_a_cluster_cannot_start(tmp_path: Path) -> None:
+    found = run("up", "--listen", "not an address", cwd=tmp_path)
+    assert found.returncode == 1
+    assert "scheduler ended with exit code" in found.stderr
+    assert "not an address" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (("train", "absent.py"), 2, "absent.py"),
+        (("train", "script.py", "--workers", "0"), 2, "--workers"),
+        (("status",), 2, "PUSHPULL_SCHEDULER"),
+        (("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    arguments: tuple[str, ...], code: int, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    found = run(*arguments, cwd=tmp_path)
+    assert found.returncode == code
+    assert expected in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    shown = run("--help", cwd=tmp_path)
+    assert all(name in shown.stdout for name in ("train", "up", "status", "version"))
+    assert "Python 3." in run("version", cwd=tmp_path).stdout
