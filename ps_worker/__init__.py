@@ -41,6 +41,7 @@ from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
     from ps_worker.local_cluster import LocalCluster, local_cluster
+    from ps_worker.model_pull import pull_model
 
 __all__ = [
     "ASP",
@@ -85,6 +86,7 @@ __all__ = [
     "Zeros",
     "connect",
     "local_cluster",
+    "pull_model",
 ]
 
 _IMPORTED_ON_USE = {
@@ -92,6 +94,7 @@ _IMPORTED_ON_USE = {
     "DistributedOptimizer": "ps_worker.distributed_optimizer",
     "LocalCluster": "ps_worker.local_cluster",
     "local_cluster": "ps_worker.local_cluster",
+    "pull_model": "ps_worker.model_pull",
 }
 
 

@@ -19,7 +19,7 @@ from typing import TypeAlias, TypedDict, Unpack, overload
 import numpy as np
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import Hyperparameters, OptimizerSpec
+from ps_core.tables import Hyperparameters, OptimizerSpec, TableSpec
 from ps_runtime import logs
 from ps_worker.config import worker_config
 from ps_worker.connection import GRACE_S, Connection, complete
@@ -173,6 +173,29 @@ class Client(Connection):
         deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
         opening = self._loop.start(self._engine.open_table(name, deadline_s))
         return self.adopt(self._result(opening, deadline_s + GRACE_S))
+
+    def tables_under(
+        self,
+        prefix: str,
+        is_complete: Callable[[list[TableSpec]], bool],
+        timeout_s: float | None = None,
+    ) -> list[TableHandle]:
+        """Open all tables whose names begin with `prefix`.
+
+        Args:
+            prefix: the beginning of the names.
+            is_complete: called on the background thread; whether these tables are all.
+            timeout_s: how long to wait for that; None means the client's connect_deadline_s.
+
+        Returns:
+            The tables there are: all of them, unless time was up before.
+
+        Blocking: until they are complete or time is up.
+        """
+        self.check_usable()
+        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
+        opening = self._loop.start(self._engine.open_tables(prefix, is_complete, deadline_s))
+        return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
 
     # --- pushing
 

@@ -137,8 +137,12 @@ class Connection:
         region: Region | None = None,
         consistent: bool = False,
         timeout_s: float | None = None,
+        at_clock: int | None = None,
     ) -> PullTicket[Pulled]:
         """Begin to pull `region` (None: all of the table) at this worker's clock into `raw`.
+
+        With `consistent` and `at_clock` a reader names the clock; the ticket ends with AlreadyPast
+        where a range is further.
 
         Shapes:
             raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on
@@ -165,9 +169,9 @@ class Connection:
             table=table.table,
             region=region,
             raw=raw,
-            clock=table.clock,
+            clock=table.clock if at_clock is None else at_clock,
             consistent=consistent,
-            is_reader=self.is_reader,
+            is_reader=self.is_reader and at_clock is None,
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
         )

@@ -34,6 +34,7 @@ from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable, buffer_layouts
 from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
+from ps_worker.model_pull import birth_clock, table_prefix
 from ps_worker.optimizers import (
     Aggregate,
     ServerOptimizer,
@@ -41,6 +42,7 @@ from ps_worker.optimizers import (
     for_group,
     hyperparameters,
 )
+from ps_worker.settings import ASP
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
@@ -227,10 +229,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if not isinstance(optimizer, Aggregate):
             optimizer = for_group(optimizer, group)
+        prefix = table_prefix(self._options.name, number, self._birth_clock())
         return [
             TrainedTable(self._client, layout, number, optimizer, self._options)
-            for layout in table_layouts(f"{self._options.name}/{number}", group)
+            for layout in table_layouts(prefix, group)
         ]
+
+    def _birth_clock(self) -> int:
+        """The model's clock at present; under ASP, where workers' clocks differ, 0."""
+        if isinstance(self._options.consistency, ASP):
+            return 0
+        return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
     def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
         for table in tables:

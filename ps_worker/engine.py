@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -176,6 +177,26 @@ class Engine:
         table = view.tables_by_name[name]
         await self._meet_servers(table, end_s)
         return table
+
+    async def open_tables(
+        self, prefix: str, is_complete: Callable[[list[TableSpec]], bool], deadline_s: float
+    ) -> list[Table]:
+        """The tables whose names begin with `prefix`, once they are complete or time is up."""
+
+        def found(view: ClusterView) -> list[Table]:
+            return [table for table in view.tables if table.spec.name.startswith(prefix)]
+
+        end_s = now_s() + deadline_s
+        with contextlib.suppress(WaitExpired):
+            await self._scheduler.view_where(
+                lambda view: is_complete([table.spec for table in found(view)]),
+                f"tables '{prefix}*'",
+                deadline_s,
+            )
+        tables = found(self._view)
+        for table in tables:
+            await self._meet_servers(table, end_s)
+        return tables
 
     async def _meet_servers(self, table: Table, end_s: float) -> None:
         """Open a session, at a view with the table, on each server that holds a part of it."""
