@@ -177,7 +177,7 @@ def main() -> None:
         logs.configure("scheduler", settings.log_level)
         channels.run(serve(settings, cluster_settings(settings)))
     except InvalidConfig as error:
-        print(f"scheduler: {error.message}", file=sys.stderr)
+        logs.error("cannot_serve", error=error.message)
         sys.exit(2)
 
 

@@ -178,6 +178,7 @@ class Cluster:
             )
         state.next_node_id += 1
         state.next_incarnation = Incarnation(node.incarnation + 1)
+        state.view_bytes += view_size.node_bytes(node)
         state.members[node.node_id] = Member(node, request)
         state.node_of_registration[request.registration_id] = node.node_id
         self._detector.heard(node.node_id, now_s)
@@ -254,9 +255,9 @@ class Cluster:
         for range_id, size_bytes in added_bytes.items():
             state.range_bytes[range_id] = state.range_bytes.get(range_id, 0) + size_bytes
         state.tables[spec.name] = table
-        state.view_table_bytes += view_size.table_bytes(spec)
+        state.view_bytes += view_size.table_bytes(spec)
         state.next_ordinal += table.block_count
-        transitions = self._changed(TableCreated(table), *self._place())
+        transitions = self._changed(TableCreated(table), *self._place(added_bytes))
         return Decision(Created(table, state.view_number), transitions)
 
     def tick(self, now_s: float) -> Decision[None]:
@@ -343,14 +344,14 @@ class Cluster:
         state = self._state
         gone = [n for n in state.nodes_of(Role.READER) if n.state is NodeState.LEFT]
         for node in gone[: max(0, len(gone) - KEPT_READER_COUNT)]:
+            state.view_bytes -= view_size.node_bytes(node)
             member = state.members.pop(node.node_id)
             del state.node_of_registration[member.registration.registration_id]
 
     def _room_bytes(self) -> int:
         state = self._state
-        fixed = view_size.fixed_bytes(self.settings.cluster_id, len(state.ranges))
-        nodes = sum(view_size.node_bytes(member.node) for member in state.members.values())
-        return view_size.MAX_VIEW_BYTES - fixed - nodes - state.view_table_bytes
+        fixed_bytes = view_size.fixed_bytes(self.settings.cluster_id, len(state.ranges))
+        return view_size.MAX_VIEW_BYTES - fixed_bytes - state.view_bytes
 
     def _check_room(self, spec: TableSpec) -> None:
         table_count = len(self._state.tables)
@@ -399,8 +400,11 @@ class Cluster:
             for node_id, count in sorted(lost.items())
         )
 
-    def _place(self) -> list[Transition]:
+    def _place(self, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """Give those of the ranges a primary that have none."""
         ranges = self._state.ranges
+        if all(ranges[range_id].primary is not None for range_id in range_ids):
+            return []
         primaries = {r.range_id: r.primary for r in ranges if r.primary is not None}
         servers = [
             n.node_id for n in self._state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE
@@ -409,8 +413,5 @@ class Cluster:
         for range_id, node_id in placed.items():
             old = ranges[range_id]
             check(old.primary is None, "CL-3", f"range {range_id} holds blocks and would move")
-            epoch = AssignmentEpoch(old.epoch + 1)
-            ranges[range_id] = replace(old, primary=node_id, epoch=epoch)
-        if not placed:
-            return []
+            ranges[range_id] = replace(old, primary=node_id, epoch=AssignmentEpoch(old.epoch + 1))
         return [RangesPlaced(tuple(sorted(Counter(placed.values()).items())))]

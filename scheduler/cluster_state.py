@@ -111,9 +111,8 @@ class Member:
 class ClusterState:
     """Membership, tables and ownership. Dictionaries are in order of creation.
 
-    `range_bytes` is what each range holds, absent where nothing; `view_table_bytes` is what the
-    tables take of a view. Both are sums over `tables`, kept so that a creation costs its own blocks
-    only.
+    `range_bytes` is what each range holds, absent where nothing; `view_bytes` is what the nodes and
+    tables take of a view. Both are sums, kept so that an event costs only what it adds.
     """
 
     next_incarnation: Incarnation
@@ -126,7 +125,7 @@ class ClusterState:
     tables: dict[str, Table] = field(default_factory=dict)
     range_bytes: dict[RangeId, int] = field(default_factory=dict)
     finished: bool = False
-    view_table_bytes: int = 0
+    view_bytes: int = 0
 
     @classmethod
     def empty(cls, settings: ClusterSettings) -> ClusterState:

@@ -4,8 +4,6 @@ Everything runs on one event loop and the machine never waits, so it needs no lo
 watcher of the view, a parked creation) waits for the next change of the view and asks again.
 """
 
-# ruff: noqa: N802, ARG002 - the methods' names and parameters are the contract's
-
 from __future__ import annotations
 
 import asyncio

@@ -78,11 +78,14 @@ class Caller:
         return int(answer.view_number)
 
     async def create(
-        self, session: types_pb2.SessionIdentity, spec: TableSpec = SPEC, timeout: float | None = 10
+        self,
+        session: types_pb2.SessionIdentity,
+        spec: TableSpec = SPEC,
+        timeout_s: float = DEADLINE_S,
     ) -> scheduler_pb2.CreateTableResponse:
         request = scheduler_pb2.CreateTableRequest(session=session, spec=wire.spec_to_proto(spec))
         answer: scheduler_pb2.CreateTableResponse = await self.stub.CreateTable(
-            request, timeout=timeout
+            request, timeout=timeout_s
         )
         return answer
 

@@ -47,7 +47,7 @@ BAD_REGISTRATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("address is ''; expected 'host:port'",),
     ),
     (
-        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "t", "address": "0.0.0.0:1"},
+        {"role": types_pb2.NODE_ROLE_SERVER, "kernel_fingerprint": "t", "address": "*:1"},
         ("--advertise",),
     ),
     (
@@ -250,7 +250,7 @@ def test_a_creation_that_waited_in_vain_says_for_whom_before_its_deadline() -> N
         before = (await scheduler.status()).view
         words = ("table 'model' waits for 1 more server (1 of 2 registered)",)
         status = grpc.StatusCode.DEADLINE_EXCEEDED
-        call = scheduler.create(worker, timeout=1.0)
+        call = scheduler.create(worker, timeout_s=1.0)
         await refused(call, errors.WaitExpired, status, words)
         assert (await scheduler.status()).view == before
 

@@ -136,6 +136,12 @@ def test_later_tables_move_nothing_and_stay_balanced(first: int, sizes: list[int
     assert max(counts.values()) - min(counts[s] for s in servers) <= len(primaries) / 3 + 1
 
 
+def test_the_heaviest_range_goes_first() -> None:
+    held = {RangeId(0): 1, RangeId(1): 1, RangeId(2): 2}
+    placed = place({}, held, [NodeId(7), NodeId(5)])
+    assert placed == {RangeId(2): NodeId(5), RangeId(0): NodeId(7), RangeId(1): NodeId(7)}
+
+
 def test_ranges_to_place_and_nobody_to_take_them_is_a_bug_of_the_caller() -> None:
     with pytest.raises(InvariantViolation, match="PL-1"):
         place({}, {RangeId(0): 1}, [])

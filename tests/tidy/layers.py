@@ -49,6 +49,7 @@ EDGE_MODULES = {
     "ps_server",
     "scheduler",
     "scheduler.servicer",
+    "scheduler.transition_lines",
 }
 """L2 of the roles; all of `ps_runtime` is L2 too."""
 

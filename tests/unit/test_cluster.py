@@ -218,13 +218,12 @@ class TestRegistration:
                 of=harness,
             )
 
-    def test_a_full_cluster_is_an_overload(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cluster = Harness()
-        monkeypatch.setattr(limits, "MAX_NODE_COUNT", 1)
-        cluster.join(Role.READER)
+    def test_a_full_cluster_is_an_overload(self, cluster: Harness) -> None:
+        for _ in range(limits.MAX_NODE_COUNT):
+            cluster.join(Role.READER)
         refused(
             errors.Overloaded,
-            "has 1 nodes; it can have 1",
+            "has 10000 nodes; it can have 10000",
             by=lambda: cluster.join(Role.READER),
             of=cluster,
         )
@@ -312,6 +311,12 @@ class TestSilence:
         assert cluster.node(reader).state is NodeState.LEFT
         assert cluster.node(worker).state is NodeState.SILENT
         refused(errors.Fenced, "register again", by=lambda: cluster.beat(reader), of=cluster)
+
+    def test_a_scheduler_that_was_paused_gives_no_reader_up_for_it(self, cluster: Harness) -> None:
+        reader = cluster.join(Role.READER)
+        cluster.now_s += 1_000
+        cluster.cluster.tick(cluster.now_s)
+        assert cluster.node(reader).state is NodeState.ALIVE
 
     def test_readers_that_come_and_go_do_not_fill_the_view(self, cluster: Harness) -> None:
         first = cluster.join(Role.READER)

@@ -176,21 +176,21 @@ class TestTables:
         )
 
     def test_one_table_too_many_is_refused(
-        self,
-        full: tuple[Harness, Session, Session, Session, Session],
-        monkeypatch: pytest.MonkeyPatch,
+        self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
         harness, _, _, worker, _ = full
-        monkeypatch.setattr(limits, "MAX_TABLE_COUNT", 1)
-        harness.create(worker)
+        small = replace(SPEC, element_count=1, optimizer=OptimizerSpec(OptimizerKind.AGGREGATE))
+        for number in range(limits.MAX_TABLE_COUNT):
+            created = harness.create(worker, replace(small, name=str(number)))
+            assert isinstance(created, Created)
         refused(
             errors.InvalidConfig,
-            "table number 2 of the cluster; it can have 1",
-            by=lambda: harness.create(worker, replace(SPEC, name="second")),
+            "table number 10001 of the cluster; it can have 10000",
+            by=lambda: harness.create(worker, replace(small, name="last")),
             of=harness,
         )
 
-    def test_no_table_makes_the_view_larger_than_a_message(
+    def test_nothing_makes_the_view_larger_than_a_message(
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
         harness, _, _, worker, _ = full
@@ -205,6 +205,9 @@ class TestTables:
             by=lambda: harness.create(worker, replace(large, name="t5")),
             of=harness,
         )
+        with pytest.raises(errors.Overloaded, match="the cluster's view has room for"):
+            while True:
+                harness.join(Role.READER)
         message = wire.view_to_proto(harness.cluster.view)
         assert message.ByteSize() <= limits.FOREIGN_MAX_MESSAGE_BYTES
 
