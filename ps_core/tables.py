@@ -245,6 +245,15 @@ class TableSpec:
             _require(self.mode is Mode.BSP, f"table '{self.name}': AGGREGATE needs BSP")
         inline = self.initializer.inline
         expected = self.element_count * NATIVE_CODEC[self.dtype].element_bytes
+        _require(
+            not self.optimizer.nesterov or dict(self.optimizer.merged(()))["momentum"] > 0,
+            f"table '{self.name}': nesterov needs momentum above 0 and no dampening",
+        )
+        _require(
+            self.allow_non_finite or math.isfinite(self.initializer.constant),
+            f"table '{self.name}': its initial value is {self.initializer.constant}; "
+            "expected a finite number",
+        )
         if self.initializer.kind is InitializerKind.INLINE:
             _require(
                 len(inline) == expected and expected <= limits.MAX_INLINE_INITIALIZER_BYTES,

@@ -139,7 +139,7 @@ async def _run(
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
     finally:
-        await link.deregister("the server stops")
+        await link.deregister("the server stops", deadline_s=1.0)
         await link.close()
 
 

@@ -17,6 +17,7 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import errors, logs, wire
 from ps_runtime.metrics import ServerMetrics
+from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import Contribution
 from ps_server.events import (
     AnswerPull,
@@ -75,6 +76,7 @@ class ParameterNode:
         self.sent_bytes = 0
         self.applied_count = 0
         self._token_key = token_key
+        self._pool = BufferPool()
         self._known: set[Session] = set()
         self._streams: dict[int, EntryStream] = {}
         self._reads: dict[int, Read] = {}
@@ -113,7 +115,9 @@ class ParameterNode:
         """A new view: make room for what this server serves from now on."""
         added = self.machine.observe(view)
         for part in added:
-            self.shards[part.table.table_id, part.range_id] = ShardStore(part.table, part.blocks)
+            self.shards[part.table.table_id, part.range_id] = ShardStore(
+                part.table, part.blocks, pool=self._pool
+            )
         if added:
             logs.info(
                 "ranges_added",

@@ -116,7 +116,8 @@ class RangeMachine:
         self, event: PushEvent | SealEvent, worker: WorkerPart, out: list[Effect]
     ) -> None:
         """A held entry came again: all that is said of it from now on goes to the stream that it
-        came by last, since the one before may have broken."""
+        came by last, since the one before may have broken.
+        """
         step = worker.steps[worker.held[event.sequence]]
         push = step.pushes.get(event.sequence)
         if push is not None:

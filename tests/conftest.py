@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# The first example of a test may import torch or wait for the other core: wall time proves nothing.
+settings.register_profile("pushpull", deadline=None)
+settings.load_profile("pushpull")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -205,9 +205,13 @@ class TestTables:
             by=lambda: harness.create(worker, replace(large, name="t5")),
             of=harness,
         )
-        with pytest.raises(errors.Overloaded, match="the cluster's view has room for"):
+
+        def fill() -> None:
             while True:
                 harness.join(Role.READER)
+
+        with pytest.raises(errors.Overloaded, match="the cluster's view has room for"):
+            fill()
         message = wire.view_to_proto(harness.cluster.view)
         assert message.ByteSize() <= limits.FOREIGN_MAX_MESSAGE_BYTES
 

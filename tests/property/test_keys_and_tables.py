@@ -1,0 +1,148 @@
+"""Slots, ranges, blocks, segments, presence and codecs: everything is covered exactly once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core import codec
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
+from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
+from ps_core.limits import SLOT_COUNT
+from ps_core.tables import (
+    Codec,
+    DType,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableSpec,
+    TensorSpec,
+    pack_presence,
+    unpack_presence,
+)
+
+
+@given(st.integers(1, 5_000))
+def test_ranges_cover_every_slot_once(count: int) -> None:
+    ranges = key_ranges(count)
+    assert ranges[0].begin == 0
+    assert ranges[-1].end == SLOT_COUNT
+    assert all(a.end == b.begin for a, b in pairwise(ranges))
+    sizes = {r.end - r.begin for r in ranges}
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 5_000), st.integers(0, SLOT_COUNT - 1))
+def test_range_of_slot_contains_it(count: int, slot: int) -> None:
+    assert slot in key_ranges(count)[range_of_slot(Slot(slot), count)]
+
+
+@pytest.mark.parametrize("count", [0, -1, SLOT_COUNT + 1])
+def test_an_impossible_number_of_ranges_is_refused(count: int) -> None:
+    with pytest.raises(InvalidKeys, match=str(count)):
+        key_ranges(count)
+
+
+def test_consecutive_ordinals_take_every_slot_once() -> None:
+    assert len({slot_of_ordinal(n) for n in range(12_345, 12_345 + SLOT_COUNT)}) == SLOT_COUNT
+
+
+@st.composite
+def _tables(draw: st.DrawFn) -> Table:
+    sizes = draw(st.lists(st.integers(0, 400), min_size=1, max_size=12).filter(any))
+    tensors, offset = [], 0
+    for index, size in enumerate(sizes):
+        tensors.append(TensorSpec(f"t{index}", (size,), offset))
+        offset += size
+    spec = TableSpec(
+        "table",
+        DType.FLOAT32,
+        offset,
+        OptimizerSpec(OptimizerKind.SGD),
+        block_elements=64 * draw(st.integers(1, 4)),
+        tensors=tuple(tensors),
+    )
+    return Table(TableId(1), draw(st.integers(0, 10**9)), spec.validated())
+
+
+@given(_tables(), st.integers(1, 300))
+def test_blocks_and_segments_cover_every_element_once(table: Table, range_count: int) -> None:
+    owner = np.full(table.spec.element_count, -1)
+    blocks = [b for found in table.blocks_by_range(range_count).values() for b in found]
+    assert sorted(blocks) == list(range(table.block_count))
+    for block in blocks:
+        start = block * table.spec.block_elements
+        for segment in table.segments(block):
+            view = owner[start + segment.begin : start + segment.end]
+            assert (view == -1).all()
+            view[:] = segment.tensor
+    for index, tensor in enumerate(table.spec.tensors):
+        assert (owner[tensor.offset : tensor.offset + tensor.element_count] == index).all()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_presence_survives_the_wire(present: list[bool]) -> None:
+    bitmap = pack_presence(tuple(present))
+    assert unpack_presence(bitmap, len(present)) == tuple(present)
+    if bitmap:
+        with pytest.raises(InvalidKeys, match="presence has"):
+            unpack_presence(bitmap + b"\0", len(present))
+
+
+@given(st.sampled_from(list(Codec)), st.binary(min_size=1, max_size=64))
+def test_decode_then_encode_gives_the_same_bytes(kind: Codec, raw: bytes) -> None:
+    """Every bit pattern that is a number survives; a NaN stays a NaN."""
+    payload = raw[: len(raw) // kind.element_bytes * kind.element_bytes]
+    values = codec.decode(payload, kind)
+    again = codec.encode(values, kind)
+    back = codec.decode(again, kind)
+    assert np.array_equal(values, back, equal_nan=True)
+    finite = np.isfinite(values)
+    size = kind.element_bytes
+    for index in np.flatnonzero(finite):
+        assert again[index * size : (index + 1) * size] == payload[index * size :][:size]
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=50))
+def test_bfloat16_rounds_to_nearest_even_as_torch_does(numbers: list[float]) -> None:
+    values = np.array(numbers, np.float32)
+    ours = codec.decode(codec.encode(values, Codec.BF16), Codec.BF16)
+    theirs = torch.from_numpy(values).to(torch.bfloat16).to(torch.float32).numpy()
+    assert np.array_equal(ours, theirs, equal_nan=True)
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.sampled_from(list(Codec)))
+def test_a_length_that_lies_is_refused(elements: int, extra: int, kind: Codec) -> None:
+    size = elements * kind.element_bytes
+    codec.check_length(size, kind, elements)
+    if extra:
+        with pytest.raises(InvalidTensor, match=f"expected {size}"):
+            codec.check_length(size + extra, kind, elements)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": ""}, "name has 0 bytes"),
+        ({"element_count": 0}, "element_count"),
+        ({"block_elements": 100}, "multiple of 64"),
+        ({"tensors": (TensorSpec("a", (9,), 0),)}, "have 9 elements"),
+        ({"tensors": (TensorSpec("a", (10,), 1),)}, "starts at 1"),
+        ({"tensors": (TensorSpec("a", (5,), 0), TensorSpec("a", (5,), 5))}, "two tensors"),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:
+    settings: dict[str, object] = {
+        "name": "t",
+        "dtype": DType.FLOAT32,
+        "element_count": 10,
+        "optimizer": OptimizerSpec(OptimizerKind.SGD),
+        **change,
+    }
+    with pytest.raises(InvalidConfig, match=words):
+        TableSpec(**settings).validated()  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""The ledger against a dumb twin: a dictionary that forgets nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.errors import InvalidKeys, InvariantViolation
+from ps_core.ledger import Ending, Ledger, Outcome
+from ps_core.limits import MAX_LEDGER_GAP_COUNT
+
+ENDINGS = st.sampled_from([Ending(outcome) for outcome in Outcome])
+ACTIONS = st.one_of(
+    st.tuples(st.just("end"), st.integers(1, 30), ENDINGS),
+    st.tuples(st.just("confirm"), st.integers(0, 35), ENDINGS),
+)
+
+
+@given(st.lists(ACTIONS, max_size=80))
+def test_it_answers_as_a_dictionary_would(actions: list[tuple[str, int, Ending]]) -> None:
+    ledger, twin, confirmed = Ledger(), dict[int, Ending](), 0
+    for kind, sequence, ending in actions:
+        low = next(n for n in range(1, 100) if n not in twin) - 1
+        if kind == "confirm":
+            ledger.confirm(sequence)
+            confirmed = max(confirmed, min(sequence, low))
+        elif sequence in twin:
+            with pytest.raises(InvariantViolation, match="LED-1"):
+                ledger.end(sequence, ending)
+        else:
+            ledger.end(sequence, ending)
+            twin[sequence] = ending
+        low = next(n for n in range(1, 100) if n not in twin) - 1
+        assert ledger.low_water == low
+        assert ledger.kept_count == len([n for n in twin if n > confirmed])
+        for number in range(1, 35):
+            assert ledger.has_ended(number) == (number in twin)
+            if number in twin and number > confirmed:
+                assert ledger.ending(number) == twin[number]
+            elif number in twin:
+                with pytest.raises(InvalidKeys, match="confirmed"):
+                    ledger.ending(number)
+
+
+@pytest.mark.parametrize("sequence", [0, -1, MAX_LEDGER_GAP_COUNT + 1])
+def test_a_sequence_out_of_reach_is_refused(sequence: int) -> None:
+    with pytest.raises(InvalidKeys, match=f"sequence is {sequence}"):
+        Ledger().check_in_reach(sequence)

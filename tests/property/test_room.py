@@ -1,0 +1,78 @@
+"""Gate memory: it stays within its bound, and the lowest step always finds room."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from ps_server.room import GateRoom, Step
+
+STEP_BYTES = 40
+STEPS = st.builds(Step, st.integers(1, 3), st.integers(0, 3))
+
+
+class Rooms(RuleBasedStateMachine):
+    """Against a twin that lists every payload."""
+
+    steps = Bundle("steps")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = GateRoom(0, 0)
+        self.capacity = STEP_BYTES
+        self.room.resize(0, STEP_BYTES)
+        self.staged: list[tuple[Step, int]] = []
+        self.waiting: set[Step] = set()
+
+    def _bytes(self, step: Step) -> int:
+        return sum(size for other, size in self.staged if other == step)
+
+    @rule(extra=st.integers(0, 60))
+    def grow(self, extra: int) -> None:
+        self.room.resize(STEP_BYTES + extra, STEP_BYTES)
+        self.capacity = max(self.capacity, STEP_BYTES + extra)
+
+    @rule(step=STEPS, size=st.integers(1, 20))
+    def admit(self, step: Step, size: int) -> None:
+        if self._bytes(step) + size > STEP_BYTES:
+            return  # no step is larger than a step
+        lowest = min([step, *(other for other, _ in self.staged)])
+        admission = self.room.admit(step, size)
+        if lowest == step:
+            assert admission.admitted, "the lowest step found no room (ROOM-2)"
+        assert all(other > step for other in admission.given_back)
+        if not admission.admitted:
+            assert not admission.given_back
+            lower = sum(n for other, n in self.staged if other <= step)
+            assert lower + size > self.capacity, "refused although room could be made"
+            self.waiting.add(step)
+            return
+        self.waiting.discard(step)
+        self.staged = [item for item in self.staged if item[0] not in admission.given_back]
+        self.waiting.update(admission.given_back)
+        self.staged.append((step, size))
+
+    @rule(draw=st.data())
+    def release(self, draw: st.DataObject) -> None:
+        if self.staged:
+            index = draw.draw(st.integers(0, len(self.staged) - 1))
+            step, size = self.staged.pop(index)
+            self.room.release(step, size)
+
+    @rule()
+    def credit(self) -> None:
+        turns = self.room.credit()
+        assert set(turns) <= self.waiting
+        assert list(turns) == sorted(turns)
+        if self.waiting and not self.staged:
+            assert min(self.waiting) in turns, "room is free and the lowest got no credit"
+        self.waiting -= set(turns)
+
+    @invariant()
+    def within_bounds(self) -> None:
+        assert self.room.staged_bytes == sum(size for _, size in self.staged) <= self.capacity
+
+
+Rooms.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRooms = Rooms.TestCase

@@ -1,0 +1,196 @@
+"""A range machine with room for everything, and short words for what happens to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ps_core.errors import PushpullError
+from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
+from ps_core.ledger import Outcome
+from ps_core.tables import (
+    DType,
+    Hyperparameters,
+    Initializer,
+    InitializerKind,
+    Mode,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableSpec,
+)
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Effect,
+    Fold,
+    Place,
+    PullEvent,
+    PushEvent,
+    RefusePull,
+    ReplyKind,
+    ReplyTo,
+    SealEvent,
+    SealTerms,
+    Sender,
+    WithdrawEvent,
+)
+from ps_server.range_machine import RangeMachine
+from ps_server.room import Step
+
+PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
+
+
+class FreeRoom:
+    """Room for everything; refuses the steps in `closed`; counts what is staged."""
+
+    def __init__(self) -> None:
+        self.staged_bytes = 0
+        self.closed: set[Step] = set()
+
+    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:  # noqa: ARG002 - the seam's shape
+        """See `range_state.Room`."""
+        if step in self.closed:
+            return False
+        self.staged_bytes += byte_count
+        return True
+
+    def release(self, step: Step, byte_count: int) -> None:  # noqa: ARG002 - the seam's shape
+        """See `range_state.Room`."""
+        self.staged_bytes -= byte_count
+
+
+def make_table(
+    mode: Mode = Mode.BSP,
+    *,
+    blocks: int = 4,
+    kind: OptimizerKind = OptimizerKind.SGD,
+    from_rank_zero: bool = False,
+) -> Table:
+    """A table of small blocks."""
+    start = InitializerKind.FROM_RANK_ZERO if from_rank_zero else InitializerKind.ZEROS
+    spec = TableSpec(
+        "model",
+        DType.FLOAT32,
+        64 * blocks,
+        OptimizerSpec(kind),
+        block_elements=64,
+        mode=mode,
+        initializer=Initializer(start),
+    )
+    return Table(TableId(1), 0, spec.validated())
+
+
+@dataclass
+class Bench:
+    """A machine, its workers by rank, and all that it said."""
+
+    table: Table
+    workers: int = 2
+    now_s: float = 100.0
+    room: FreeRoom = field(default_factory=FreeRoom)
+    effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        blocks = tuple(range(self.table.block_count))
+        self.machine = RangeMachine(self.table, RangeId(0), blocks, self.workers, self.room)
+
+    def _note(self, effects: list[Effect]) -> list[Effect]:
+        self.effects += effects
+        return effects
+
+    @staticmethod
+    def sender(rank: int) -> Sender:
+        """The sender of a rank."""
+        return Sender(Incarnation(1000 + rank), rank, rank)
+
+    def push(
+        self, rank: int, sequence: int, clock: int, block: int = 0, **more: object
+    ) -> list[Effect]:
+        """A push; its payload says where it came from."""
+        event = PushEvent(
+            PLACE,
+            self.sender(rank),
+            sequence,
+            clock,
+            block,
+            256,
+            (rank, sequence),
+            **more,  # type: ignore[arg-type]
+        )
+        return self._note(self.machine.push(event, self.now_s))
+
+    def seal(
+        self,
+        rank: int,
+        sequence: int,
+        clock: int,
+        hyperparameters: Hyperparameters = (),
+        **more: object,
+    ) -> list[Effect]:
+        """A seal."""
+        terms = SealTerms(clock, hyperparameters, **more)  # type: ignore[arg-type]
+        event = SealEvent(PLACE, self.sender(rank), sequence, terms)
+        return self._note(self.machine.seal(event, self.now_s))
+
+    def withdraw(self, rank: int, sequence: int) -> list[Effect]:
+        """A withdrawal."""
+        return self._note(
+            self.machine.withdraw(WithdrawEvent(PLACE, self.sender(rank), sequence), self.now_s)
+        )
+
+    def pull(
+        self, rank: int | None, clock: int, *, waiter: int = 1, consistent: bool = False
+    ) -> list[Effect]:
+        """A read by a worker, or by a reader if `rank` is None."""
+        incarnation = None if rank is None else self.sender(rank).incarnation
+        event = PullEvent(PLACE, waiter, incarnation, clock, consistent, self.now_s + 10)
+        return self._note(self.machine.reads.pull(event, self.now_s))
+
+
+def outcomes(effects: list[Effect]) -> dict[tuple[int, int], Outcome]:
+    """(rank, sequence) -> outcome, of the COMMITTED replies."""
+    return {
+        (e.sender.rank, e.sequence): e.ending.outcome
+        for e in effects
+        if isinstance(e, ReplyTo) and e.ending is not None
+    }
+
+
+def kinds(effects: list[Effect]) -> list[ReplyKind]:
+    """The kinds of the replies."""
+    return [e.kind for e in effects if isinstance(e, ReplyTo)]
+
+
+def problem(effects: list[Effect]) -> PushpullError:
+    """The only error that the effects carry."""
+    found = [
+        e.error for e in effects if isinstance(e, ReplyTo | RefusePull) and e.error is not None
+    ]
+    found += [
+        e.ending.error
+        for e in effects
+        if isinstance(e, ReplyTo) and e.ending is not None and e.ending.error is not None
+    ]
+    (error,) = found
+    return error
+
+
+def applied(effects: list[Effect]) -> list[tuple[int, list[object]]]:
+    """(clock, payloads in the order of the sum) of each update."""
+    sums: list[object] = []
+    found: list[tuple[int, list[object]]] = []
+    for effect in effects:
+        if isinstance(effect, Fold):
+            sums += [payload for _, payload in effect.parts]
+        elif isinstance(effect, Apply):
+            found.append((effect.record.clock, sums))
+            sums = []
+        elif isinstance(effect, Assign):
+            found.append((0, [payload for _, payload in effect.parts]))
+    return found
+
+
+def answers(effects: list[Effect]) -> list[int]:
+    """The waiters that were answered."""
+    return [effect.waiter for effect in effects if isinstance(effect, AnswerPull)]
