@@ -244,8 +244,14 @@ OTHER_TENSORS = (TensorSpec("w", (90, 10), 0), TensorSpec("b", (100,), 900))
             "tensors[1].name is 'c'; got 'b'",
         ),
         (
-            {"initializer": Initializer(InitializerKind.CONSTANT, float("nan"))},
-            {"initializer": Initializer(InitializerKind.CONSTANT, float("nan"))},
+            {
+                "initializer": Initializer(InitializerKind.CONSTANT, float("nan")),
+                "allow_non_finite": True,
+            },
+            {
+                "initializer": Initializer(InitializerKind.CONSTANT, float("nan")),
+                "allow_non_finite": True,
+            },
             None,
         ),
         (
