@@ -33,6 +33,7 @@ from ps_core.errors import (
 )
 from ps_worker.client import Client, connect
 from ps_worker.counters import Progress
+from ps_worker.local_cluster import LocalCluster, local_cluster
 from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, Assign, RMSprop
 from ps_worker.settings import ASP, BSP, Constant, FromRank0, Inline, Zeros
 from ps_worker.table_handle import TableHandle
@@ -40,7 +41,6 @@ from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
-    from ps_worker.local_cluster import LocalCluster, local_cluster
     from ps_worker.model_pull import pull_model
 
 __all__ = [
@@ -92,8 +92,6 @@ __all__ = [
 _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only reads or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.distributed_optimizer",
-    "LocalCluster": "ps_worker.local_cluster",
-    "local_cluster": "ps_worker.local_cluster",
     "pull_model": "ps_worker.model_pull",
 }
 
