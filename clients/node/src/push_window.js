@@ -373,7 +373,9 @@ export class PushWindow {
         confirmedSequence: this.#sequence(tableId, entry.rangeId).confirmed,
       };
     });
-    return { server, request: { seal: { ...step.terms, tableId, clock: step.clock, ranges, skip } } };
+    // What was wrong with the terms would be wrong again; a skipped step needs none.
+    const terms = skip ? { last: step.terms.last } : step.terms;
+    return { server, request: { seal: { ...terms, tableId, clock: step.clock, ranges, skip } } };
   }
 
   /**
