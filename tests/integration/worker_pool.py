@@ -1,7 +1,8 @@
-"""Worker processes that tests hand functions to: started once, connected to one cluster after another.
+"""Worker processes that tests hand functions to, connected to one cluster after another.
 
 Importing torch costs seconds, so a pool serves many tests. Each process runs one job at a time:
-`Pool.run` gives the same function to every worker, with its own client, and collects what they return.
+`Pool.run` gives the same function to every worker, with its own client, and collects what they
+return.
 """
 
 from __future__ import annotations

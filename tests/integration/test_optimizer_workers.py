@@ -1,0 +1,213 @@
+"""Three workers, each a process: the same bits whatever the servers, and equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ps_worker as ps
+from tests.integration import training_jobs as jobs
+from tests.integration.training_models import Branched, batches, differing, seeded, values
+from tests.integration.worker_pool import Pool, WorkerFailed
+
+WORKERS = 3
+Values = dict[str, torch.Tensor]
+Gradient = Callable[[Any, int, int, torch.Tensor], None]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(WORKERS)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def workers(pool: Pool) -> Iterator[Pool]:
+    with (
+        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as connected,
+    ):
+        yield connected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the workers have it: torch's matrix products depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_one_process(
+    steps: int,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    gradient: Gradient,
+    takes_part: Callable[[int, int], bool] = lambda *_: True,
+) -> list[Values]:
+    """One process that sums the workers' gradients in rank order, then multiplies once."""
+    model = seeded(Branched)
+    reference = optimizer(model.parameters())
+    inputs = [list(batches(steps, rank=rank)) for rank in range(WORKERS)]
+    history = []
+    for step in range(steps):
+        ranks = [rank for rank in range(WORKERS) if takes_part(step, rank)]
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for rank in ranks:
+            model.zero_grad()
+            gradient(model, step, rank, inputs[rank][step])
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+        for p in model.parameters():
+            factor = torch.tensor(1.0 / len(ranks)) if ranks else 0.0
+            p.grad = sums[p] * factor if p in sums else None
+        reference.step()
+        history.append(values(model))
+    return history
+
+
+def plain(model: Any, step: int, rank: int, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def branched(model: Any, step: int, rank: int, x: torch.Tensor) -> None:
+    model(x, is_long=(step * rank) % 2 == 0).square().mean().backward()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def check_all_equal(results: list[Values], expected: Values) -> None:
+    for rank, result in enumerate(results):
+        assert differing(result, expected) == [], f"rank {rank}"
+
+
+@pytest.mark.timeout(180)
+def test_any_number_of_servers_gives_the_bits_of_one_process(pool: Pool) -> None:
+    expected = in_one_process(4, lambda p: torch.optim.AdamW(p, lr=0.01), branched)
+    fast = []
+    for servers in (1, 2, 3):
+        with (
+            ps.local_cluster(servers=servers, workers=WORKERS) as cluster,
+            pool.connected(cluster.address, WORKERS) as workers,
+        ):
+            exact = workers.run(
+                jobs.train_branched, name="exact", steps=4, optimizer=ps.AdamW(lr=0.01)
+            )
+            for step in range(4):
+                check_all_equal([history[step] for history in exact], expected[step])
+            fast += workers.run(
+                jobs.train_branched, name="fast", steps=4, kernels="fast",
+                optimizer=ps.AdamW(lr=0.01),
+            )  # fmt: skip
+    check_all_equal([history[3] for history in fast], fast[0][3])
+
+
+@pytest.mark.parametrize("mode", ["sealed", "eager"])
+def test_momentum_with_sometimes_unused_parameters(workers: Pool, mode: str) -> None:
+    expected = in_one_process(4, momentum, branched)
+    histories = workers.run(jobs.train_branched, name=f"momentum-{mode}", steps=4, mode=mode)
+    for step in range(4):
+        check_all_equal([history[step] for history in histories], expected[step])
+
+
+def test_sum_is_not_divided(workers: Pool) -> None:
+    def summed(model: Any, step: int, rank: int, x: torch.Tensor) -> None:
+        branched(model, step, rank, x)
+
+    expected = in_one_process(1, lambda p: torch.optim.SGD(p, lr=0.3), summed)
+    histories = workers.run(
+        jobs.train_branched, name="sum", steps=1, reduction="sum", optimizer=ps.SGD(lr=0.1)
+    )
+    for history in histories:
+        for name, value in history[0].items():
+            torch.testing.assert_close(value, expected[0][name])
+    check_all_equal([history[0] for history in histories], histories[0][0])
+
+
+def test_aggregate_runs_any_torch_optimizer_alike_on_all(workers: Pool) -> None:
+    expected = in_one_process(4, lambda p: torch.optim.NAdam(p, lr=0.05), branched)
+    histories = workers.run(jobs.train_aggregate, name="aggregate", steps=4)
+    for step in range(4):
+        check_all_equal([history[step] for history in histories], expected[step])
+
+
+def test_a_worker_without_gradients_counts_as_zero(workers: Pool) -> None:
+    def idle(model: Any, step: int, rank: int, x: torch.Tensor) -> None:
+        if rank != 1:
+            plain(model, step, rank, x)
+
+    expected = in_one_process(2, momentum, idle)
+    check_all_equal(
+        workers.run(jobs.train_without_gradient, name="idle", idle_rank=1), expected[-1]
+    )
+
+
+def test_an_overflow_of_one_worker_leaves_it_out(workers: Pool) -> None:
+    expected = in_one_process(3, momentum, plain, lambda step, rank: (step, rank) != (1, 2))
+    answers = workers.run(jobs.train_with_scaler, name="overflow", overflow_rank=2)
+    check_all_equal([result for result, _ in answers], expected[-1])
+    assert [scale for _, scale in answers] == [2.0**10, 2.0**10, 2.0**9]
+
+
+def test_a_nan_of_one_worker_leaves_it_out_and_is_told_to_it_alone(workers: Pool) -> None:
+    expected = in_one_process(3, momentum, plain, lambda step, rank: (step, rank) != (1, 0))
+    answers = workers.run(jobs.train_with_nan, name="nan", bad_rank=0)
+    check_all_equal([result for _, result in answers], expected[-1])
+    assert "'last.weight' has an infinity or a NaN at step 2" in answers[0][0]
+    assert [message for message, _ in answers[1:]] == ["", ""]
+
+
+@pytest.mark.parametrize("buffers", ["rank0", "mean", None])
+def test_buffers(workers: Pool, buffers: str | None) -> None:
+    histories = workers.run(jobs.train_normed, name=f"buffers-{buffers}", buffers=buffers)
+    for before, after in ((0, 1), (2, 3)):
+        own = [history[before] for history in histories]
+        shared = [history[after] for history in histories]
+        counts = [int(state["1.num_batches_tracked"]) for state in own]
+        means = [state["1.running_mean"] for state in own]
+        for rank, state in enumerate(shared):
+            if buffers == "mean":
+                count = round(sum(counts) / 3)
+                mean = (means[0] + means[1] + means[2]) * torch.tensor(1 / 3)
+            else:
+                source = 0 if buffers == "rank0" else rank
+                count, mean = counts[source], means[source]
+            assert int(state["1.num_batches_tracked"]) == count
+            assert torch.equal(state["1.running_mean"], mean)
+            assert state["seen"].tolist() == [True, False]
+            assert torch.equal(state["0.weight"], shared[0]["0.weight"])
+
+
+@pytest.mark.timeout(120)
+def test_uneven_data_ends_no_run(pool: Pool) -> None:
+    expected = in_one_process(3, momentum, plain, lambda step, rank: step <= rank)
+    with (
+        ps.local_cluster(servers=1, workers=WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        answers = workers.run(jobs.train_uneven, name="uneven")
+    for rank, answer in enumerate(answers):
+        assert differing(answer, expected[rank]) == []
+
+
+@pytest.mark.timeout(120)
+def test_workers_that_disagree_are_both_named(pool: Pool) -> None:
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        pool.connected(cluster.address, 2, leave=False) as workers,
+    ):
+        for answer in workers.outcomes(jobs.train_another_model, name="shapes"):
+            assert not isinstance(answer, WorkerFailed) or "TableExists" in str(answer)
+        answers = workers.outcomes(jobs.disagree, name="rates")
+    messages = [str(answer) for answer in answers if isinstance(answer, WorkerFailed)]
+    assert messages
+    assert all(message.startswith("InvalidConfig") for message in messages), messages
+    assert any("0.1" in m and "0.2" in m and "lr" in m for m in messages), messages
+    assert any("worker 0" in m and "worker 1" in m for m in messages), messages

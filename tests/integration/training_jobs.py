@@ -1,0 +1,135 @@
+"""What the workers of a pool run in the optimizer tests; each returns what the test compares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import ps_worker as ps
+from tests.integration.training_models import BLOCK, Branched, batches, seeded, values
+
+Values = dict[str, torch.Tensor]
+
+EXACT: dict[str, Any] = {"kernels": "exact", "block_elements": BLOCK}
+
+
+def normed() -> nn.Module:
+    """A model with running statistics, a frozen constant and a flag."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model.register_buffer("seen", torch.tensor([True, False]))
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    return model
+
+
+def optimizer_for(client: ps.Client, model: nn.Module, **options: Any) -> ps.DistributedOptimizer:
+    ours = options.pop("optimizer", ps.SGD(lr=0.1, momentum=0.9))
+    return ps.DistributedOptimizer(client, model, ours, **{**EXACT, **options})
+
+
+def train_branched(client: ps.Client, name: str, steps: int, **options: Any) -> list[Values]:
+    """The parameters after each step; odd ranks skip a branch in odd steps."""
+    model = seeded(Branched, seed=client.rank)
+    optimizer = optimizer_for(client, model, name=name, **options)
+    history = []
+    for step, x in enumerate(batches(steps, rank=client.rank)):
+        optimizer.zero_grad()
+        model(x, is_long=(step * client.rank) % 2 == 0).square().mean().backward()
+        optimizer.step()
+        history.append(values(model))
+    return history
+
+
+def train_aggregate(client: ps.Client, name: str, steps: int) -> list[Values]:
+    return train_branched(client, name, steps, optimizer=ps.Aggregate(nadam))
+
+
+def nadam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=0.05)
+
+
+def train_without_gradient(client: ps.Client, name: str, idle_rank: int) -> Values:
+    """One worker never runs backward."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name)
+    for x in batches(2, rank=client.rank):
+        optimizer.zero_grad()
+        if client.rank != idle_rank:
+            model(x).square().mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+def train_with_scaler(client: ps.Client, name: str, overflow_rank: int) -> tuple[Values, float]:
+    """One worker's loss overflows in the second of three steps."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step, x in enumerate(batches(3, rank=client.rank)):
+        factor = float("inf") if (step, client.rank) == (1, overflow_rank) else 1.0
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return values(model), scaler.get_scale()
+
+
+def train_normed(client: ps.Client, name: str, buffers: str | None) -> list[Values]:
+    """What each worker's model holds after each step, and before the buffers were shared."""
+    model: Any = seeded(normed, seed=client.rank)
+    optimizer = optimizer_for(client, model, name=name, buffers=buffers)
+    history = []
+    for x in batches(2, rank=client.rank):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if client.rank == 1:
+            model(x)  # a second forward pass: its own statistics move on
+        history.append(values(model))
+        optimizer.step()
+        history.append(values(model))
+    return history
+
+
+def train_with_nan(client: ps.Client, name: str, bad_rank: int) -> tuple[str, Values]:
+    """One worker's gradient is not finite in the second of three steps."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name)
+    message = ""
+    for step, x in enumerate(batches(3, rank=client.rank)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if (step, client.rank) == (1, bad_rank):
+            model.last.weight.grad[0, 0] = float("nan")
+        try:
+            optimizer.step()
+        except ps.InvalidTensor as error:
+            message = error.message
+    return message, values(model)
+
+
+def train_uneven(client: ps.Client, name: str) -> Values:
+    """Rank r takes r + 1 steps and leaves."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name)
+    for x in batches(client.rank + 1, rank=client.rank):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    client.leave()
+    return values(model)
+
+
+def disagree(client: ps.Client, name: str) -> None:
+    """Every worker has another learning rate."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name)
+    optimizer.param_groups[0]["lr"] = 0.1 * (client.rank + 1)
+    model(next(batches(1))).sum().backward()
+    optimizer.step()
+
+
+def train_another_model(client: ps.Client, name: str) -> None:
+    """The last rank brings a model of another shape."""
+    width = 8 if client.rank + 1 < client.world_size else 9
+    optimizer_for(client, nn.Linear(4, width), name=name)
