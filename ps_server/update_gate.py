@@ -78,7 +78,16 @@ class UpdateGate:
                 self._state.unstage(step, worker, push)
         if seal.terms.last:
             self._leave(worker, step.clock, out)
+            if step.skip and not self._state.is_asp:
+                self._depart(worker, step, out)
         return True
+
+    def _depart(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """A last step that is skipped adds nothing to its update: the worker goes without waiting
+        for the others to form it, else two that leave one after the other would wait for ever.
+        """
+        worker.left_clock = step.clock - 1
+        self._commit(self._record(step.clock, [self._contributor(worker, step)], (), ()), out)
 
     def _leave(self, worker: WorkerPart, clock: int, out: list[Effect]) -> None:
         """The worker is not waited for beyond `clock`; what it sent beyond it is withdrawn."""

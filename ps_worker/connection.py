@@ -260,47 +260,48 @@ class Connection:
         Steps left open are dropped: their blocks take no part in an update. Idempotent.
 
         Args:
-            timeout_s: how long the end may take to be committed. None waits as long as nobody whom
-                it needs is silent: under BSP the last seal is committed with the others' next step.
+            timeout_s: how long the steps on their way, and the end itself, may take to be committed;
+                None means the client's request_deadline_s.
 
         Blocking: until every server committed the end and the scheduler knows it.
 
         Raises:
             WaitExpired: the end was not committed in time; the message says who is missing.
+            PushpullError: the step of a table was refused, so that it cannot end.
         """
         if self._is_closed or self._pid != os.getpid():
             return
         self._check_thread()
-        failure: PushpullError | None = None
+        has_left = False
         try:
             if not self.is_reader:
-                self._seal_last(timeout_s)
-        except PushpullError as error:
-            failure = error
+                self._end_steps(self.deadline_s(timeout_s))
+            has_left = True
         finally:
-            self._end("left" if failure is None else "")
-        if failure is not None:
-            raise failure
+            self._end("left" if has_left else "")
 
-    def _seal_last(self, timeout_s: float | None) -> None:
-        tickets = [
+    def _end_steps(self, deadline_s: float) -> None:
+        """Seal a last step on every table, and wait for all that is on its way."""
+        self._engine.check_alive()
+        limit_s = now_s() + deadline_s
+        on_their_way = [
+            ticket
+            for handle in list(self._handles.values())
+            if handle.table.table_id not in self._engine.refused
+            for ticket in handle.steps.uncommitted()
+        ]
+        last = [
             self._opened(name).steps.open_step().seal(skip=True, last=True)
             for name in self._engine.tables_to_end()
         ]
-        limit_s = None if timeout_s is None else now_s() + timeout_s
-        for ticket in tickets:
-            self._wait_for_end(ticket, limit_s)
-
-    def _wait_for_end(self, ticket: PushTicket, limit_s: float | None) -> None:
-        """Wait for a last seal in short turns, as long as those whom it needs are alive."""
-        began_s = now_s()
-        while not wait([ticket.future], _EXPLAIN_DEADLINE_S).done:
-            waited_s = now_s() - began_s
-            silent = self._engine.silent_nodes()
-            too_long = waited_s > self._config.request_deadline_s and silent
-            if too_long or (limit_s is not None and now_s() >= limit_s):
-                raise WaitExpired(self._why_open(ticket, waited_s))
-        ticket.future.result()
+        for ticket in last + on_their_way:
+            left_s = max(limit_s - now_s(), 0.0)
+            if not wait([ticket.future], left_s).done:
+                raise WaitExpired(self._why_open(ticket, deadline_s))
+        for ticket in last:
+            ticket.future.result()
+        for error in self._engine.refused.values():
+            raise error
 
     def close(self, *, leave: bool = True) -> None:
         """Leave, and end the connection; with `leave` False only end it, as a crash would.

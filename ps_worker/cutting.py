@@ -82,8 +82,6 @@ def region_of(table: Table, part: slice | str | None) -> Region:
         return Region(0, spec.element_count, shape)
     if isinstance(part, str):
         tensor = tensor_named(table, part)
-        if not tensor.element_count:
-            raise InvalidKeys(f"tensor '{part}' of table '{spec.name}' has no elements")
         return Region(tensor.offset, tensor.offset + tensor.element_count, tensor.shape)
     if not isinstance(part, slice):
         raise InvalidKeys(f"slice is {part!r}; expected slice(begin, end) or a tensor's name")
@@ -101,6 +99,8 @@ def region_of(table: Table, part: slice | str | None) -> Region:
 def blocks_of(table: Table, region: Region) -> range:
     """The blocks that hold elements of the region (CUT-1)."""
     size = table.spec.block_elements
+    if not region.element_count:
+        return range(0)
     return range(region.begin // size, -(-region.end // size))
 
 
@@ -117,8 +117,10 @@ def pieces_of(
         if part is not None:
             raise InvalidKeys("a mapping of tensors says where it belongs; leave slice out")
         pieces = [_piece(table, given, name) for name, given in values.items()]
-        return sorted(pieces, key=lambda piece: piece.begin)
-    return [_piece(table, values, part)]
+        pieces.sort(key=lambda piece: piece.begin)
+    else:
+        pieces = [_piece(table, values, part)]
+    return [piece for piece in pieces if piece.raw.nbytes]
 
 
 def _piece(table: Table, values: Values, part: slice | str | None) -> Piece:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Mode, Table, TableSpec
@@ -59,7 +59,8 @@ class Engine:
         self._links = ServerLinks(
             wire.session_to_proto(link.session), self, pushes=link.session.role is Role.WORKER
         )
-        self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self._fail)
+        self.refused: dict[TableId, PushpullError] = {}
+        self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self)
         self._puller = Puller(self._links, self.counters, lambda: self._view)
         self._take_view(view)
         link.progress = self._progress
@@ -121,31 +122,26 @@ class Engine:
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""
-        if clock:
+        if clock and not terms.last:  # the seal that says goodbye is no step of the script's
             self._clocks[table.table_id] = clock
-        else:
+        elif not clock:
             self._assigned.add(table.table_id)
         self._post(self._pushes.seal, table, clock, terms)
 
     def tables_to_end(self) -> list[str]:
-        """The tables on which somebody may wait for this worker. Any thread.
+        """The tables on which somebody may wait for this worker, and it can end. Any thread.
 
         One that starts from rank 0's values and never got them is of no use to anybody.
         """
         return [
             table.spec.name
             for table in self._view.tables
-            if table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
-            or self.session.rank != 0
-            or table.table_id in self._assigned
-        ]
-
-    def silent_nodes(self) -> list[str]:
-        """Workers and servers that the scheduler has not heard of for long. Any thread."""
-        return [
-            f"worker {node.rank}" if node.role is Role.WORKER else f"server {node.node_id}"
-            for node in self._view.nodes
-            if node.state is NodeState.SILENT and node.role is not Role.READER
+            if table.table_id not in self.refused
+            and (
+                table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+                or self.session.rank != 0
+                or table.table_id in self._assigned
+            )
         ]
 
     # --- tables
@@ -264,6 +260,16 @@ class Engine:
         """See `ps_worker.links.LinkListener`."""
         logs.error("server_refused_client", server=server, error=error.message)
         self._fail(error)
+
+    # --- what the push driver says
+
+    def session_ended(self, error: PushpullError) -> None:
+        """See `ps_worker.pushes.PushListener`."""
+        self._fail(error)
+
+    def step_refused(self, table_id: TableId, error: PushpullError) -> None:
+        """See `ps_worker.pushes.PushListener`."""
+        self.refused.setdefault(table_id, error)
 
     def _take_view(self, view: ClusterView) -> None:
         self._view = view

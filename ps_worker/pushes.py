@@ -7,9 +7,8 @@ Everything belongs to the background loop. What to send, when, and again, is the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import cast
+from typing import Protocol, cast
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Unauthenticated
@@ -58,6 +57,16 @@ _OUTCOMES = {
 }
 
 
+class PushListener(Protocol):
+    """Who hears what goes beyond one step; called on the loop."""
+
+    def session_ended(self, error: PushpullError) -> None:
+        """A server does not accept this client any more."""
+
+    def step_refused(self, table_id: TableId, error: PushpullError) -> None:
+        """A server refused a seal for good: this worker's clock on the table stands still."""
+
+
 class PushDriver:
     """The pushes and seals of one worker."""
 
@@ -67,16 +76,17 @@ class PushDriver:
         view: ClusterView,
         links: ServerLinks,
         counters: Counters,
-        on_fatal: Callable[[PushpullError], None],
+        listener: PushListener,
     ) -> None:
         self._window = PushWindow(window_bytes)
         self._links = links
         self._counters = counters
-        self._on_fatal = on_fatal
+        self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._view = view
         self._tables: dict[TableId, Table] = {}
         self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
+        self._leaving: set[tuple[TableId, int]] = set()
         self._ranges: dict[TableId, tuple[RangeId, ...]] = {}
         self._failure: PushpullError | None = None
         self._pump_is_due = False
@@ -114,6 +124,8 @@ class PushDriver:
             return
         if table.table_id not in self._ranges:
             self._ranges[table.table_id] = tuple(table.blocks_by_range(len(self._view.ranges)))
+        if terms.last:
+            self._leaving.add((table.table_id, clock))
         self._window.seal(table.table_id, clock, self._ranges[table.table_id], terms)
         self._pump_soon()
 
@@ -193,6 +205,7 @@ class PushDriver:
         elif isinstance(effect, StepEnded):
             self._step_ended(effect)
         elif isinstance(effect, StepRefused):
+            self._listener.step_refused(effect.table_id, effect.error)
             self._finish(effect.table_id, effect.clock, effect.error)
         # ViewNeeded: views come by themselves, and the window tries again by its own clock.
 
@@ -264,13 +277,16 @@ class PushDriver:
         failures = [error for _, error in ended.problems]
         for error in failures:
             if isinstance(error, Fenced | Unauthenticated | NotPermitted):
-                self._on_fatal(error)
+                self._listener.session_ended(error)
         if failures:
             for error in failures[1:4]:
                 failures[0].add_note(f"also: {error.message}")
             self._finish(ended.table_id, ended.clock, failures[0])
             return
-        self._counters.finished_step_count = max(self._counters.finished_step_count, ended.clock)
+        # The seal that says goodbye is no step of the script's.
+        if (ended.table_id, ended.clock) not in self._leaving:
+            finished = max(self._counters.finished_step_count, ended.clock)
+            self._counters.finished_step_count = finished
         self._counters.staleness = ended.staleness
         result = StepResult(ended.clock, ended.applied, ended.staleness)
         self._finish(ended.table_id, ended.clock, result)

@@ -10,7 +10,6 @@ What it deliberately does not do: know blocks (`ps_worker.cutting` does).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -46,8 +45,10 @@ def element_bytes(dtype: DType) -> int:
 
 def is_tensor(values: object) -> bool:
     """Whether `values` is a torch tensor; does not import torch to find out."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(values, torch.Tensor)
+    return any(
+        kind.__name__ == "Tensor" and kind.__module__.partition(".")[0] == "torch"
+        for kind in type(values).__mro__
+    )
 
 
 def shape_of(values: Values) -> tuple[int, ...]:

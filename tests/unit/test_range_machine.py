@@ -390,6 +390,13 @@ def test_a_worker_that_left_is_not_waited_for(bsp: Bench) -> None:
     assert [clock for clock, _ in applied(bsp.effects)] == [1, 2, 3]
 
 
+def test_an_empty_last_step_waits_for_nobody(bsp: Bench) -> None:
+    bsp.push(1, 1, 1)
+    left = bsp.seal(1, 2, 1, skip=True, last=True)
+    assert outcomes(left) == {(1, 1): Outcome.SKIPPED, (1, 2): Outcome.APPLIED}
+    assert bsp.room.staged_bytes == 0
+
+
 def test_a_leavers_unsealed_blocks_are_withdrawn(bsp: Bench) -> None:
     bsp.push(1, 1, 2)
     left = bsp.seal(1, 2, 1, last=True)
