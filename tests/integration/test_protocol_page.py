@@ -98,14 +98,14 @@ class Place:
             setattr(message.block, field, value)
         return message
 
-    def seal(self, sequence: int = 2, **hyperparameters: float) -> Any:
+    def seal(self, sequence: int = 2, **changes: Any) -> Any:
         """The page's seal, for this table."""
         message = _copy("push-seal")
         message.seal.table_id = self.table_id
         (part,) = message.seal.ranges
         part.range_id, part.sequence = self.range_id, sequence
-        for name, value in hyperparameters.items():
-            message.seal.hyperparameters.add(name=name, value=value)
+        for field, value in changes.items():
+            setattr(message.seal, field, value)
         return message
 
     def read(self, message: Any) -> Any:
@@ -219,14 +219,15 @@ def test_a_replaced_block_is_not_applied(raw: Raw, place: Place) -> None:
 def test_an_invalid_block_makes_its_seal_invalid_and_a_skip_ends_the_step(
     raw: Raw, place: Place
 ) -> None:
-    skip = place.seal(3)
-    skip.seal.skip = True
-    outcomes = _outcomes(raw.push(place.block(payload=b"\0"), place.seal(2), skip))
+    skipped = place.seal(3, skip=True)
+    outcomes = _outcomes(raw.push(place.block(payload=b"\0"), place.seal(2), skipped))
     assert outcomes == {1: "INVALID", 2: "INVALID", 3: "APPLIED"}
 
 
 def test_an_invalid_seal_has_not_sealed(raw: Raw, place: Place) -> None:
-    outcomes = _outcomes(raw.push(place.block(), place.seal(2, beta1=0.5), place.seal(3)))
+    wrong = place.seal(2)
+    wrong.seal.hyperparameters.add(name="beta1", value=0.5)
+    outcomes = _outcomes(raw.push(place.block(), wrong, place.seal(3)))
     assert outcomes == {1: "APPLIED", 2: "INVALID", 3: "APPLIED"}
 
 
@@ -244,10 +245,8 @@ def test_a_number_given_up_holds_no_seal_back(raw: Raw, place: Place) -> None:
 
 
 def test_a_last_seal_ends_what_was_sent_beyond_it(raw: Raw, place: Place) -> None:
-    last = place.seal()
-    last.seal.last = True
     later = place.block(sequence=3, clock=2)
-    outcomes = _outcomes(raw.push(later, place.block(), last))
+    outcomes = _outcomes(raw.push(later, place.block(), place.seal(last=True)))
     assert outcomes == {1: "APPLIED", 2: "APPLIED", 3: "WITHDRAWN"}
 
 

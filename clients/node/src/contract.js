@@ -10,8 +10,7 @@ import { fileURLToPath } from 'node:url';
 import grpc from '@grpc/grpc-js';
 import protoLoader from '@grpc/proto-loader';
 
-const PROTO_ROOT = process.env.PUSHPULL_PROTO_ROOT
-  ?? fileURLToPath(new URL('../../../protos', import.meta.url));
+const PROTO_ROOT = fileURLToPath(new URL('../../../protos', import.meta.url));
 
 const definition = protoLoader.loadSync(
   ['types', 'scheduler', 'parameters'].map((name) => `pushpull/v1/${name}.proto`),
