@@ -27,7 +27,6 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_CONNECT_DEADLINE_S": "Seconds to go on trying to reach the scheduler at start.",
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a push or pull of a worker may wait.",
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
-    "PUSHPULL_GATE_BYTES": "Gate memory of a table on a server where the table does not say.",
     "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between two heartbeats of a node.",
     "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",
     "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",

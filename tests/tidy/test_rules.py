@@ -28,10 +28,10 @@ BAD = [
     ("layers", "ps_core/keys.py", "from random import random"),
     ("layers", "ps_core/keys.py", "import torch"),
     ("layers", "ps_core/keys.py", "from ps_runtime.clock import now_s"),
-    ("layers", "ps_server/gate.py", "def f():\n    import asyncio"),
-    ("layers", "ps_server/gate.py", "from pushpull.v1 import types_pb2"),
-    ("layers", "ps_server/gate.py", "from ps_server import servicer"),
-    ("layers", "ps_server/gate.py", "from ps_server.servicer import ParameterServicer"),
+    ("layers", "ps_server/range_machine.py", "def f():\n    import asyncio"),
+    ("layers", "ps_server/range_machine.py", "from pushpull.v1 import types_pb2"),
+    ("layers", "ps_server/range_machine.py", "from ps_server import servicer"),
+    ("layers", "ps_server/range_machine.py", "from ps_server.servicer import ParameterServicer"),
     ("layers", "ps_server/servicer.py", "from ps_server.__main__ import main"),
     ("layers", "ps_server/servicer.py", "from ps_worker import connect"),
     ("layers", "scheduler/servicer.py", "import torch.nn"),
@@ -71,7 +71,7 @@ BAD = [
 
 GOOD = [
     ("layers", "ps_core/keys.py", "from random import Random\nimport math, numpy"),
-    ("layers", "ps_server/servicer.py", "import asyncio, grpc, time\nfrom ps_server import gate"),
+    ("layers", "ps_server/servicer.py", "import asyncio, grpc, time\nfrom ps_server import room"),
     ("layers", "ps_cli/train.py", "import ps_worker as ps\nfrom ps_runtime import launcher"),
     ("names", "examples/digits_cnn.py", "for epoch in (): ..."),
     ("units", "ps_core/keys.py", "def wait(deadline_s: float): ..."),
