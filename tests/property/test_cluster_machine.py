@@ -219,14 +219,15 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        name=st.sampled_from("abc"),
+        name=st.sampled_from("abcdef"),
         block_count=st.sampled_from([1, 2, 40]),
-        mode=st.sampled_from(Mode),
+        mode=st.sampled_from([Mode.BSP, Mode.BSP, Mode.ASP]),
     )
     def create_table(self, data: st.DataObject, name: str, block_count: int, mode: Mode) -> None:
         if not self.twin.nodes:
             return
-        node = data.draw(st.sampled_from(self.twin.nodes))
+        workers = [n for n in self.twin.nodes if n.request.role is Role.WORKER]
+        node = data.draw(st.sampled_from([*workers * 3, *self.twin.nodes]))
         spec = spec_of(name, block_count, mode).validated()
         existing = next((t for t in self.twin.tables if t.name == name), None)
         refusal: type[errors.PushpullError] | None = None
