@@ -201,13 +201,24 @@ def test_uneven_data_ends_no_run(pool: Pool) -> None:
 def test_workers_that_disagree_are_both_named(pool: Pool) -> None:
     with (
         ps.local_cluster(servers=1, workers=2) as cluster,
-        pool.connected(cluster.address, 2, leave=False) as workers,
+        pool.connected(cluster.address, 2, leave=False, deadline_s=5.0) as workers,
     ):
         for answer in workers.outcomes(jobs.train_another_model, name="shapes"):
             assert not isinstance(answer, WorkerFailed) or "TableExists" in str(answer)
         answers = workers.outcomes(jobs.disagree, name="rates")
     messages = [str(answer) for answer in answers if isinstance(answer, WorkerFailed)]
-    assert messages
-    assert all(message.startswith("InvalidConfig") for message in messages), messages
-    assert any("0.1" in m and "0.2" in m and "lr" in m for m in messages), messages
-    assert any("worker 0" in m and "worker 1" in m for m in messages), messages
+    told = [message for message in messages if message.startswith("InvalidConfig")]
+    assert told, messages
+    for message in told:
+        assert "workers 0 and 1 disagree about clock 1" in message
+        assert "lr: 0.1 and 0.2" in message
+    # Whoever sealed first is refused nothing: it waits, and is told for whom.
+    late = [message for message in messages if message not in told]
+    assert all("WaitExpired" in message and "worker" in message for message in late), messages
+
+
+def test_asynchronous_steps_are_applied_exactly_once(workers: Pool) -> None:
+    workers.run(jobs.count_down, name="countdown", steps=7)
+    for result in workers.run(jobs.counted, name="countdown"):
+        for value in result.values():
+            assert torch.equal(value, torch.full_like(value, -7.0 * WORKERS))

@@ -133,3 +133,35 @@ def train_another_model(client: ps.Client, name: str) -> None:
     """The last rank brings a model of another shape."""
     width = 8 if client.rank + 1 < client.world_size else 9
     optimizer_for(client, nn.Linear(4, width), name=name)
+
+
+def zeroed() -> Any:
+    """A model of zeros; the sum of its values has a gradient of ones."""
+    model = Branched()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def sum_of(model: nn.Module) -> torch.Tensor:
+    total = sum(parameter.sum() for parameter in model.parameters())
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def count_down(client: ps.Client, name: str, steps: int) -> None:
+    """Every step takes 1 from every parameter."""
+    model = zeroed()
+    optimizer = optimizer_for(
+        client, model, name=name, consistency=ps.ASP(), optimizer=ps.SGD(lr=1.0)
+    )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def counted(client: ps.Client, name: str) -> Values:
+    model = zeroed()
+    ps.pull_model(client, model, name, consistent=False)
+    return values(model)

@@ -37,8 +37,8 @@ def serve(orders: Connection) -> None:
         try:
             result = None
             if verb == "connect":
-                address, rank = payload
-                client = ps.connect(address, rank=rank, request_deadline_s=30.0)
+                address, rank, deadline_s = payload
+                client = ps.connect(address, rank=rank, request_deadline_s=deadline_s)
             elif verb == "run":
                 function, arguments = payload
                 result = function(client, **arguments)
@@ -74,10 +74,12 @@ class Pool:
         self._count = 0
 
     @contextmanager
-    def connected(self, address: str, count: int, *, leave: bool = True) -> Iterator[Pool]:
+    def connected(
+        self, address: str, count: int, *, leave: bool = True, deadline_s: float = 30.0
+    ) -> Iterator[Pool]:
         """`count` of the processes are workers of the cluster at `address`, ranks in order."""
         self._count = count
-        self._ask([("connect", (address, rank)) for rank in range(count)])
+        self._ask([("connect", (address, rank, deadline_s)) for rank in range(count)])
         try:
             yield self
         finally:

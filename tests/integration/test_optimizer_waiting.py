@@ -1,0 +1,107 @@
+"""Waiting and reading while others train: expired waits, evaluators, data loaders."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ps_worker as ps
+from tests.integration.training_jobs import optimizer_for, sum_of, zeroed
+from tests.integration.training_models import Branched, batches, differing, seeded, values
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ps.LocalCluster]:
+    with ps.local_cluster(servers=2, workers=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: ps.LocalCluster) -> Iterator[ps.Client]:
+    with ps.connect(cluster.address, request_deadline_s=20.0) as client:
+        yield client
+
+
+def test_a_wait_that_expired_goes_on_with_the_next_step() -> None:
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as hasty,
+        ps.connect(cluster.address, rank=1, request_deadline_s=30.0) as calm,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        models = [seeded(Branched), seeded(Branched)]
+        first = optimizer_for(hasty, models[0], name="waits")
+        second = optimizer_for(calm, models[1], name="waits")
+        inputs = list(batches(2))
+
+        def step(number: int, optimizer: ps.DistributedOptimizer, x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            models[number](x).square().mean().backward()
+            optimizer.step()
+
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            step(0, first, inputs[0])
+
+        def catch_up() -> None:
+            for x in inputs:
+                step(1, second, x)
+
+        catching_up = thread.submit(catch_up)
+        step(0, first, inputs[1])
+        catching_up.result()
+        assert differing(values(models[0]), values(models[1])) == []
+
+
+def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
+    cluster: ps.LocalCluster, client: ps.Client
+) -> None:
+    model = zeroed()
+    groups = [{"params": [p]} for p in model.parameters()]
+    optimizer = optimizer_for(
+        client, groups, module=model, name="watched", optimizer=ps.SGD(lr=1.0)
+    )
+    enough = threading.Event()
+    seen: list[int] = []
+
+    def evaluate() -> None:
+        try:
+            with ps.connect(cluster.address, role="reader", request_deadline_s=20.0) as reader:
+                evaluated = zeroed()
+                while len(seen) < 4:
+                    clock = ps.pull_model(reader, evaluated, "watched")
+                    for name, value in values(evaluated).items():
+                        assert torch.equal(value, torch.full_like(value, -float(clock))), name
+                    seen.append(clock)
+        finally:
+            enough.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        evaluating = thread.submit(evaluate)
+        while not enough.is_set():
+            optimizer.zero_grad()
+            sum_of(model).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        evaluating.result()
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loaders_with_processes_do_not_hang(client: ps.Client, method: str) -> None:
+    model = nn.Linear(12, 2)
+    optimizer = optimizer_for(client, model, name=f"loader-{method}")
+    dataset = TensorDataset(torch.randn(24, 12))
+    loader = DataLoader(dataset, 6, num_workers=2, multiprocessing_context=method)
+    steps = 0
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            steps += 1
+    assert steps == 8
