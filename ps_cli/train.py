@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_cli.output import Output
-from ps_cli.progress import RateWindow, live_view, plain_lines, worker_samples
+from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worker_samples
 from ps_cli.scheduler_query import SchedulerQuery
 from ps_cli.supervisor import Ending, Supervisor
 from ps_core.errors import PushpullError
@@ -49,6 +49,7 @@ class TrainRun:
         self._output = output
         self._rates = RateWindow()
         self._began_s = time.monotonic()
+        self._shown: tuple[WorkerRow, ...] = ()
         self._note = ""
 
     async def run(self) -> int:
@@ -103,6 +104,9 @@ class TrainRun:
         if self._output.is_terminal:
             self._output.show(live_view(rows, elapsed_s, self._note))
             return
+        if rows and rows == self._shown and all(row.sample.state == "left" for row in rows):
+            return
+        self._shown = rows
         for line in plain_lines(rows, elapsed_s):
             self._output.say(line)
         if self._note:

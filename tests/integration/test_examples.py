@@ -1,0 +1,86 @@
+"""The examples beyond digits: the data readers, and a reader process beside a training run."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN_DEADLINE_S = 120.0
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos")))}
+
+
+@pytest.fixture(scope="module")
+def fashion() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / "fashion_mnist.py"))
+
+
+@pytest.fixture
+def idx(tmp_path: Path) -> Callable[[bytes], Path]:
+    def write(content: bytes) -> Path:
+        path = tmp_path / "some-idx2-ubyte.gz"
+        path.write_bytes(gzip.compress(content))
+        return path
+
+    return write
+
+
+def test_an_idx_file_is_read_as_its_header_says(
+    fashion: dict[str, Any], idx: Callable[[bytes], Path]
+) -> None:
+    path = idx(b"\0\0\x08\x02" + struct.pack(">2I", 2, 3) + bytes(range(6)))
+    assert fashion["read_idx"](path, 2).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\0\0\x08\x03" + struct.pack(">2I", 2, 3) + bytes(6), "expected 00000802"),
+        (b"\0\0\x08\x02" + struct.pack(">2I", 2, 3) + bytes(5), "5 bytes of values"),
+    ],
+)
+def test_a_wrong_idx_file_is_refused(
+    content: bytes, expected: str, fashion: dict[str, Any], idx: Callable[[bytes], Path]
+) -> None:
+    with pytest.raises(SystemExit, match=expected):
+        fashion["read_idx"](idx(content), 2)
+
+
+def test_a_folder_without_the_pictures_is_refused_by_name(
+    fashion: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=r"lacks train-images-idx3-ubyte\.gz"):
+        fashion["find_data"](tmp_path)
+
+
+def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
+    command = [
+        sys.executable, "-m", "ps_cli", "train", "examples/stdlib_lm.py", "-w", "2", "-s", "2",
+        "--", "--steps", "5", "--width", "32", "--length", "32", "--megabytes", "1",
+        "--log-every", "5", "--evaluate",
+    ]  # fmt: skip
+    found = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=RUN_DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "[worker 0] step 5: training perplexity" in found.stdout
+    reached = re.search(r"\[worker 0\] evaluator: held-out perplexity (\S+) after", found.stdout)
+    assert reached is not None, found.stdout
+    assert 1 < float(reached.group(1)) < 256
