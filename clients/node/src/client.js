@@ -394,17 +394,20 @@ export class PushpullClient {
   }
 
   /**
-   * Leaves: nobody waits for this worker any more. Closes the client.
+   * Leaves: nobody waits for this worker any more. Closes the client, whatever happens.
    *
    * @param {{deadlineMs?: number, reason?: string}} [options] how long to wait for the last outcomes
    */
   async leave({ deadlineMs = PULL_MS, reason = 'finished' } = {}) {
     this.#check();
     const isWorker = this.#scheduler.session.role === 'NODE_ROLE_WORKER';
+    const tables = isWorker ? this.view.tables : [];
     try {
-      if (isWorker) await Promise.all(this.view.tables.map((/** @type {any} */ table) =>
+      const seals = await Promise.allSettled(tables.map((/** @type {any} */ table) =>
         this.#sealLast(this.#open(table), deadlineMs)));
       await this.#scheduler.deregister(reason);
+      const failed = seals.find((seal) => seal.status === 'rejected');
+      if (failed) throw /** @type {PromiseRejectedResult} */ (failed).reason;
     } finally {
       this.close();
     }
