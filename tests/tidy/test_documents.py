@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -65,9 +66,9 @@ def test_every_variable_mentioned_is_registered() -> None:
 
 def test_every_registered_variable_is_read() -> None:
     settings = {
-        variable_name(name)
+        variable_name(field.name)
         for config in reference.ROLES.values()
-        for name in config.__dataclass_fields__
+        for field in dataclasses.fields(config)
     }
     unread = {name for name in VARIABLES if name not in settings and name not in code()}
     assert not unread

@@ -1,0 +1,1 @@
+"""Measurements: JSON with the environment, and ratios against ceilings of the same run."""
