@@ -63,6 +63,15 @@ class TestTables:
         assert created.table.table_id == 1
         assert cluster.cluster.view.tables == (created.table,)
 
+    def test_a_silent_server_does_not_count(self, cluster: Harness) -> None:
+        worker, heard = cluster.join(Role.WORKER), cluster.join(Role.SERVER)
+        cluster.join(Role.SERVER)
+        cluster.pass_time(4, worker, heard)
+        assert cluster.create(worker) == Parked(
+            "table 'model' waits for 1 more server (1 of 2 registered; server node 3 at h3:70 "
+            "(silent, last heard 4.0 s ago))"
+        )
+
     def test_a_creation_places_the_ranges_that_hold_its_blocks_and_only_those(
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
