@@ -83,9 +83,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: f"{CASES[n][0]}-{n}")
-def test_each_optimizer_with_unused_parameters_equals_torch(
-    client: ps.Client, number: int
-) -> None:
+def test_each_optimizer_with_unused_parameters_equals_torch(client: ps.Client, number: int) -> None:
     name, options = CASES[number]
     torchs = partial(getattr(torch.optim, name), **options)
     pair = Pair(client, f"case-{number}", getattr(ps, name)(**options), torchs)
@@ -210,16 +208,15 @@ def test_a_closure_and_gradients_kept_as_zeros_equal_torch(client: ps.Client) ->
         partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     )  # fmt: skip
 
-    def closure(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    def closure(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
         optimizer.zero_grad(set_to_none=False)
         loss = squared(model, x)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     for step, x in enumerate(batches(3)):
         losses = [
-            optimizer.step(lambda m=model, o=optimizer, x=x: closure(m, o, x))  # type: ignore[misc]
-            for model, optimizer in pair.sides
+            optimizer.step(partial(closure, model, optimizer, x)) for model, optimizer in pair.sides
         ]
         assert losses[0] == losses[1]
         pair.check(step)
@@ -259,7 +256,7 @@ def test_state_dict_has_the_hyperparameters(client: ps.Client) -> None:
     pair.optimizer.load_state_dict(state)
     pair.reference.param_groups[0]["lr"] = 0.7
     for model, optimizer in pair.sides:
-        squared(model, next(batches(1))).backward()  # type: ignore[no-untyped-call]
+        squared(model, next(batches(1))).backward()
         optimizer.step()
     pair.check()
     pair.optimizer.param_groups[0]["nesterov"] = True

@@ -85,7 +85,7 @@ def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
         evaluating = thread.submit(evaluate)
         while not enough.is_set():
             optimizer.zero_grad()
-            sum_of(model).backward()  # type: ignore[no-untyped-call]
+            sum_of(model).backward()
             optimizer.step()
         evaluating.result()
     assert seen == sorted(seen)

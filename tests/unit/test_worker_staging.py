@@ -32,9 +32,7 @@ class Loop:
         self.staging = GradientStaging(layout, self.table, accumulate)
         self.left: list[BlockPart] = []
         for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._hook(index)
-            )
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda _: self.left.extend(self.staging.hooked(index))
@@ -43,7 +41,7 @@ class Loop:
         self.left.clear()
         loss = sum(((self.parameters[i] * scale) ** 2).sum() for i in used)
         assert isinstance(loss, torch.Tensor)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return [part.block for part in self.left]
 
     def zero_grad(self) -> None:

@@ -38,9 +38,14 @@ def test_bytes_of_a_tensor_are_its_memory(dtype: DType) -> None:
 def test_bytes_follow_logical_order_whatever_the_memory_format() -> None:
     values = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     assert raw_of(values, DType.FLOAT32, "v").view(np.float32).tolist() == list(range(24))
-    assert raw_of(np.arange(6.0).reshape(2, 3).T, DType.FLOAT64, "v").view(
-        np.float64
-    ).tolist() == [0, 3, 1, 4, 2, 5]
+    assert raw_of(np.arange(6.0).reshape(2, 3).T, DType.FLOAT64, "v").view(np.float64).tolist() == [
+        0,
+        3,
+        1,
+        4,
+        2,
+        5,
+    ]
 
 
 def test_plain_numbers_take_the_tables_dtype() -> None:
