@@ -30,10 +30,12 @@ export const CHANNEL_OPTIONS = {
 export function callOnce(client, method, request, timeoutMs) {
   return new Promise((resolve, reject) => {
     const deadline = Date.now() + timeoutMs;
-    client[method](request, { deadline }, (/** @type {unknown} */ failure, /** @type {any} */ response) => {
+    /** @type {(failure: unknown, response: any) => void} */
+    const answer = (failure, response) => {
       if (failure) reject(errorFromCall(failure));
       else resolve(response);
-    });
+    };
+    client[method](request, { deadline }, answer);
   });
 }
 
@@ -79,7 +81,8 @@ export async function callUntil(attempt, { deadlineMs, signal, what, attemptMs =
       const mayRetry = error.isRetryable || (error.isFromGrpc && error.code === 'WAIT_EXPIRED');
       if (!mayRetry) throw error;
       if (Date.now() >= endMs) {
-        throw new PushpullError('WAIT_EXPIRED', `${what}: no answer in ${deadlineMs} ms: ${error.message}`);
+        const waited = `${what}: no answer in ${deadlineMs} ms`;
+        throw new PushpullError('WAIT_EXPIRED', `${waited}: ${error.message}`);
       }
       await backoff.wait(error.retryAfterMs);
     }

@@ -90,7 +90,8 @@ export class PushpullClient {
    * @returns {Promise<PushpullClient>} rejects with a PushpullError
    */
   static async connect(addresses = process.env.PUSHPULL_SCHEDULER ?? '', options = {}) {
-    const { role = 'worker', rank, connectDeadlineMs: deadlineMs = CONNECT_MS, windowBytes } = options;
+    const { role = 'worker', rank, windowBytes } = options;
+    const { connectDeadlineMs: deadlineMs = CONNECT_MS } = options;
     const scheduler = new SchedulerLink(addresses);
     const client = new PushpullClient(scheduler, { windowBytes });
     try {
@@ -126,7 +127,8 @@ export class PushpullClient {
    */
   async createTable(options, { deadlineMs = CONNECT_MS } = {}) {
     this.#check();
-    return this.#open(await this.#scheduler.createTable(tableSpec(options), deadlineMs));
+    const table = await this.#scheduler.createTable(tableSpec(options), deadlineMs);
+    return this.#open(table, deadlineMs);
   }
 
   /**
@@ -141,17 +143,30 @@ export class PushpullClient {
     const named = (/** @type {any} */ table) => table.spec.name === name;
     const view = await this.#scheduler.viewWhere(
       ({ tables }) => tables.some(named), deadlineMs, `table '${name}'`);
-    return this.#open(view.tables.find(named));
+    return this.#open(view.tables.find(named), deadlineMs);
   }
 
-  /** @param {any} table a pushpull.v1.Table */
-  #open(table) {
-    let found = this.#tables.get(table.tableId);
-    if (!found) {
-      found = new Table(table, this.view.ranges.length);
-      this.#tables.set(table.tableId, found);
-    }
-    return found;
+  /**
+   * The table, known to the servers of its ranges: they learn of views at their own pace.
+   *
+   * @param {any} table a pushpull.v1.Table
+   * @param {number} deadlineMs
+   */
+  async #open(table, deadlineMs) {
+    const known = this.#tables.get(table.tableId);
+    if (known) return known;
+    const opened = new Table(table, this.view.ranges.length);
+    const held = new Set(opened.ranges);
+    const servers = new Set(this.view.ranges
+      .filter((/** @type {any} */ range) => held.has(range.rangeId))
+      .map((/** @type {any} */ range) => range.primaryNodeId));
+    const { viewNumber } = this.view;
+    await Promise.all([...servers].map((nodeId) =>
+      this.#server(nodeId)?.openSession(viewNumber, deadlineMs)));
+    // Another call may have opened it meanwhile; its clock is the one that counts.
+    const first = this.#tables.get(table.tableId) ?? opened;
+    this.#tables.set(table.tableId, first);
+    return first;
   }
 
   /**
@@ -169,7 +184,8 @@ export class PushpullClient {
   push(table, values, { hyperparameters, contributionScale, absent = [], deadlineMs } = {}) {
     const terms = sealTerms({ hyperparameters, contributionScale });
     const parts = this.#cut(table, values, new Set(absent));
-    return this.#take(table, parts, { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
+    const what = { clock: table.clock + 1, kind: 'GRADIENT', terms };
+    return this.#take(table, parts, what, deadlineMs);
   }
 
   /**
@@ -323,7 +339,8 @@ export class PushpullClient {
       if (problem && !problem.isRetryable) throw problem;
       if (Date.now() >= endMs) {
         const why = problem?.message ?? 'no server serves its ranges';
-        throw new PushpullError('WAIT_EXPIRED', `the read of table '${table.name}' expired: ${why}`);
+        const what = `the read of table '${table.name}'`;
+        throw new PushpullError('WAIT_EXPIRED', `${what} expired: ${why}`);
       }
       await sleep(problem?.retryAfterMs || RETRY_MS, undefined, { signal: this.#scheduler.signal });
     }
@@ -396,7 +413,7 @@ export class PushpullClient {
   /**
    * Leaves: nobody waits for this worker any more. Closes the client, whatever happens.
    *
-   * @param {{deadlineMs?: number, reason?: string}} [options] how long to wait for the last outcomes
+   * @param {{deadlineMs?: number, reason?: string}} [options] how long to wait for last outcomes
    */
   async leave({ deadlineMs = PULL_MS, reason = 'finished' } = {}) {
     this.#check();
@@ -404,7 +421,7 @@ export class PushpullClient {
     const tables = isWorker ? this.view.tables : [];
     try {
       const seals = await Promise.allSettled(tables.map((/** @type {any} */ table) =>
-        this.#sealLast(this.#open(table), deadlineMs)));
+        this.#sealLast(table, deadlineMs)));
       await this.#scheduler.deregister(reason);
       const failed = seals.find((seal) => seal.status === 'rejected');
       if (failed) throw /** @type {PromiseRejectedResult} */ (failed).reason;
@@ -414,12 +431,14 @@ export class PushpullClient {
   }
 
   /**
-   * @param {Table} table
+   * @param {any} message a pushpull.v1.Table
    * @param {number} deadlineMs
    */
-  #sealLast(table, deadlineMs) {
+  async #sealLast(message, deadlineMs) {
+    const table = await this.#open(message, deadlineMs);
     const terms = sealTerms({ skip: true, last: true });
-    return this.#take(table, [], { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
+    const what = { clock: table.clock + 1, kind: 'GRADIENT', terms };
+    await this.#take(table, [], what, deadlineMs);
   }
 
   /** Ends at once, without leaving: the cluster goes on waiting for this worker. */

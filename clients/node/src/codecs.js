@@ -166,5 +166,5 @@ export function decodeInto(payload, codec, out) {
  * @returns {Values}
  */
 export function valuesFor(dtype, elementCount) {
-  return dtype === 'DTYPE_FLOAT64' ? new Float64Array(elementCount) : new Float32Array(elementCount);
+  return new (dtype === 'DTYPE_FLOAT64' ? Float64Array : Float32Array)(elementCount);
 }

@@ -47,6 +47,15 @@ export function packPresence(present) {
   return bitmap;
 }
 
+/**
+ * The elements of a tensor; 1 for a scalar.
+ *
+ * @param {number[]} shape
+ */
+export function elementsOf(shape) {
+  return shape.reduce((product, size) => product * size, 1);
+}
+
 /** A table as the cluster knows it, cut into blocks. */
 export class TableLayout {
   /**
@@ -86,9 +95,8 @@ export class TableLayout {
     const { begin, end } = this.bounds(block);
     const found = [];
     for (const [index, tensor] of this.spec.tensors.entries()) {
-      const count = tensor.shape.reduce((/** @type {number} */ a, /** @type {number} */ b) => a * b, 1);
       const low = Math.max(tensor.offset, begin);
-      const high = Math.min(tensor.offset + count, end);
+      const high = Math.min(tensor.offset + elementsOf(tensor.shape), end);
       if (low < high) {
         found.push({ tensor: index, name: tensor.name, begin: low - begin, end: high - begin });
       }

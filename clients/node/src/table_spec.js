@@ -2,6 +2,7 @@
 
 import { encode, nativeCodec } from './codecs.js';
 import { PushpullError } from './errors.js';
+import { elementsOf } from './layout.js';
 
 /**
  * @typedef {object} TableOptions
@@ -26,7 +27,7 @@ function layoutOf(tensors) {
   let offset = 0;
   return tensors.map(([name, shape]) => {
     const tensor = { name, shape, offset };
-    offset += shape.reduce((product, size) => product * size, 1);
+    offset += elementsOf(shape);
     return tensor;
   });
 }
@@ -52,7 +53,7 @@ export function tableSpec(options) {
   const dtype = `DTYPE_${(options.dtype ?? 'float32').toUpperCase()}`;
   const tensors = layoutOf(options.tensors ?? []);
   const last = tensors.at(-1);
-  const count = last && last.offset + last.shape.reduce((product, size) => product * size, 1);
+  const count = last && last.offset + elementsOf(last.shape);
   const elementCount = options.elementCount ?? count;
   if (elementCount === undefined) {
     throw new PushpullError('INVALID_CONFIG', `table '${name}' needs elementCount or tensors`);
