@@ -7,6 +7,7 @@ waits for it any more. When an exception ends it they do not, and the exit statu
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import signal
@@ -16,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ps_core.errors import PushpullError
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
-from ps_runtime.environment import check_known
+from ps_runtime.config import resolve
 from ps_worker.connection import close_all
+from ps_worker.measures import ProcessConfig, open_ports
 
-_USAGE = "usage: python -m ps_worker SCRIPT [args]"
-_WRONG_USAGE = 2
 _FAILED = 1
 _SIGNALLED = 128
 
@@ -32,30 +32,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Blocking: until the script has ended and its clients have left.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n\n{__doc__}", file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else _WRONG_USAGE
+    parser = argparse.ArgumentParser(
+        prog="python -m ps_worker",
+        description="Run a training script as one worker of a pushpull cluster.",
+        epilog="The cluster is PUSHPULL_SCHEDULER, the rank PUSHPULL_RANK.",
+    )
+    parser.add_argument("script", type=Path, help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    given = parser.parse_args(argv)
     try:
         shutdown.die_with_parent_if_asked(os.environ)
-        check_known(os.environ)
-        rank = os.environ.get("PUSHPULL_RANK", "")
-        role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
-        logs.configure(
-            f"{role}-{rank}" if rank else role,
-            os.environ.get("PUSHPULL_LOG_LEVEL", "") or "warning",
-        )
-    except PushpullError as error:
-        print(f"ps_worker: {error.message}", file=sys.stderr)
-        return _WRONG_USAGE
-    script = Path(arguments[0])
-    if not script.exists():
-        print(f"ps_worker: there is no script {script}", file=sys.stderr)
-        return _WRONG_USAGE
+        config = resolve(ProcessConfig, {}, os.environ)
+        logs.configure(_name(), config.log_level)
+    except InvalidConfig as error:
+        parser.error(error.message)
+    if not given.script.is_file():
+        parser.error(f"there is no script {given.script}")
     signal.signal(signal.SIGTERM, _stop)
-    sys.argv = [str(script), *arguments[1:]]
-    sys.path.insert(0, str(script.resolve().parent))
-    return _run(script)
+    sys.argv = [str(given.script), *given.arguments]
+    sys.path.insert(0, str(given.script.resolve().parent))
+    close_ports = open_ports(config)
+    try:
+        return _run(given.script)
+    finally:
+        close_ports()
+
+
+def _name() -> str:
+    """What log lines call this process."""
+    role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
+    rank = os.environ.get("PUSHPULL_RANK", "")
+    return f"{role}-{rank}" if rank and role == "worker" else role
 
 
 def _run(script: Path) -> int:
@@ -68,21 +75,20 @@ def _run(script: Path) -> int:
         status = _status_of(end)
     except KeyboardInterrupt:
         status = _SIGNALLED + signal.SIGINT
-    except BaseException as failure:  # noqa: BLE001 - whatever ends a script ends it with a traceback
-        _print_failure(failure, script)
-    finally:
-        left = _close(status == 0)
-    return status if left or status else _FAILED
+    except BaseException as failure:  # noqa: BLE001 - whatever ends a script is shown as Python does
+        _show(failure, script)
+    has_closed = _close(leave=status == 0)
+    return status if has_closed or status else _FAILED
 
 
-def _close(leave: bool) -> bool:
+def _close(*, leave: bool) -> bool:
     """Close the script's clients; whether they could do so as wished."""
     try:
         close_all(leave=leave)
     except PushpullError as error:
-        print(f"ps_worker: the end was not committed: {error.message}", file=sys.stderr)
+        sys.stderr.write(f"ps_worker: the end was not committed: {error.message}\n")
         return False
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         return False
     return True
 
@@ -93,7 +99,7 @@ def _status_of(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    print(end.code, file=sys.stderr)
+    sys.stderr.write(f"{end.code}\n")
     return _FAILED
 
 
@@ -102,7 +108,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(_SIGNALLED + number)
 
 
-def _print_failure(failure: BaseException, script: Path) -> None:
+def _show(failure: BaseException, script: Path) -> None:
     """The traceback as the script's author knows it, from the script's first frame on."""
     trace: TracebackType | None = failure.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):

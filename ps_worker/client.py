@@ -88,7 +88,7 @@ class Client(Connection):
 
     def progress(self) -> Progress:
         """What this client has done so far; never blocks."""
-        counters = self._engine.counters
+        counters = self.engine.counters
         return Progress(
             pushed_bytes=counters.pushed_bytes,
             pulled_bytes=counters.pulled_bytes,
@@ -117,7 +117,7 @@ class Client(Connection):
         Blocking: no; it travels with the next heartbeat.
         """
         self.check_usable()
-        counters = self._engine.counters
+        counters = self.engine.counters
         if loss is not None:
             counters.loss = float(loss)
         if planned_steps is not None:
@@ -154,7 +154,7 @@ class Client(Connection):
         self.check_may_push("create tables")
         spec = table_spec(name, layout, optimizer, options)
         deadline_s = self.deadline_s(options.get("timeout_s"))
-        creating = self._loop.start(self._engine.create_table(spec, deadline_s))
+        creating = self._loop.start(self.engine.create_table(spec, deadline_s))
         return self.adopt(self._result(creating, deadline_s + GRACE_S))
 
     def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
@@ -171,7 +171,7 @@ class Client(Connection):
         """
         self.check_usable()
         deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self._engine.open_table(name, deadline_s))
+        opening = self._loop.start(self.engine.open_table(name, deadline_s))
         return self.adopt(self._result(opening, deadline_s + GRACE_S))
 
     def tables_under(
@@ -194,7 +194,7 @@ class Client(Connection):
         """
         self.check_usable()
         deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self._engine.open_tables(prefix, is_complete, deadline_s))
+        opening = self._loop.start(self.engine.open_tables(prefix, is_complete, deadline_s))
         return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
 
     # --- pushing

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import TracebackType
@@ -29,6 +28,7 @@ from ps_worker.config import WorkerConfig
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background, stop_background
+from ps_worker.measures import MEASURES, NODE_MEASURES
 from ps_worker.pulls import ReadOrder
 from ps_worker.steps import Step, TableSteps
 from ps_worker.table_handle import TableHandle
@@ -57,7 +57,7 @@ class Connection:
         self._callbacks = CallbackThread()
         self._handles: dict[int, TableHandle] = {}
         starting = self._loop.start(Engine.start(config, self._loop.post))
-        self._engine = self._result(starting, config.connect_deadline_s + GRACE_S)
+        self.engine = self._result(starting, config.connect_deadline_s + GRACE_S)
         _open.add(self)
 
     # --- who and where
@@ -65,22 +65,22 @@ class Connection:
     @property
     def session(self) -> Session:
         """The identity that the scheduler gave this client."""
-        return self._engine.session
+        return self.engine.session
 
     @property
     def rank(self) -> int:
         """This worker's rank, from 0; 0 for readers."""
-        return self._engine.session.rank
+        return self.engine.session.rank
 
     @property
     def world_size(self) -> int:
         """The number of workers that a BSP update waits for, present or not."""
-        return self._engine.worker_count
+        return self.engine.worker_count
 
     @property
     def is_reader(self) -> bool:
         """Whether this client only reads."""
-        return self._engine.session.role is Role.READER
+        return self.engine.session.role is Role.READER
 
     @property
     def is_closed(self) -> bool:
@@ -175,7 +175,7 @@ class Connection:
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
         )
-        return PullTicket(table.table, self._loop.start(self._engine.read(order)))
+        return PullTicket(table.table, self._loop.start(self.engine.read(order)))
 
     # --- waiting
 
@@ -232,9 +232,9 @@ class Connection:
     def _why_open(self, ticket: Ticket, waited_s: float) -> str:
         name = ticket.table.spec.name
         if isinstance(ticket, PullTicket):
-            reason = self._engine.counters.waiting_for or "no answer yet"
+            reason = self.engine.counters.waiting_for or "no answer yet"
             return f"a pull of table '{name}' took longer than {waited_s:g} s: {reason}"
-        asking = self._loop.start(self._engine.missing(ticket.table, ticket.clock))
+        asking = self._loop.start(self.engine.missing(ticket.table, ticket.clock))
         try:
             reason = self._result(asking, _EXPLAIN_DEADLINE_S)
         except PushpullError as error:
@@ -260,8 +260,8 @@ class Connection:
         Steps left open are dropped: their blocks take no part in an update. Idempotent.
 
         Args:
-            timeout_s: how long the steps on their way, and the end itself, may take to be committed;
-                None means the client's request_deadline_s.
+            timeout_s: how long the steps on their way, and the end itself, may take to be
+                committed; None means the client's request_deadline_s.
 
         Blocking: until every server committed the end and the scheduler knows it.
 
@@ -282,17 +282,17 @@ class Connection:
 
     def _end_steps(self, deadline_s: float) -> None:
         """Seal a last step on every table, and wait for all that is on its way."""
-        self._engine.check_alive()
+        self.engine.check_alive()
         limit_s = now_s() + deadline_s
         on_their_way = [
             ticket
             for handle in list(self._handles.values())
-            if handle.table.table_id not in self._engine.refused
+            if handle.table.table_id not in self.engine.refused
             for ticket in handle.steps.uncommitted()
         ]
         last = [
             self._opened(name).steps.open_step().seal(skip=True, last=True)
-            for name in self._engine.tables_to_end()
+            for name in self.engine.tables_to_end()
         ]
         for ticket in last + on_their_way:
             left_s = max(limit_s - now_s(), 0.0)
@@ -300,7 +300,7 @@ class Connection:
                 raise WaitExpired(self._why_open(ticket, deadline_s))
         for ticket in last:
             ticket.future.result()
-        for error in self._engine.refused.values():
+        for error in self.engine.refused.values():
             raise error
 
     def close(self, *, leave: bool = True) -> None:
@@ -319,7 +319,7 @@ class Connection:
         """Close everything; with a reason the scheduler is told that this node has left."""
         self._is_closed = True
         _open.discard(self)
-        self._result(self._loop.start(self._engine.stop(reason)), GRACE_S)
+        self._result(self._loop.start(self.engine.stop(reason)), GRACE_S)
         self._callbacks.stop()
 
     def __enter__(self) -> Self:
@@ -350,7 +350,7 @@ class Connection:
         if self._is_closed:
             raise InvalidConfig("this client has been closed; connect again")
         self._check_thread()
-        self._engine.check_alive()
+        self.engine.check_alive()
 
     def check_may_push(self, verb: str) -> None:
         """Refuse what only workers may do.
@@ -384,14 +384,14 @@ class Connection:
 
     def _opened(self, name: str) -> TableHandle:
         limit_s = self._config.request_deadline_s
-        opening = self._loop.start(self._engine.open_table(name, limit_s))
+        opening = self._loop.start(self.engine.open_table(name, limit_s))
         return self.adopt(self._result(opening, limit_s + GRACE_S))
 
     def adopt(self, table: Table) -> TableHandle:
         """The handle of a table; the same for each call."""
         handle = self._handles.get(table.table_id)
         if handle is None:
-            handle = TableHandle(table, TableSteps(table, self._engine))
+            handle = TableHandle(table, TableSteps(table, self.engine))
             handle = self._handles.setdefault(table.table_id, handle)
         return handle
 
@@ -405,7 +405,14 @@ def complete(done: Future[ResultT], work: Future[Any], result: ResultT) -> None:
         done.set_result(result)
 
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+_open: set[Connection] = set()
+"""Clients are kept here until they are closed: one that its script lost has to leave all the same."""
+
+MEASURES.window_bytes.set_function(lambda: sum(c.engine.in_flight_bytes for c in list(_open)))
+NODE_MEASURES.watch(
+    lambda: max((c.engine.view_number for c in list(_open)), default=0),
+    lambda: max((c.engine.contact_age_s for c in list(_open)), default=0.0),
+)
 
 
 def close_all(*, leave: bool) -> None:

@@ -23,6 +23,7 @@ from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.config import WorkerConfig
 from ps_worker.counters import Counters
 from ps_worker.links import ServerLinks
+from ps_worker.measures import MEASURES
 from ps_worker.pulls import Puller, ReadOrder
 from ps_worker.push_entries import SealTerms
 from ps_worker.pushes import PushDriver
@@ -55,6 +56,7 @@ class Engine:
         self._failure: PushpullError | None = None
         self._reads: set[asyncio.Task[Pulled]] = set()
         self._clocks: dict[TableId, int] = {}
+        self._began_s: dict[TableId, tuple[int, float]] = {}
         self._assigned: set[TableId] = set()
         self._links = ServerLinks(
             wire.session_to_proto(link.session), self, pushes=link.session.role is Role.WORKER
@@ -107,6 +109,21 @@ class Engine:
 
     # --- any thread
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Payload bytes sent and not yet received by a server. Any thread."""
+        return self._pushes.in_flight_bytes
+
+    @property
+    def view_number(self) -> int:
+        """The newest view that came. Any thread."""
+        return self._view.view_number
+
+    @property
+    def contact_age_s(self) -> float:
+        """Seconds since the scheduler last answered. Any thread."""
+        return now_s() - self._scheduler.last_scheduler_contact_s
+
     def check_alive(self) -> None:
         """Raise what ended the session, if anything did. Any thread."""
         if self._failure is not None:
@@ -114,6 +131,7 @@ class Engine:
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""
+        self._began_s[table.table_id] = (clock, now_s())
         self._post(self._pushes.open_step, table, clock, future)
 
     def submit(self, submission: BlockSubmission) -> None:
@@ -124,6 +142,7 @@ class Engine:
         """See `ps_worker.steps.StepSink`. Any thread."""
         if clock and not terms.last:  # the seal that says goodbye is no step of the script's
             self._clocks[table.table_id] = clock
+            MEASURES.steps.inc()
         elif not clock:
             self._assigned.add(table.table_id)
         self._post(self._pushes.seal, table, clock, terms)
@@ -213,13 +232,17 @@ class Engine:
         self._reads.add(task)
         task.add_done_callback(self._reads.discard)
         try:
-            return await task
+            pulled = await task
         except asyncio.CancelledError:
             if self._failure is not None and task.cancelled():
                 raise self._failure from None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             raise
+        clock, began_s = self._began_s.get(order.table.table_id, (-1, 0.0))
+        if clock == order.clock:
+            MEASURES.step_duration_seconds.observe(now_s() - began_s)
+        return pulled
 
     async def missing(self, table: Table, clock: int) -> str:
         """Who keeps step `clock` of a table from being committed, for a person."""

@@ -39,6 +39,7 @@ from ps_runtime.retry import Backoff, is_retryable
 from ps_worker.counters import Counters
 from ps_worker.cutting import Region, blocks_of
 from ps_worker.links import ServerLink, ServerLinks
+from ps_worker.measures import MEASURES
 from ps_worker.steps import TableSteps
 from ps_worker.tickets import Pulled
 from ps_worker.values import Raw, element_bytes
@@ -103,12 +104,14 @@ class Puller:
             WaitExpired: not in time; the message says whom it waits for.
             PushpullError: a server refused for good.
         """
+        began_s = now_s()
         try:
             if order.consistent and order.is_reader:
                 return await self._read_newest(order)
             return await self._read_at(order, order.clock, order.deadline_s)
         finally:
             self._counters.waits.pop(order, None)
+            MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
     # --- consistent reads of readers
 
@@ -298,6 +301,7 @@ class Puller:
             payload, np.uint8, (high - low) * width, (low - start) * width
         )
         self._counters.pulled_bytes += payload.nbytes
+        MEASURES.pulled_bytes.inc(payload.nbytes)
 
     @staticmethod
     def _note(reading: _Reading, value: parameters_pb2.BlockValue) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol, cast
 
 from ps_core.cluster_view import ClusterView
-from ps_core.errors import Fenced, NotPermitted, PushpullError, Unauthenticated
+from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Table
@@ -20,6 +20,7 @@ from ps_runtime.clock import now_s
 from ps_runtime.errors import error_from_proto
 from ps_worker.counters import Counters
 from ps_worker.links import ServerLinks
+from ps_worker.measures import MEASURES
 from ps_worker.push_entries import (
     Effect,
     Reply,
@@ -156,17 +157,26 @@ class PushDriver:
     def stream_closed(self, server: NodeId) -> None:
         """It broke."""
         self._window.disconnected(server)
+        if self._futures and self._failure is None:
+            MEASURES.resent_entries.labels(Recovering.code).inc()
 
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
         """Answers came."""
         for message in response.replies:
             reply = _reply(message)
             if reply is not None:
+                if reply.error is not None and reply.kind is not ReplyKind.COMMITTED:
+                    MEASURES.resent_entries.labels(reply.error.code).inc()
                 for effect in self._window.reply(server, reply, now_s()):
                     self._carry_out(effect)
         self._pump_soon()
 
     # --- carrying out
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Payload bytes sent and not yet answered."""
+        return self._window.in_flight_bytes
 
     def _pump_soon(self) -> None:
         """Ask the window what to send, once for all that happens in this turn of the loop."""
@@ -245,6 +255,7 @@ class PushDriver:
         link = self._links.find(effect.server)
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
+            MEASURES.pushed_bytes.inc(body.payload.nbytes)
             link.send((message.SerializeToString(), body.payload))
 
     def _seal(

@@ -28,9 +28,7 @@ def test_a_joined_message_is_what_protobuf_would_write(
 def test_a_split_message_is_what_protobuf_wrote(
     version: int, payload: bytes, presence: bytes
 ) -> None:
-    value = parameters_pb2.BlockValue(
-        block=3, version=version, presence=presence, payload=payload
-    )
+    value = parameters_pb2.BlockValue(block=3, version=version, presence=presence, payload=payload)
     message = parameters_pb2.PullResponse(block=value).SerializeToString()
     found = split(message, 1, 15)
     assert found is not None

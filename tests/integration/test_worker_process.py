@@ -1,0 +1,168 @@
+"""`python -m ps_worker SCRIPT`: a script as one worker, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ps_worker as ps
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+
+TRAINS = """
+    import sys
+    import numpy as np
+    import ps_worker as ps
+    import beside
+
+    client = ps.connect()
+    table = client.create_table("w", 10, optimizer=ps.SGD(lr=1.0))
+    for _ in range(int(sys.argv[1])):
+        client.push_pull(table, np.ones(10, np.float32))
+    print("trained", client.rank, sys.argv[1:], beside.__name__, __name__, flush=True)
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[ps.LocalCluster]:
+    with ps.local_cluster(servers=1, workers=2) as cluster:
+        yield cluster
+
+
+class Scripts:
+    """Scripts in a folder of their own, run as workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        (folder / "beside.py").write_text("")
+
+    def start(
+        self, text: str, *arguments: str, cluster: ps.LocalCluster | None = None, **env: str
+    ) -> subprocess.Popen[str]:
+        script = self._folder / f"script{len(list(self._folder.iterdir()))}.py"
+        script.write_text(textwrap.dedent(text))
+        paths = [str(ROOT), str(ROOT / "protos")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env}
+        if cluster is not None:
+            environment["PUSHPULL_SCHEDULER"] = cluster.address
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ps_worker", str(script), *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def stop(self) -> None:
+        """End what a test left running."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    def run(self, text: str, **env: str) -> tuple[int, str, str]:
+        process = self.start(text, cluster=None, **env)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    scripts = Scripts(tmp_path)
+    yield scripts
+    scripts.stop()
+
+
+def test_a_script_that_ends_normally_leaves(cluster: ps.LocalCluster, scripts: Scripts) -> None:
+    short = scripts.start(TRAINS, "2", "--lr=1", cluster=cluster, PUSHPULL_RANK="1")
+    with ps.connect(cluster.address, rank=0, request_deadline_s=DEADLINE_S) as client:
+        table = client.create_table("w", 10, optimizer=ps.SGD(lr=1.0))
+        for clock in range(1, 6):  # uneven data: the script's end does not end this one
+            found = client.push_pull(table, np.ones(10, np.float32))
+            assert np.all(np.asarray(found) == -clock)
+    out, err = short.communicate(timeout=DEADLINE_S)
+    assert (short.returncode, err) == (0, "")
+    assert out == "trained 1 ['2', '--lr=1'] beside __main__\n"
+
+
+def test_a_script_that_fails_does_not_leave(cluster: ps.LocalCluster, scripts: Scripts) -> None:
+    failing = scripts.start(
+        TRAINS + "    raise ValueError('on purpose')\n", "1", cluster=cluster, PUSHPULL_RANK="1"
+    )
+    client = ps.connect(cluster.address, rank=0, request_deadline_s=DEADLINE_S)
+    table = client.create_table("w", 10, optimizer=ps.SGD(lr=1.0))
+    client.push_pull(table, np.ones(10, np.float32))
+    _, err = failing.communicate(timeout=DEADLINE_S)
+    assert failing.returncode == 1
+    assert err.startswith('Traceback (most recent call last):\n  File "')
+    assert err.endswith("ValueError: on purpose\n")
+    assert "runpy" not in err
+    with pytest.raises(ps.WaitExpired, match="worker 1"):
+        client.push_pull(table, np.ones(10, np.float32), timeout_s=1.0)
+    client.close(leave=False)
+
+
+def test_a_worker_that_is_told_to_stop_stops(cluster: ps.LocalCluster, scripts: Scripts) -> None:
+    ready = """
+        import ps_worker as ps
+        client = ps.connect()
+        table = client.create_table("w", 10, optimizer=ps.SGD(lr=1.0))
+        print("waiting", flush=True)
+        client.push_pull(table, [1.0] * 10)
+    """
+    process = scripts.start(ready, cluster=cluster)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_worker_process_shows_metrics_and_health(scripts: Scripts, tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    process = scripts.start(
+        "print('running', flush=True)\ninput()\n", PUSHPULL_READY_FILE=str(ready_file)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    address = json.loads(ready_file.read_text())["http_address"]
+    for path, expected in (("metrics", "pushpull_worker_pushed_bytes_total 0.0"), ("healthz", "")):
+        with urllib.request.urlopen(f"http://{address}/{path}", timeout=5.0) as answer:
+            assert answer.status == 200
+            assert expected in answer.read().decode()
+    process.terminate()
+    process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit('no luck')", 1, "no luck\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_an_exit_status_is_the_scripts(scripts: Scripts, text: str, status: int, says: str) -> None:
+    assert scripts.run(text) == (status, "", says)
+
+
+def test_wrong_usage_is_explained(scripts: Scripts) -> None:
+    status, _, err = scripts.run("", PUSHPULL_WINDOW_BYTE="1")
+    assert status == 2
+    assert "PUSHPULL_WINDOW_BYTE is unknown; did you mean PUSHPULL_WINDOW_BYTES?" in err
