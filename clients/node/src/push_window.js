@@ -1,8 +1,8 @@
 /**
  * The push window: what to send, send again and hold back (docs/PROTOCOL.md, "Pushing").
  *
- * A pure machine: it knows no gRPC and no clock. Steps, views, connections and replies come in; what
- * may be sent now comes out of `take`. An entry moves like this:
+ * A pure machine: it knows no gRPC and no clock. Steps, views, connections and replies come in;
+ * what may be sent now comes out of `take`. An entry moves like this:
  *
  *     queued --take--> sent --RECEIVED--> received --COMMITTED--> ended
  *        ^              |                    |
@@ -17,7 +17,13 @@
 
 import { PushpullError, errorFromMessage } from './errors.js';
 
-/** @typedef {{block: number, payload: Buffer, presence: Buffer, pulledPeerVersion?: number}} BlockPart */
+/**
+ * @typedef {object} BlockPart
+ * @property {number} block
+ * @property {Buffer} payload
+ * @property {Buffer} presence
+ * @property {number} [pulledPeerVersion]
+ */
 /**
  * @typedef {object} SealTerms
  * @property {{name: string, value: number}[]} hyperparameters
@@ -36,6 +42,8 @@ import { PushpullError, errorFromMessage } from './errors.js';
  * @property {number} retryMs not before this time
  * @property {boolean} skip seals: send it with skip
  */
+
+/** @typedef {{server: number, epoch: number}} Owner */
 
 const FALLBACK_RETRY_MS = 500;
 
@@ -74,8 +82,8 @@ export class Step {
   /** What has no outcome yet, for error messages. */
   describeOpen() {
     const open = this.entries.filter((entry) => entry.state !== 'ended');
-    const named = open.slice(0, 4).map((entry) =>
-      `${entry.part ? `block ${entry.part.block}` : 'seal'} (range ${entry.rangeId}, ${entry.state})`);
+    const named = open.slice(0, 4).map(({ part, rangeId, state }) =>
+      `${part ? `block ${part.block}` : 'seal'} (range ${rangeId}, ${state})`);
     return `${open.length} of ${this.entries.length} entries have no outcome: ${named.join(', ')}`;
   }
 }
@@ -88,7 +96,7 @@ export class PushWindow {
   #open = new Map();
   /** @type {Map<string, {next: number, confirmed: number, ended: Set<number>}>} */
   #sequences = new Map();
-  /** @type {Map<number, {server: number, epoch: number}>} */
+  /** @type {Map<number, Owner>} */
   #owners = new Map();
   /** Servers with an open stream. @type {Set<number>} */
   #connected = new Set();
@@ -331,7 +339,7 @@ export class PushWindow {
 
   /**
    * @param {Entry} entry
-   * @param {{server: number, epoch: number}} owner
+   * @param {Owner} owner
    */
   #blockRequest(entry, owner) {
     const { step, part } = entry;
@@ -363,7 +371,7 @@ export class PushWindow {
     const { tableId } = step.layout;
     let server = 0;
     const ranges = entries.map((entry) => {
-      const owner = /** @type {{server: number, epoch: number}} */ (this.#owners.get(entry.rangeId));
+      const owner = /** @type {Owner} */ (this.#owners.get(entry.rangeId));
       entry.state = 'sent';
       entry.server = server = owner.server;
       return {

@@ -94,7 +94,9 @@ export class ServerLink {
   #start() {
     const stream = this.#stream = this.#client.Push();
     stream.on('data', (/** @type {any} */ { replies }) => this.onReplies(replies));
-    stream.on('error', (/** @type {unknown} */ failure) => this.#broken(stream, errorFromCall(failure)));
+    stream.on('error', (/** @type {unknown} */ failure) => {
+      this.#broken(stream, errorFromCall(failure));
+    });
     stream.on('end', () => this.#broken(stream, null));
     stream.write({ header: { session: this.#session } });
     this.onOpen();

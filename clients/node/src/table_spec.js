@@ -16,7 +16,8 @@ import { elementsOf } from './layout.js';
  *   kernels?: 'fast' | 'exact'}} optimizer
  *   `kind` is SGD, ADAM, ADAMW, ADAGRAD, RMSPROP, AGGREGATE or ASSIGN
  * @property {'bsp' | 'asp'} [consistency] bsp by default
- * @property {'zeros' | 'fromRankZero' | {constant: number} | {inline: ArrayLike<number>}} [initializer]
+ * @property {'zeros' | 'fromRankZero' | {constant: number} | {inline: ArrayLike<number>}}
+ *   [initializer] zeros by default
  * @property {'mean' | 'sum'} [reduction] mean by default
  * @property {boolean} [allowNonFinite]
  * @property {number} [gateBytes]
@@ -58,7 +59,7 @@ export function tableSpec(options) {
   if (elementCount === undefined) {
     throw new PushpullError('INVALID_CONFIG', `table '${name}' needs elementCount or tensors`);
   }
-  const { kind, hyperparameters = {}, kernels = 'fast', ...flags } = options.optimizer;
+  const { kind, hyperparameters: numbers = {}, kernels = 'fast', ...flags } = options.optimizer;
   return {
     name,
     dtype,
@@ -68,7 +69,7 @@ export function tableSpec(options) {
     optimizer: {
       kind: `OPTIMIZER_KIND_${kind}`,
       kernels: `KERNEL_KIND_${kernels.toUpperCase()}`,
-      hyperparameters: Object.entries(hyperparameters).map(([key, value]) => ({ name: key, value })),
+      hyperparameters: Object.entries(numbers).map(([key, value]) => ({ name: key, value })),
       ...flags,
     },
     consistency: { [consistency]: {} },

@@ -40,8 +40,8 @@ function submit(clock, { blocks = [0, 1, 2, 3], bytes = 10, ...terms } = {}) {
 }
 
 function reply(kind, rangeId, sequence, rest = {}) {
-  const message = { kind: `REPLY_KIND_${kind}`, tableId: 1, rangeId, sequence, staleness: 0, ...rest };
-  window.reply(rangeId < 2 ? 11 : 12, message, 0);
+  const message = { kind: `REPLY_KIND_${kind}`, tableId: 1, rangeId, sequence, staleness: 0 };
+  window.reply(rangeId < 2 ? 11 : 12, { ...message, ...rest }, 0);
 }
 
 const commit = (rangeId, sequence, outcome = 'APPLIED', error = null) =>
@@ -50,8 +50,9 @@ const error = (code, retryAfterMs = 0) =>
   ({ error: { code: `ERROR_CODE_${code}`, message: code, retryAfterMs, clock: 0 } });
 const blocks = (sent) => sent.filter((each) => each.request.block)
   .map(({ request: { block } }) => [block.block, block.rangeId, block.sequence]);
-const seals = (sent) => sent.filter((each) => each.request.seal).map(({ server, request: { seal } }) =>
-  [server, seal.skip, seal.ranges.map((range) => [range.rangeId, range.sequence])]);
+const seals = (sent) => sent.filter((each) => each.request.seal)
+  .map(({ server, request: { seal } }) =>
+    [server, seal.skip, seal.ranges.map((range) => [range.rangeId, range.sequence])]);
 
 function receiveAll() {
   for (const [, rangeId, sequence] of blocks(window.take(0))) reply('RECEIVED', rangeId, sequence);

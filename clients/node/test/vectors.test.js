@@ -6,7 +6,9 @@ import { test } from 'node:test';
 
 import { decodeInto, encode } from '../src/codecs.js';
 import { messageType } from '../src/contract.js';
-import { TableLayout, packPresence, rangeOfSlot, slotOfOrdinal, slotsOfRange } from '../src/layout.js';
+import {
+  TableLayout, packPresence, rangeOfSlot, slotOfOrdinal, slotsOfRange,
+} from '../src/layout.js';
 
 const vectors = JSON.parse(
   readFileSync(new URL('../../../docs/protocol_vectors.json', import.meta.url), 'utf8'),
