@@ -123,17 +123,21 @@ class BufferTable:
         """Rank 0: gives the servers its buffers."""
         self._pending.add(self._push(self._client.begin_assign(self.handle)).seal())
 
-    def publish(self) -> None:
-        """Ends the step on this table with the buffers as they are now, and asks for the outcome.
-
-        Blocking: no; `finish` waits.
+    def push(self) -> None:
+        """Sends the buffers as they are now, where it is this worker's to do.
 
         Raises:
             InvalidTensor: a buffer has another shape than at the start, or is too large an integer.
         """
-        step = self._client.begin_step(self.handle)
         if self._publishes:
-            self._push(step)
+            self._push(self._client.begin_step(self.handle))
+
+    def seal(self) -> None:
+        """Ends the step on this table, and asks for the outcome.
+
+        Blocking: no; `finish` waits.
+        """
+        step = self._client.begin_step(self.handle)
         self._pending.add(step.seal(skip=not self._publishes))
         if self._receives:
             self.begin_pull()

@@ -20,8 +20,9 @@ load parameter values later: what the servers hold comes back with the next step
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -112,17 +113,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._share(self._inner)
         else:
             super().__init__(groups, optimizer.defaults())
-        self._take_name()
+        with self._taken_name():
+            self._start()
+        self._hook_trainable()
+        self._is_made = True
+
+    def _start(self) -> None:
+        """Makes the tables; all workers have rank 0's values in the end."""
         for number in range(len(self.param_groups)):
             self._tables += self._tables_of_group(number)
         if self._module is not None and self._options.buffers is not None:
             self._buffers = [
-                BufferTable(client, self._module, layout, self._options)
+                BufferTable(self._client, self._module, layout, self._options)
                 for layout in buffer_layouts(self._options.name, self._module)
             ]
         self._start_from_rank_zero([*self._tables, *self._buffers])
-        self._hook_trainable()
-        self._is_made = True
 
     # --- torch's own verbs
 
@@ -183,8 +188,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.add_param_group(group)
         else:
             super().add_param_group(group)
-        tables = self._tables_of_group(len(self.param_groups) - 1)
-        self._start_from_rank_zero(tables)
+        try:
+            tables = self._tables_of_group(len(self.param_groups) - 1)
+            self._start_from_rank_zero(tables)
+        except BaseException:
+            self.param_groups.pop()  # a group without tables would never train
+            raise
         self._tables += tables
         self._hook_trainable()
 
@@ -213,7 +222,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.defaults = inner.defaults
         self.state = inner.state
 
-    def _take_name(self) -> None:
+    @contextlib.contextmanager
+    def _taken_name(self) -> Iterator[None]:
+        """The name is this optimizer's for good, unless the work under it fails."""
         if self._client.is_reader:
             raise InvalidConfig("the client is a reader's; expected a worker's (role='worker')")
         names = _names_in_use.setdefault(self._client, set())
@@ -223,6 +234,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "give each its own name="
             )
         names.add(self._options.name)
+        try:
+            yield
+        except BaseException:
+            names.discard(self._options.name)
+            raise
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]
@@ -266,7 +282,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- a step
 
     def _hooked(self, table: TrainedTable, index: int) -> None:
-        table.hooked(index, self._numbers(table))
+        numbers = self._numbers(table) if self._options.applies_on_arrival else ()
+        table.hooked(index, numbers)
 
     def _step(self) -> None:
         self._hook_trainable()
@@ -284,9 +301,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._options.is_eager:
             for table, numbers in awake:
                 table.check_final(numbers)
+        # All that can be refused here is refused before the first seal: all tables end the step.
         bad = None if scale.skip else _push_rest(awake)
         for buffers in self._buffers:
-            buffers.publish()
+            buffers.push()
+        for buffers in self._buffers:
+            buffers.seal()
         for table, numbers in awake:
             table.seal(numbers, scale.contribution_scale, skip=scale.skip or bad is not None)
         self._take_over([table for table, _ in awake])

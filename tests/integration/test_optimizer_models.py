@@ -80,6 +80,8 @@ def test_groups_have_their_own_numbers_and_may_be_added(
                 optimizer.param_groups[2]["lr"] = 0.7
             train(m, optimizer, *batches(2, rank=phase))
         check_equal(model, copy)
+    with pytest.raises(ps.InvalidConfig, match="lr is -1"):
+        ours.add_param_group({"params": model.sometimes.parameters(), "lr": -1})
     ours.add_param_group({"params": model.sometimes.parameters(), "lr": 0.0})
     train(model, ours, *batches(1))
     assert [group["lr"] for group in ours.param_groups] == [0.3, 0.1, 0.7, 0.0]
@@ -305,10 +307,11 @@ def test_what_cannot_be_trained_is_refused(client: ps.Client, reader: ps.Client)
         ps.DistributedOptimizer(
             client, model.parameters(), ps.SGD(), name="refused", buffers="mean"
         )
+    groups: list[dict[str, Any]] = [{"params": model.parameters(), "lr": -1.0}]
     with pytest.raises(ps.InvalidConfig, match="lr is -1"):
-        ps.DistributedOptimizer(
-            client, [{"params": model.parameters(), "lr": -1.0}], ps.SGD(), name="refused"
-        )
+        ps.DistributedOptimizer(client, groups, ps.SGD(), name="refused")
+    groups[0] = {"params": model.parameters(), "lr": 1.0}
+    ps.DistributedOptimizer(client, groups, ps.SGD(), name="refused")  # the name is free again
 
 
 def test_loss_scaling_needs_whole_steps(client: ps.Client) -> None:
