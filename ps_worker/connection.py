@@ -406,7 +406,7 @@ def complete(done: Future[ResultT], work: Future[Any], result: ResultT) -> None:
 
 
 _open: set[Connection] = set()
-"""Clients are kept here until they are closed: one that its script lost has to leave all the same."""
+"""Clients stay here until they are closed: one that its script lost has to leave all the same."""
 
 MEASURES.window_bytes.set_function(lambda: sum(c.engine.in_flight_bytes for c in list(_open)))
 NODE_MEASURES.watch(

@@ -25,7 +25,15 @@ SIZE = 64 * 20
 
 @pytest.fixture
 def cluster() -> Iterator[ps.LocalCluster]:
+    """For tests of how one worker's end is another's business."""
     with ps.local_cluster(servers=2, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def large_cluster() -> Iterator[ps.LocalCluster]:
+    """For tests whose workers wait for nobody; each takes a rank that no other test has."""
+    with ps.local_cluster(servers=1, workers=8) as cluster:
         yield cluster
 
 
@@ -64,15 +72,15 @@ def test_a_worker_that_leaves_is_not_waited_for(cluster: ps.LocalCluster) -> Non
         first.close(leave=False)
 
 
-def test_a_client_that_is_closed_says_so(cluster: ps.LocalCluster) -> None:
-    client = worker(cluster)
-    handle = table(client)
+def test_a_client_that_is_closed_says_so(large_cluster: ps.LocalCluster) -> None:
+    client = worker(large_cluster)
+    handle = table(client, "closed", consistency=ps.ASP())
     client.leave()
     client.close()
     for call in (
         lambda: client.push(handle, ones()),
         lambda: client.pull(handle),
-        lambda: client.table("w"),
+        lambda: client.table("closed"),
         lambda: client.report(loss=1.0),
     ):
         with pytest.raises(ps.InvalidConfig, match="closed; connect again"):
@@ -128,9 +136,11 @@ def _in_a_child(client: ps.Client, handle: ps.TableHandle, answers: Any) -> None
     answers.put(found)
 
 
-def test_a_forked_child_can_neither_use_nor_close_the_client(cluster: ps.LocalCluster) -> None:
-    with worker(cluster, 0) as client:
-        handle = table(client, consistency=ps.ASP())
+def test_a_forked_child_can_neither_use_nor_close_the_client(
+    large_cluster: ps.LocalCluster,
+) -> None:
+    with worker(large_cluster) as client:
+        handle = table(client, "forked", consistency=ps.ASP())
         fork = multiprocessing.get_context("fork")
         answers = fork.Queue()
         child = fork.Process(target=_in_a_child, args=(client, handle, answers))
@@ -145,10 +155,12 @@ def test_a_forked_child_can_neither_use_nor_close_the_client(cluster: ps.LocalCl
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loaders_with_processes_do_not_hang(cluster: ps.LocalCluster, method: str) -> None:
+def test_data_loaders_with_processes_do_not_hang(
+    large_cluster: ps.LocalCluster, method: str
+) -> None:
     data = TensorDataset(torch.arange(8.0))
-    with worker(cluster, 0) as client:
-        handle = table(client, consistency=ps.ASP())
+    with worker(large_cluster) as client:
+        handle = table(client, f"loaded by {method}", consistency=ps.ASP())
         loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=method)
         for epoch in (1, 2):
             for (batch,) in loader:
@@ -160,12 +172,12 @@ def test_data_loaders_with_processes_do_not_hang(cluster: ps.LocalCluster, metho
 # --- readers
 
 
-def test_a_reader_only_reads(cluster: ps.LocalCluster) -> None:
-    with worker(cluster, 0) as client, worker(cluster, role="reader") as reader:
+def test_a_reader_only_reads(large_cluster: ps.LocalCluster) -> None:
+    with worker(large_cluster) as client, worker(large_cluster, role="reader") as reader:
         opened: list[ps.TableHandle] = []
-        opening = threading.Thread(target=lambda: opened.append(reader.table("w")))
+        opening = threading.Thread(target=lambda: opened.append(reader.table("read")))
         opening.start()  # waits until the worker creates it
-        handle = table(client, consistency=ps.ASP())
+        handle = table(client, "read", consistency=ps.ASP())
         opening.join(DEADLINE_S)
         client.wait(client.push(handle, ones()))
         assert reader.is_reader

@@ -60,6 +60,7 @@ EDGE_MODULES = {
     "ps_worker.links",
     "ps_worker.local_cluster",
     "ps_worker.loop",
+    "ps_worker.measures",
     "ps_worker.model_pull",
     "ps_worker.pulls",
     "ps_worker.pushes",
