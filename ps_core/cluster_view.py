@@ -84,7 +84,7 @@ class RangeAssignment:
 
     range_id: RangeId
     slots: KeyRange
-    epoch: AssignmentEpoch
+    assignment_epoch: AssignmentEpoch
     primary: NodeId | None
 
 

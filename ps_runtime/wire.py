@@ -375,7 +375,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         range_id=assignment.range_id,
         begin_slot=assignment.slots.begin,
         end_slot=assignment.slots.end,
-        assignment_epoch=assignment.epoch,
+        assignment_epoch=assignment.assignment_epoch,
         primary_node_id=assignment.primary or 0,
     )
 
@@ -385,7 +385,7 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
     return RangeAssignment(
         range_id=RangeId(message.range_id),
         slots=KeyRange(Slot(message.begin_slot), Slot(message.end_slot)),
-        epoch=AssignmentEpoch(message.assignment_epoch),
+        assignment_epoch=AssignmentEpoch(message.assignment_epoch),
         primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
     )
 

@@ -21,7 +21,7 @@ class Place:
 
     table_id: TableId
     range_id: RangeId
-    epoch: AssignmentEpoch
+    assignment_epoch: AssignmentEpoch
 
 
 @dataclass(frozen=True, slots=True)

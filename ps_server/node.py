@@ -3,6 +3,9 @@ loop.
 
 One thread owns everything here, so there is no lock: an event and all its effects are one stretch
 without an await, and a read is answered between two updates, never in one.
+
+Invariants:
+    NODE-1  What is folded or assigned has its payload.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidKeys, InvariantViolation, PushpullError, Unauthenticated
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import Outcome
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import errors, logs, wire
 from ps_runtime.metrics import ServerMetrics
@@ -151,7 +155,8 @@ class ParameterNode:
 
     def entry(self, stream: EntryStream, event: Event) -> None:
         """An entry arrived on `stream`."""
-        stream.expect(event.place.table_id, event.place.range_id, event.sequence)
+        place = event.place
+        stream.expect((place.table_id, place.range_id, event.sequence), self.now())
         self.carry_out(self.machine.entry(event, self.now()))
 
     # --- reads
@@ -217,13 +222,28 @@ class ParameterNode:
     def _reply(self, effect: ReplyTo) -> None:
         if effect.ending is not None:
             self.metrics.entries.labels(outcome=effect.ending.outcome.value).inc()
+            if effect.ending.outcome is Outcome.APPLIED:
+                self.metrics.staleness_updates.observe(effect.ending.staleness)
         elif effect.kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
             self.metrics.room_refusals.inc()
         elif effect.error is not None:
             self.metrics.errors.labels(code=effect.error.code).inc()
         stream = self._streams.get(effect.sender.origin)
+        if effect.kind is not ReplyKind.RECEIVED:
+            self._settle(effect)
         if stream is not None:
-            stream.reply(effect)
+            waited_s = stream.reply(effect, self.now())
+            if waited_s is not None:
+                self.metrics.push_duration_seconds.observe(waited_s)
+
+    def _settle(self, effect: ReplyTo) -> None:
+        """An entry that was sent again on another stream owes its first stream nothing more."""
+        for other in self._streams.values():
+            if (
+                other.session.incarnation == effect.sender.incarnation
+                and other.origin != effect.sender.origin
+            ):
+                other.settle((effect.table_id, effect.range_id, effect.sequence))
 
     def _apply(self, effect: Apply) -> None:
         record = effect.record

@@ -1,6 +1,7 @@
 """What a range machine knows: workers, their steps, clocks and versions of one (range, table).
 
 Invariants:
+    RM-5  A step in effect has a seal.
     RM-1  Each sequence of an incarnation is unseen, held, missing (given back) or ended; never two.
 
 What it deliberately does not do: decide (`range_machine`, `update_gate` and `read_gate` do).

@@ -8,6 +8,7 @@ Rules:
 
 Invariants:
     ROOM-1  Staged bytes never exceed the capacity.
+    ROOM-3  A step never releases more than it stages.
     ROOM-2  The capacity holds any one step whole, so the lowest step always finds room.
 
 What it deliberately does not do: hold payloads, or know ranges and sequences.

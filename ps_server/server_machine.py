@@ -127,7 +127,9 @@ class ServerMachine:
         if view.view_number <= self.view_number:
             return []
         self.view_number = view.view_number
-        self._epochs = {r.range_id: r.epoch for r in view.ranges if r.primary == self._node_id}
+        self._epochs = {
+            r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
+        }
         self._tables = view.tables_by_id
         added = []
         for table in view.tables:
@@ -163,15 +165,16 @@ class ServerMachine:
             TableNotFound, NotOwner, StaleAssignment, InvalidKeys: it means none here.
         """
         table = self.table(place.table_id)
-        epoch = self._epochs.get(place.range_id)
-        if epoch is None:
+        assignment_epoch = self._epochs.get(place.range_id)
+        if assignment_epoch is None:
             raise NotOwner(
                 f"server {self._node_id} does not serve range {place.range_id} "
                 f"(view {self.view_number})"
             )
-        if epoch != place.epoch:
+        if assignment_epoch != place.assignment_epoch:
             raise StaleAssignment(
-                f"range {place.range_id} is at assignment_epoch {epoch}; got {place.epoch}"
+                f"range {place.range_id} is at assignment_epoch {assignment_epoch}; "
+                f"got {place.assignment_epoch}"
             )
         part = self._parts.get((place.table_id, place.range_id))
         if part is None:
@@ -243,7 +246,7 @@ class ServerMachine:
         """Every range part of this server."""
         return self._parts
 
-    def epoch(self, range_id: RangeId) -> AssignmentEpoch:
+    def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
         """The epoch under which this server serves the range; 0 if it does not."""
         return self._epochs.get(range_id, AssignmentEpoch(0))
 

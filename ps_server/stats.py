@@ -16,7 +16,7 @@ def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeSt
         stats = response.ranges.add(
             range_id=place[1],
             table_id=place[0],
-            assignment_epoch=node.machine.epoch(place[1]),
+            assignment_epoch=node.machine.assignment_epoch(place[1]),
             clock=part.state.clock,
             block_count=len(part.state.blocks),
             state_bytes=node.shards[place].state_bytes,

@@ -42,7 +42,7 @@ class EntryStream:
     def __init__(self, origin: int, session: Session) -> None:
         self.origin = origin
         self.session = session
-        self.pending: set[tuple[int, int, int]] = set()
+        self.pending: dict[tuple[int, int, int], float] = {}
         self._replies: list[parameters_pb2.EntryReply] = []
         self._parts: list[Part] = []
         self._ready = asyncio.Event()
@@ -50,12 +50,16 @@ class EntryStream:
         self._input_has_ended = False
         self._failure: BaseException | None = None
 
-    def expect(self, table_id: int, range_id: int, sequence: int) -> None:
-        """An entry came on this stream: it is owed a last reply."""
-        self.pending.add((table_id, range_id, sequence))
+    def expect(self, entry: tuple[int, int, int], now_s: float) -> None:
+        """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
+        self.pending.setdefault(entry, now_s)
 
-    def reply(self, effect: ReplyTo) -> None:
-        """Queue an answer; it leaves with the next batch."""
+    def reply(self, effect: ReplyTo, now_s: float) -> float | None:
+        """Queue an answer; it leaves with the next batch.
+
+        Returns:
+            How long the entry took from its arrival to its outcome, if this is its outcome.
+        """
         message = parameters_pb2.EntryReply(
             kind=_KIND[effect.kind],
             table_id=effect.table_id,
@@ -69,10 +73,18 @@ class EntryStream:
             error = effect.ending.error
         if error is not None:
             message.error.CopyFrom(errors.error_to_proto(error))
-        if effect.kind is not ReplyKind.RECEIVED:
-            self.pending.discard((effect.table_id, effect.range_id, effect.sequence))
         self._replies.append(message)
         self._ready.set()
+        if effect.kind is ReplyKind.RECEIVED:
+            return None
+        since_s = self.pending.pop((effect.table_id, effect.range_id, effect.sequence), None)
+        is_outcome = effect.ending is not None and since_s is not None
+        return now_s - since_s if is_outcome and since_s is not None else None
+
+    def settle(self, entry: tuple[int, int, int]) -> None:
+        """The entry's outcome went out on another stream."""
+        if self.pending.pop(entry, None) is not None:
+            self._ready.set()
 
     async def put_part(self, part: Part) -> None:
         """Queue a part of a read, waiting while too many wait already."""

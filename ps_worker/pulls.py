@@ -272,7 +272,7 @@ class Puller:
         wanted = reading.wanted.get(range_id, set())
         if value.block not in wanted:
             return None  # came twice, over an attempt that was thought lost
-        if self._view().ranges[range_id].epoch != view.ranges[range_id].epoch:
+        if self._view().ranges[range_id].assignment_epoch != view.ranges[range_id].assignment_epoch:
             return StaleAssignment(f"range {range_id} has moved while it was read")
         codec = NATIVE_CODEC[table.spec.dtype]
         length = table.block_length(value.block)
@@ -330,7 +330,7 @@ def _request(
         is_whole = len(wanted) == reading.whole_counts.get(range_id)
         request.ranges.add(
             range_id=range_id,
-            assignment_epoch=view.ranges[range_id].epoch,
+            assignment_epoch=view.ranges[range_id].assignment_epoch,
             blocks=[] if is_whole else sorted(wanted),
         )
     return request

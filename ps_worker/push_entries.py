@@ -1,12 +1,17 @@
 """What goes through a push window: entries on their way, and what is said about them.
 
 Values and records only; `push_window` has the rules.
+
+Invariants:
+    PW-5  Only a push has a block.
+    PW-6  Only a sealed step has terms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
@@ -30,6 +35,14 @@ class EntryKey:
     table_id: TableId
     range_id: RangeId
     sequence: int
+
+
+class BlockPlace(NamedTuple):
+    """Where a block lives."""
+
+    table_id: TableId
+    range_id: RangeId
+    block: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ Invariants:
     PW-1  Sequences of a (range, table) are given out from 1 without gap.
     PW-2  in_flight_bytes is the sum over entries in state SENT.
     PW-3  A seal is never sent before every push of its step was received or ended.
+    PW-4  COMMITTED carries an outcome.
 
 What it deliberately does not do: touch payloads (`body` is opaque), know addresses, or wait.
 """
@@ -32,6 +33,7 @@ from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_worker.push_entries import (
+    BlockPlace,
     Effect,
     Entry,
     EntryKey,
@@ -82,35 +84,27 @@ class PushWindow:
     # --- what the training loop does
 
     def submit(
-        self,
-        table_id: TableId,
-        range_id: RangeId,
-        block: int,
-        clock: int,
-        body: object,
-        *,
-        byte_count: int,
-        priority: int = 0,
+        self, at: BlockPlace, clock: int, body: object, *, byte_count: int, priority: int = 0
     ) -> EntryKey:
-        """Queue a push of `block`; a second push of it in the same step replaces the first.
+        """Queue a push of a block; a second push of it in the same step replaces the first.
 
         Lower `priority` goes first. `body` is kept until the entry has ended.
 
         Raises:
             InvalidConfig: the step has been sealed.
         """
-        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
-        if step.terms is not None:
-            raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
-        previous = step.blocks.get(block)
+        step = self._open_step(at.table_id, clock)
+        previous = step.blocks.get(at.block)
         if previous is not None and previous.sent_count == 0:
             previous.body, previous.byte_count = body, byte_count
             return previous.key
-        entry = self._new_entry(step, range_id, block, body, byte_count, priority)
+        entry = self._new_entry(step, at.range_id, clock)
+        entry.block, entry.body, entry.byte_count = at.block, body, byte_count
+        entry.order = (priority, entry.order[1])
         if previous is not None:
             entry.replaces = previous.key.sequence
             self._give_up(previous, step)
-        step.blocks[block] = entry
+        step.blocks[at.block] = entry
         step.pushes[entry.key] = entry
         self._enqueue(entry)
         return entry.key
@@ -124,14 +118,12 @@ class PushWindow:
         Raises:
             InvalidConfig: the step has been sealed.
         """
-        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
-        if step.terms is not None:
-            raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
+        step = self._open_step(table_id, clock)
         step.terms = terms
         places = sorted(ranges)
         carrier = self._carrier(step, places)
         for range_id in places:
-            entry = self._new_entry(step, range_id, None, None, 0, 0)
+            entry = self._new_entry(step, range_id, clock)
             step.seals[entry.key] = entry
             if carrier is not None:
                 carrier.inline_seal = entry.key.sequence
@@ -150,21 +142,20 @@ class PushWindow:
         (push,) = step.pushes.values()
         return push if push.sent_count == 0 else None
 
-    def _new_entry(
-        self,
-        step: WindowStep,
-        range_id: RangeId,
-        block: int | None,
-        body: object,
-        byte_count: int,
-        priority: int,
-    ) -> Entry:
+    def _open_step(self, table_id: TableId, clock: int) -> WindowStep:
+        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
+        if step.terms is not None:
+            raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
+        return step
+
+    def _new_entry(self, step: WindowStep, range_id: RangeId, clock: int) -> Entry:
+        """A seal, unless the caller makes it a push."""
         place = (step.table_id, range_id)
         sequence = self._next_sequence.get(place, 1)
         self._next_sequence[place] = sequence + 1
         key = EntryKey(step.table_id, range_id, sequence)
         self._submitted += 1
-        entry = Entry(key, step.clock, block, byte_count, body, (priority, self._submitted))
+        entry = Entry(key, clock, None, 0, None, (0, self._submitted))
         self._open[key] = entry
         step.open_count += 1
         return entry

@@ -22,6 +22,7 @@ from ps_worker.counters import Counters
 from ps_worker.links import ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.push_entries import (
+    BlockPlace,
     Effect,
     Reply,
     ReplyKind,
@@ -109,9 +110,11 @@ class PushDriver:
             return
         table = submission.table
         self._window.submit(
-            table.table_id,
-            table.range_of_block(submission.block, len(self._view.ranges)),
-            submission.block,
+            BlockPlace(
+                table.table_id,
+                table.range_of_block(submission.block, len(self._view.ranges)),
+                submission.block,
+            ),
             submission.clock,
             submission.body,
             byte_count=submission.body.payload.nbytes,
@@ -282,7 +285,7 @@ class PushDriver:
         return seal
 
     def _epoch(self, range_id: RangeId) -> int:
-        return self._view.ranges[range_id].epoch
+        return self._view.ranges[range_id].assignment_epoch
 
     def _step_ended(self, ended: StepEnded) -> None:
         failures = [error for _, error in ended.problems]

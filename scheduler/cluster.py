@@ -413,5 +413,7 @@ class Cluster:
         for range_id, node_id in placed.items():
             old = ranges[range_id]
             check(old.primary is None, "CL-3", f"range {range_id} holds blocks and would move")
-            ranges[range_id] = replace(old, primary=node_id, epoch=AssignmentEpoch(old.epoch + 1))
+            ranges[range_id] = replace(
+                old, primary=node_id, assignment_epoch=AssignmentEpoch(old.assignment_epoch + 1)
+            )
         return [RangesPlaced(tuple(sorted(Counter(placed.values()).items())))]

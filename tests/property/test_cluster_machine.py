@@ -312,7 +312,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         for old, new in zip(self.before.ranges, view.ranges, strict=True):
             assert (new.primary is not None) == (new.range_id in held)
             assert new.primary is None or new.primary in servers
-            assert new.epoch == old.epoch + (new.primary != old.primary)
+            assert new.assignment_epoch == old.assignment_epoch + (new.primary != old.primary)
             assert old.primary is None or new.primary == old.primary
         assert not (self.before.finished and not view.finished)
         self.before = view

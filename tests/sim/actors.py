@@ -33,6 +33,7 @@ from ps_server.events import (
 from ps_server.events import SealTerms as ServerTerms
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import (
+    BlockPlace,
     Reply,
     ReplyKind,
     SealTerms,
@@ -436,7 +437,11 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
         final[block] = body
         range_id = table.range_of_block(block, layout.range_count)
         worker.window.submit(
-            table.table_id, range_id, block, clock, body, byte_count=256, priority=-block
+            BlockPlace(table.table_id, range_id, block),
+            clock,
+            body,
+            byte_count=256,
+            priority=-block,
         )
         if draw.random() < 0.2:
             yield worker.pause()

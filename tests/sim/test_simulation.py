@@ -85,7 +85,7 @@ class Simulation:
         view = scheduler.view
         self.layout = Layout(
             {r.range_id: r.primary for r in view.ranges if r.primary is not None},
-            {r.range_id: r.epoch for r in view.ranges},
+            {r.range_id: r.assignment_epoch for r in view.ranges},
             list(view.tables),
             len(view.ranges),
         )

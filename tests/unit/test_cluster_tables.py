@@ -84,7 +84,7 @@ class TestTables:
         for assignment in harness.cluster.view.ranges:
             placed = assignment.range_id in held
             assert (assignment.primary is not None) == placed
-            assert assignment.epoch == (2 if placed else 1)
+            assert assignment.assignment_epoch == (2 if placed else 1)
         told = [t for t in harness.transitions if isinstance(t, TableCreated | RangesPlaced)]
         assert told == [TableCreated(created.table), RangesPlaced(((NodeId(1), 8), (NodeId(2), 8)))]
         assert {s.node_id for s in servers} == {1, 2}
@@ -132,7 +132,9 @@ class TestTables:
         assert isinstance(created, Created)
         assert (created.table.table_id, created.table.first_ordinal) == (2, 16)
         for old, new in zip(before, harness.cluster.view.ranges, strict=True):
-            assert new == old or (old.primary is None and new.epoch == old.epoch + 1)
+            assert new == old or (
+                old.primary is None and new.assignment_epoch == old.assignment_epoch + 1
+            )
 
     def test_a_table_in_a_silent_servers_ranges_waits_for_it(self) -> None:
         harness = Harness(server_count=1)
@@ -313,7 +315,8 @@ def test_the_bound_of_a_view_without_tables_is_above_its_size() -> None:
     assert alone.ByteSize() + 6 <= view_size.node_bytes(node)
     empty = Cluster(replace(SETTINGS, cluster_id="c" * 40), 0.0).view
     ranges = tuple(
-        replace(r, epoch=AssignmentEpoch(huge), primary=NodeId(2**32 - 1)) for r in empty.ranges
+        replace(r, assignment_epoch=AssignmentEpoch(huge), primary=NodeId(2**32 - 1))
+        for r in empty.ranges
     )
     message = wire.view_to_proto(replace(empty, ranges=ranges, view_number=huge, finished=True))
     assert message.ByteSize() <= view_size.fixed_bytes("c" * 40, limits.RANGE_COUNT)

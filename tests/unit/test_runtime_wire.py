@@ -91,7 +91,7 @@ RANGES = st.builds(
     RangeAssignment,
     range_id=UINT32.map(RangeId),
     slots=st.builds(KeyRange, begin=UINT32.map(Slot), end=UINT32.map(Slot)),
-    epoch=UINT64.map(AssignmentEpoch),
+    assignment_epoch=UINT64.map(AssignmentEpoch),
     primary=st.one_of(st.none(), st.integers(1, 2**32 - 1).map(NodeId)),
 )
 VIEWS = st.builds(
