@@ -2,8 +2,8 @@
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# Where pip looks for torch beside its own index: the CPU build is a tenth of the CUDA one.
-# Empty takes what pip's own index has; https://download.pytorch.org/whl/cu130 gives CUDA.
+# Where pip looks for torch, and for torch alone, beside its own index: the CPU build is a tenth of
+# the CUDA one. Empty takes what pip's own index has.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
@@ -12,8 +12,9 @@ COPY pyproject.toml constraints.txt ./
 RUN python -m venv --without-pip /opt/pushpull \
  && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 print('\n'.join(project['dependencies'] + project['optional-dependencies']['examples']))" >requirements.txt \
- && python -m pip --python /opt/pushpull/bin/python install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-    -c constraints.txt -r requirements.txt \
+ && install="python -m pip --python /opt/pushpull/bin/python install -c constraints.txt" \
+ && $install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
+ && $install -r requirements.txt \
  # What only a compiler or the packages' own tests would use is half of the size.
  && cd /opt/pushpull/lib/python3*/site-packages \
  && rm -rf torch/include torch/share torch/test sympy/*/tests sympy/*/*/tests scipy/*/tests \

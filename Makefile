@@ -1,5 +1,6 @@
 # `make help` lists the targets. Everything runs in .venv, which the first target builds from pinned
-# versions; PYTHON=python3.12 chooses the interpreter, COMPOSE=... the container engine's compose command.
+# versions. PYTHON=python3.12 chooses the interpreter; TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# takes torch's small CPU build; COMPOSE=... is the container engine's compose command.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -10,22 +11,26 @@ PYTHON ?= python3
 COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
+TORCH_INDEX ?=
 export COMPOSE
 
 BIN := .venv/bin
 READY := .venv/ready
-FAST_TESTS := tests/tidy tests/unit tests/property tests/contract tests/sim tests/integration
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# In the order in which they run: what fails fastest comes first.
+FAST_TESTS := $(wildcard $(addprefix tests/,tidy unit property contract sim integration))
 
 .PHONY: help demo test check protos protos-check reference lint format sim bench system-deps test-system clean
 
 help: ## List the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pushpull needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no ensurepip, so it cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_INDEX) torch)
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 workers, test accuracy >= 97 %
