@@ -188,6 +188,16 @@ def test_non_finite_gradients_are_named(value: float) -> None:
     assert loop.staging.non_finite() == "p1"
 
 
+def test_huge_gradients_are_finite() -> None:
+    loop = Loop(ones(100))
+    loop.backward(0, scale=1e19)
+    loop.staging.take()
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    assert not gradient.sum().isfinite()
+    assert loop.staging.non_finite() is None
+
+
 def test_stale_values_of_absent_tensors_do_not_count_as_non_finite() -> None:
     loop = Loop(ones(40), ones(40))
     loop.backward(0, 1, scale=float("inf"))
