@@ -1,46 +1,26 @@
-"""`python -m benchmarks`: measure, and print one JSON document. It passes or fails nothing."""
+"""`python -m benchmarks`: run every benchmark; tables on standard error, JSON on standard output.
+
+The JSON document has one member for each benchmark: what `pushpull bench NAME --json` writes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from benchmarks.ceilings import memcpy, tcp_loopback
-from benchmarks.measure import environment, summary
-from benchmarks.transfers import transfers
+from rich.console import Console
 
-MIB = 1024 * 1024
+from benchmarks.catalogue import BENCHMARKS, run
+from benchmarks.settings import BenchSettings
 
 
 def main() -> None:
-    """Measure the ceilings, then transfers on one and on two servers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="size of the table (default: 64)")
-    parser.add_argument("--rounds", type=int, default=9, help="samples of each (default: 9)")
-    parser.add_argument(
-        "--servers", type=int, nargs="+", default=[1, 2], help="server counts (default: 1 2)"
-    )
-    arguments = parser.parse_args()
-    byte_count = arguments.mib * MIB
-    ceilings = {
-        "memcpy": summary(memcpy(byte_count, arguments.rounds)),
-        "tcp_loopback": summary(tcp_loopback(byte_count, arguments.rounds)),
-    }
-    measured = [transfers(count, byte_count, arguments.rounds) for count in arguments.servers]
-    document = {
-        "environment": environment(),
-        "ceilings_gb_per_s": ceilings,
-        "transfers": [with_ratios(result, ceilings["tcp_loopback"]) for result in measured],
-    }
-    print(json.dumps(document, indent=2))
-
-
-def with_ratios(result: dict[str, object], ceiling: dict[str, float]) -> dict[str, object]:
-    """A result with its medians over the ceiling's: what compares across machines."""
-    rates = result["gb_per_s"]
-    assert isinstance(rates, dict)
-    ratios = {name: round(rate["median"] / ceiling["median"], 3) for name, rate in rates.items()}
-    return {**result, "of_tcp_loopback": ratios}
+    """Run all of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
+    settings = BenchSettings(quick=parser.parse_args().quick)
+    console = Console(stderr=True, highlight=False)
+    print(json.dumps({name: run(name, settings, console) for name in BENCHMARKS}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""The benchmarks that there are, and how to run one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from benchmarks.dense import dense, dense_table
+from benchmarks.latency import latency, latency_table
+from benchmarks.settings import BenchSettings
+from ps_core.errors import InvalidConfig
+
+Document = dict[str, object]
+
+STANDARD_OUTPUT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark: what it measures, and how its document reads for a person."""
+
+    summary: str
+    measure: Callable[[BenchSettings], Document]
+    table: Callable[[Document], TextTable]
+
+
+BENCHMARKS = {
+    "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_table),
+    "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_table),
+}
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark of that name.
+
+    Raises:
+        InvalidConfig: there is none; the message lists those that there are.
+    """
+    found = BENCHMARKS.get(name)
+    if found is None:
+        known = "; ".join(f"{known} ({one.summary})" for known, one in BENCHMARKS.items())
+        raise InvalidConfig(f"benchmark is '{name}'; there are: {known}")
+    return found
+
+
+def run(name: str, settings: BenchSettings, console: Console) -> Document:
+    """Run one benchmark and print its table.
+
+    Blocking: up to a few minutes.
+
+    Raises:
+        InvalidConfig: there is no such benchmark.
+    """
+    benchmark = find(name)
+    with console.status(f"{name}: starting") as status:
+
+        def on_round(number: int) -> None:
+            what = f"round {number} of {settings.round_count}" if number else "warm-up"
+            status.update(f"{name}: {what}")
+
+        document = benchmark.measure(replace(settings, on_round=on_round))
+    console.print(benchmark.table(document))
+    found = document["environment"]
+    assert isinstance(found, dict)
+    for warning in found["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    return document
+
+
+def bench(name: str, settings: BenchSettings, json_path: str) -> None:
+    """What `pushpull bench` does: the table, and the document where `json_path` says.
+
+    Args:
+        name: which benchmark.
+        settings: how.
+        json_path: a file; "-" is standard output, and the table goes to standard error; empty:
+            nowhere.
+
+    Raises:
+        InvalidConfig: there is no such benchmark, or the file cannot be written.
+    """
+    find(name)
+    if json_path not in ("", STANDARD_OUTPUT) and not Path(json_path).absolute().parent.is_dir():
+        raise InvalidConfig(f"--json is '{json_path}'; expected a file in a folder that exists")
+    console = Console(stderr=json_path == STANDARD_OUTPUT, highlight=False)
+    text = json.dumps(run(name, settings, console), indent=2)
+    if json_path == STANDARD_OUTPUT:
+        print(text)
+    elif json_path:
+        Path(json_path).write_text(text + "\n", encoding="utf-8")

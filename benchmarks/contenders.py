@@ -1,0 +1,98 @@
+"""The processes that take part, started together and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ps_worker as ps
+from benchmarks.ceilings import TcpSender
+from benchmarks.child import Child
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A client that can be told what to do, and the server that it talks to."""
+
+    client: Child
+    server: Child
+
+    @property
+    def pids(self) -> tuple[int, int]:
+        """The process ids, the client's first."""
+        return self.client.pid, self.server.pid
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A pushpull cluster of one server, and workers that can be told what to do."""
+
+    workers: list[Child]
+    server_pid: int
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids, the server's last."""
+        return (*(worker.pid for worker in self.workers), self.server_pid)
+
+
+@contextlib.contextmanager
+def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
+    """A raw gRPC server and its client."""
+    size = str(byte_count)
+    with (
+        Child("benchmarks.raw_grpc", "server", size) as server,
+        Child(
+            "benchmarks.raw_grpc", "client", size, server.ready["address"], str(call_count)
+        ) as client,
+    ):
+        yield Pair(client, server)
+
+
+@contextlib.contextmanager
+def torch_rpc(byte_count: int, call_count: int) -> Iterator[Pair]:
+    """A torch RPC parameter server and its trainer."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
+        store = str(Path(folder) / "store")
+        children = Child.start_all(
+            ("benchmarks.torch_rpc", "server", str(byte_count), store),
+            ("benchmarks.torch_rpc", "client", str(byte_count), store, str(call_count)),
+        )
+        for child in children:
+            stack.enter_context(child)
+        server, client = children
+        yield Pair(client, server)
+
+
+@contextlib.contextmanager
+def cluster(
+    worker_count: int, byte_count: int, call_count: int, optimizers: tuple[str, ...]
+) -> Iterator[Cluster]:
+    """A scheduler, a server and workers, with a table for each optimizer."""
+    with contextlib.ExitStack() as stack:
+        roles = stack.enter_context(ps.local_cluster(servers=1, workers=worker_count))
+        given = (str(byte_count), str(call_count), *optimizers)
+        workers = Child.start_all(
+            *(
+                ("benchmarks.worker", roles.address, str(rank), *given)
+                for rank in range(worker_count)
+            )
+        )
+        for worker in workers:
+            stack.enter_context(worker)
+        yield Cluster(workers, roles.process_ids["server 0"])
+
+
+@contextlib.contextmanager
+def tcp_loopback(byte_count: int) -> Iterator[TcpSender]:
+    """A TCP connection to a process that receives."""
+    with Child("benchmarks.ceilings", str(byte_count)) as receiver:
+        port = receiver.do("port").result
+        receiver.tell("receive")
+        with contextlib.closing(TcpSender(("127.0.0.1", port), byte_count)) as sender:
+            yield sender
+        receiver.answer()
