@@ -273,7 +273,16 @@ class PushWindow:
             entry.retry_s = now_s + max(problem.retry_after_ms, 50) / 1000
             return [ViewNeeded(server)]
         step = self._steps[(entry.key.table_id, entry.clock)]
-        return self._end(entry, Ending(Outcome.INVALID, problem), step)
+        if entry.block is None or entry.given_up:
+            return self._end(entry, Ending(Outcome.INVALID, problem), step)
+        # The refusal consumed no number: it is given up, or the step's seal would wait for it.
+        step.problems.append((entry.block, problem))
+        step.invalid.add(entry.key)
+        step.pushes.pop(entry.key)
+        entry.given_up, entry.body = True, None
+        self._requeue(entry)
+        entry.byte_count = 0
+        return []
 
     # --- moving entries
 

@@ -1,0 +1,237 @@
+"""The push window, one rule at a time; the simulator has it against a whole cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, NotOwner, Overloaded
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import Ending, Outcome
+from ps_worker.push_entries import (
+    BlockPlace,
+    EntryKey,
+    Reply,
+    ReplyKind,
+    SealTerms,
+    SendPush,
+    SendSeal,
+    SendWithdrawal,
+    StepEnded,
+    StepRefused,
+    ViewNeeded,
+)
+from ps_worker.push_window import PushWindow
+
+TABLE = TableId(1)
+NEAR, FAR = NodeId(1), NodeId(2)
+PLACES = [RangeId(0), RangeId(1)]
+
+
+@pytest.fixture
+def window() -> PushWindow:
+    """Range 0 is on server 1, range 1 on server 2."""
+    window = PushWindow(window_bytes=200, resend_after_s=5.0)
+    window.assign({RangeId(0): NEAR, RangeId(1): FAR})
+    window.connected(NEAR)
+    window.connected(FAR)
+    return window
+
+
+def _push(window: PushWindow, range_id: int = 0, block: int = 0, **more: int) -> EntryKey:
+    place = BlockPlace(TABLE, RangeId(range_id), block)
+    return window.submit(place, more.pop("clock", 1), b"body", byte_count=100, **more)
+
+
+def _say(
+    window: PushWindow, kind: ReplyKind, key: EntryKey, at_s: float = 0.0, **more: object
+) -> list[object]:
+    server = NEAR if key.range_id == 0 else FAR
+    reply = Reply(kind, key.table_id, key.range_id, key.sequence, **more)  # type: ignore[arg-type]
+    return list(window.reply(server, reply, at_s))
+
+
+def _commit(
+    window: PushWindow, key: EntryKey, outcome: Outcome = Outcome.APPLIED, **more: object
+) -> list[object]:
+    ending = Ending(outcome, **more)  # type: ignore[arg-type]
+    return _say(window, ReplyKind.COMMITTED, key, ending=ending)
+
+
+def _seal_key(range_id: int, sequence: int) -> EntryKey:
+    return EntryKey(TABLE, RangeId(range_id), sequence)
+
+
+def test_payload_in_flight_stays_within_the_window(window: PushWindow) -> None:
+    keys = [_push(window, block=block) for block in range(3)]
+    assert len(window.poll(0.0)) == 2
+    assert window.in_flight_bytes == 200
+    _say(window, ReplyKind.RECEIVED, keys[0])
+    assert [e.key for e in window.poll(0.0) if isinstance(e, SendPush)] == [keys[2]]
+
+
+def test_one_entry_may_always_go(window: PushWindow) -> None:
+    window.submit(BlockPlace(TABLE, RangeId(0), 0), 1, b"", byte_count=10_000)
+    assert len(window.poll(0.0)) == 1
+
+
+def test_lower_priority_numbers_go_first(window: PushWindow) -> None:
+    late, early = _push(window, block=0, priority=5), _push(window, block=1, priority=1)
+    sent = [e.key for e in window.poll(0.0) if isinstance(e, SendPush)]
+    assert sent == [early, late]
+
+
+def test_seals_wait_for_every_push_on_every_server(window: PushWindow) -> None:
+    near, far = _push(window, 0), _push(window, 1, block=1)
+    window.poll(0.0)
+    window.seal(TABLE, 1, PLACES, SealTerms())
+    _say(window, ReplyKind.RECEIVED, near)
+    assert window.poll(0.0) == []
+    _say(window, ReplyKind.RECEIVED, far)
+    assert {e.server for e in window.poll(0.0) if isinstance(e, SendSeal)} == {NEAR, FAR}
+
+
+def test_all_seals_skip_if_one_push_is_invalid(window: PushWindow) -> None:
+    near, far = _push(window, 0), _push(window, 1, block=1)
+    window.poll(0.0)
+    window.seal(TABLE, 1, PLACES, SealTerms())
+    _commit(window, near, Outcome.INVALID, error=InvalidTensor("non-finite"))
+    _say(window, ReplyKind.RECEIVED, far)
+    seals = [e for e in window.poll(0.0) if isinstance(e, SendSeal)]
+    assert [seal.terms.skip for seal in seals] == [True, True]
+    _commit(window, far, Outcome.SKIPPED)
+    _commit(window, _seal_key(0, 2))
+    (ended,) = _commit(window, _seal_key(1, 2))
+    assert isinstance(ended, StepEnded)
+    assert not ended.applied
+    assert [block for block, _ in ended.problems] == [0]
+
+
+def test_a_step_of_one_message_carries_its_seal(window: PushWindow) -> None:
+    key = _push(window)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    (push,) = window.poll(0.0)
+    assert isinstance(push, SendPush)
+    assert push.inline_seal == (2, SealTerms())
+    _commit(window, key)
+    assert window.poll(0.0) == []
+    (ended,) = _commit(window, _seal_key(0, 2))
+    assert isinstance(ended, StepEnded)
+
+
+def test_a_carried_seal_whose_answer_is_lost_is_asked_for_alone(window: PushWindow) -> None:
+    key = _push(window)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.poll(0.0)
+    _commit(window, key)
+    window.tick(6.0)
+    (seal,) = window.poll(6.0)
+    assert isinstance(seal, SendSeal)
+    assert [part.sequence for part in seal.parts] == [2]
+
+
+def test_a_changed_block_takes_a_new_number_that_names_the_old(window: PushWindow) -> None:
+    _push(window)
+    window.poll(0.0)
+    again = _push(window)
+    (push,) = window.poll(0.0)
+    assert isinstance(push, SendPush)
+    assert (push.key, push.replaces) == (again, 1)
+
+
+def test_a_block_changed_before_it_left_keeps_its_number(window: PushWindow) -> None:
+    assert _push(window) == _push(window)
+    assert len(window.poll(0.0)) == 1
+
+
+def test_a_replaced_number_that_may_be_lost_is_withdrawn(window: PushWindow) -> None:
+    first = _push(window)
+    window.poll(0.0)
+    second = _push(window)
+    window.disconnected(NEAR)
+    window.connected(NEAR)
+    effects = window.poll(1.0)
+    assert {(type(e), e.key) for e in effects if not isinstance(e, SendSeal | StepEnded)} == {  # type: ignore[union-attr]
+        (SendWithdrawal, first),
+        (SendPush, second),
+    }
+
+
+def test_after_a_refusal_nothing_of_that_table_goes_there_before_credit(
+    window: PushWindow,
+) -> None:
+    near, far = _push(window, 0), _push(window, 1, block=1)
+    window.poll(0.0)
+    full = Overloaded("full", retry_after_ms=500)
+    _say(window, ReplyKind.REFUSED, near, error=full)
+    _say(window, ReplyKind.RECEIVED, far)
+    other = _push(window, 0, block=2)
+    assert window.poll(0.1) == []
+    _say(window, ReplyKind.CREDIT, _seal_key(0, 0))
+    assert {e.key for e in window.poll(0.2) if isinstance(e, SendPush)} == {near, other}
+
+
+def test_lost_credit_is_made_up_for_by_the_retry_time(window: PushWindow) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    _say(window, ReplyKind.RECEIVED, key)
+    full = Overloaded("full", retry_after_ms=500)
+    _say(window, ReplyKind.GIVEN_BACK, key, error=full)
+    window.tick(0.4)
+    assert window.poll(0.4) == []
+    window.tick(0.6)
+    assert [e.key for e in window.poll(0.6) if isinstance(e, SendPush)] == [key]
+
+
+def test_what_broke_off_goes_again_with_the_same_number(window: PushWindow) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    _say(window, ReplyKind.RECEIVED, key)
+    window.disconnected(NEAR)
+    assert window.poll(0.0) == []
+    window.connected(NEAR)
+    assert [e.key for e in window.poll(0.0) if isinstance(e, SendPush)] == [key]
+
+
+def test_a_server_that_is_not_the_owner_is_asked_again_under_a_newer_view(
+    window: PushWindow,
+) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    assert _say(window, ReplyKind.ERROR, key, error=NotOwner("moved")) == [ViewNeeded(NEAR)]
+    assert window.poll(0.0) == []
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    window.tick(1.0)
+    assert [e.server for e in window.poll(1.0) if isinstance(e, SendPush)] == [FAR]
+
+
+def test_a_refusal_that_consumed_no_number_gives_it_up(window: PushWindow) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    _say(window, ReplyKind.ERROR, key, error=InvalidKeys("no such block"))
+    (withdrawal,) = window.poll(0.0)
+    assert withdrawal == SendWithdrawal(NEAR, key)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    (seal,) = window.poll(0.0)
+    assert isinstance(seal, SendSeal)
+    assert seal.terms.skip
+
+
+def test_a_refused_seal_is_told_at_once(window: PushWindow) -> None:
+    window.seal(TABLE, 1, PLACES, SealTerms())
+    window.poll(0.0)
+    problem = InvalidConfig("workers 0 and 1 disagree")
+    (refused,) = _commit(window, _seal_key(0, 1), Outcome.INVALID, error=problem)
+    assert refused == StepRefused(TABLE, 1, problem)
+
+
+def test_a_sealed_step_takes_no_more(window: PushWindow) -> None:
+    window.seal(TABLE, 1, PLACES, SealTerms())
+    with pytest.raises(InvalidConfig, match="has been sealed"):
+        _push(window)
+    with pytest.raises(InvalidConfig, match="has been sealed"):
+        window.seal(TABLE, 1, PLACES, SealTerms())
+
+
+def test_a_window_needs_room() -> None:
+    with pytest.raises(InvalidConfig, match="window_bytes is 0"):
+        PushWindow(0)
