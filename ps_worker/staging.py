@@ -335,6 +335,6 @@ class GradientStaging:
 def _is_finite(values: torch.Tensor) -> bool:
     if not values.numel():
         return True
-    # The extremes propagate NaN; one vectorised pass, 12 times as fast as the norm (17 GB/s a core).
+    # The extremes propagate NaN. One vectorised pass: 17 GB/s a core, 12 times as fast as a norm.
     least, greatest = torch.aminmax(values)
     return bool(torch.isfinite(least) and torch.isfinite(greatest))

@@ -220,6 +220,14 @@ def test_workers_that_disagree_are_both_named(pool: Pool) -> None:
 
 def test_asynchronous_steps_are_applied_exactly_once(workers: Pool) -> None:
     workers.run(jobs.count_down, name="countdown", steps=7)
-    for result in workers.run(jobs.counted, name="countdown"):
+    for result in workers.run(jobs.pulled, name="countdown", make=Branched):
         for value in result.values():
             assert torch.equal(value, torch.full_like(value, -7.0 * WORKERS))
+
+
+def test_buffers_of_asynchronous_workers_are_those_of_rank_zero(workers: Pool) -> None:
+    histories = workers.run(jobs.train_normed, name="async-buffers", consistency=ps.ASP())
+    last = histories[0][-1]
+    for result in workers.run(jobs.pulled, name="async-buffers", make=jobs.normed):
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked", "seen"):
+            assert torch.equal(result[name], last[name]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def train_with_scaler(client: ps.Client, name: str, overflow_rank: int) -> tuple
     return values(model), scaler.get_scale()
 
 
-def train_normed(client: ps.Client, name: str, buffers: str | None) -> list[Values]:
+def train_normed(client: ps.Client, name: str, **options: Any) -> list[Values]:
     """What each worker's model holds after each step, and before the buffers were shared."""
     model: Any = seeded(normed, seed=client.rank)
-    optimizer = optimizer_for(client, model, name=name, buffers=buffers)
+    optimizer = optimizer_for(client, model, name=name, **options)
     history = []
     for x in batches(2, rank=client.rank):
         optimizer.zero_grad()
@@ -161,7 +162,8 @@ def count_down(client: ps.Client, name: str, steps: int) -> None:
         optimizer.step()
 
 
-def counted(client: ps.Client, name: str) -> Values:
-    model = zeroed()
+def pulled(client: ps.Client, name: str, make: Callable[[], nn.Module]) -> Values:
+    """What the servers hold."""
+    model = make()
     ps.pull_model(client, model, name, consistent=False)
     return values(model)
