@@ -66,6 +66,7 @@ class Body(NamedTuple):
     grad: Grad
     problem: PushpullError | None
     is_assign: bool
+    is_eager: bool
 
 
 @dataclass
@@ -372,6 +373,7 @@ class SimWorker:
             effect.body.is_assign,
             effect.replaces,
             effect.confirmed_sequence,
+            eager=() if effect.body.is_eager else None,
         )
 
     def _inline(self, effect: SendPush) -> SealEvent | None:
@@ -428,13 +430,16 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     draw, layout = worker.world.draw, worker.layout
     blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
     draw.shuffle(blocks)
-    again = [b for b in blocks if clock and draw.random() < 0.25]
+    eager = bool(clock) and table.spec.mode is Mode.ASP and draw.random() < 0.3
+    again = [b for b in blocks if clock and not eager and draw.random() < 0.25]
     final: dict[int, Body] = {}
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         bad = clock and draw.random() < 0.02
         problem = InvalidTensor("non-finite") if bad else None
-        body = Body(Grad(clock, worker.rank, block, revision), problem, clock == 0)
+        body = Body(Grad(clock, worker.rank, block, revision), problem, clock == 0, eager)
         final[block] = body
+        if eager and problem is None:  # may be applied, and read by others, from now on
+            truth.contributions[table.table_id, block].add(body.grad)
         range_id = table.range_of_block(block, layout.range_count)
         worker.window.submit(
             BlockPlace(table.table_id, range_id, block),
@@ -445,12 +450,13 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
         )
         if draw.random() < 0.2:
             yield worker.pause()
-    skip = bool(clock) and draw.random() < 0.1
+    skip = bool(clock) and not eager and draw.random() < 0.1
     is_out = skip or any(body.problem for body in final.values())
-    if not is_out:
-        for block, body in final.items():
+    for block, body in final.items():
+        if not is_out:
             truth.contributions[table.table_id, block].add(body.grad)
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
+    worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
     worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=skip))
     yield lambda: (table.table_id, clock) in worker.ended

@@ -190,6 +190,6 @@ def test_every_seed_ends_with_exactly_what_was_sealed(sim_seeds: tuple[int, ...]
     if len(sim_seeds) >= 20:
         missing = {
             "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
-            "inline seals", "skipped steps", "consistent reads", "reads too late",
+            "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         } - set(total)  # fmt: skip
         assert not missing, f"never happened: {missing}"
