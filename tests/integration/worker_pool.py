@@ -1,12 +1,13 @@
 """Worker processes that tests hand functions to, connected to one cluster after another.
 
 Importing torch costs seconds, so a pool serves many tests. Each process runs one job at a time:
-`Pool.run` gives the same function to every worker, with its own client, and collects what they
+`Workers.run` gives the same function to every worker, with its own client, and collects what they
 return.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import traceback
@@ -29,23 +30,22 @@ def serve(orders: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    client: ps.Client | None = None
+    clients: dict[int, ps.Client] = {}
     while True:
         try:
-            verb, payload = orders.recv()
+            verb, number, payload = orders.recv()
         except EOFError:
             os._exit(0)  # every client is closed; collecting torch's modules would take seconds
         try:
             result = None
             if verb == "connect":
                 address, rank, deadline_s = payload
-                client = ps.connect(address, rank=rank, request_deadline_s=deadline_s)
+                clients[number] = ps.connect(address, rank=rank, request_deadline_s=deadline_s)
             elif verb == "run":
                 function, arguments = payload
-                result = function(client, **arguments)
-            elif client is not None:
-                client.close(leave=payload)
-                client = None
+                result = function(clients[number], **arguments)
+            else:
+                clients.pop(number).close(leave=payload)
             orders.send((True, result))
         except PushpullError as error:
             orders.send((False, f"{type(error).__name__}: {error}"))
@@ -57,8 +57,27 @@ class WorkerFailed(Exception):
     """A worker's job raised; the message is what."""
 
 
+class Workers:
+    """The processes of a pool as workers of one cluster, ranks in order."""
+
+    def __init__(self, pool: Pool, number: int, count: int) -> None:
+        self._pool = pool
+        self._number = number
+        self._count = count
+
+    def run(self, function: Callable[..., ResultT], **arguments: Any) -> list[ResultT]:
+        """What `function(client, **arguments)` returns at each worker, by rank."""
+        answers = self.outcomes(function, **arguments)
+        _check(answers)
+        return answers
+
+    def outcomes(self, function: Callable[..., ResultT], **arguments: Any) -> list[Any]:
+        """As `run`, with `WorkerFailed` in the place of what raised."""
+        return self._pool.ask([("run", self._number, (function, arguments))] * self._count)
+
+
 class Pool:
-    """Worker processes, at most one cluster at a time."""
+    """Worker processes, which may be workers of several clusters."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,32 +91,19 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
         self._threads = ThreadPoolExecutor(size)
-        self._count = 0
+        self._numbers = itertools.count()
 
     @contextmanager
     def connected(
         self, address: str, count: int, *, leave: bool = True, deadline_s: float = 30.0
-    ) -> Iterator[Pool]:
-        """`count` of the processes are workers of the cluster at `address`, ranks in order."""
-        self._count = count
-        self._ask([("connect", (address, rank, deadline_s)) for rank in range(count)])
+    ) -> Iterator[Workers]:
+        """The first `count` of the processes join the cluster at `address`."""
+        number = next(self._numbers)
+        _check(self.ask([("connect", number, (address, r, deadline_s)) for r in range(count)]))
         try:
-            yield self
+            yield Workers(self, number, count)
         finally:
-            self._ask([("close", leave)] * count)
-            self._count = 0
-
-    def run(self, function: Callable[..., ResultT], **arguments: Any) -> list[ResultT]:
-        """What `function(client, **arguments)` returns at each worker, by rank."""
-        answers = self.outcomes(function, **arguments)
-        for answer in answers:
-            if isinstance(answer, WorkerFailed):
-                raise answer
-        return answers
-
-    def outcomes(self, function: Callable[..., ResultT], **arguments: Any) -> list[Any]:
-        """As `run`, with `WorkerFailed` in the place of what raised."""
-        return self._ask([("run", (function, arguments))] * self._count, is_tolerant=True)
+            _check(self.ask([("close", number, leave)] * count))
 
     def stop(self) -> None:
         """End the processes."""
@@ -110,16 +116,18 @@ class Pool:
                 process.join()
         self._threads.shutdown()
 
-    def _ask(self, orders: list[tuple[str, Any]], *, is_tolerant: bool = False) -> list[Any]:
+    def ask(self, orders: list[tuple[str, int, Any]]) -> list[Any]:
+        """Give each process an order; their answers, `WorkerFailed` where one raised."""
         pipes = self._pipes[: len(orders)]
         for pipe, order in zip(pipes, orders, strict=True):
             pipe.send(order)
-        answers = list(self._threads.map(_answer, pipes))
-        if not is_tolerant:
-            for answer in answers:
-                if isinstance(answer, WorkerFailed):
-                    raise answer
-        return answers
+        return list(self._threads.map(_answer, pipes))
+
+
+def _check(answers: list[Any]) -> None:
+    for answer in answers:
+        if isinstance(answer, WorkerFailed):
+            raise answer
 
 
 def _answer(pipe: Connection) -> Any:
