@@ -21,6 +21,7 @@ print('\n'.join(project['dependencies'] + project['optional-dependencies']['exam
     scipy/*/*/tests sklearn/tests sklearn/*/tests networkx/*/tests networkx/*/*/tests \
  && find . -name '*.a' -delete
 COPY README.md ./
+COPY benchmarks benchmarks
 COPY protos protos
 COPY ps_cli ps_cli
 COPY ps_core ps_core

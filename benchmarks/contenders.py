@@ -53,14 +53,14 @@ def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def torch_rpc(byte_count: int, call_count: int) -> Iterator[Pair]:
-    """A torch RPC parameter server and its trainer."""
+def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
+    """A torch RPC parameter server and its trainer; `lane` is one of `benchmarks.torch_rpc`'s."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
         store = str(Path(folder) / "store")
         children = Child.start_all(
-            ("benchmarks.torch_rpc", "server", str(byte_count), store),
-            ("benchmarks.torch_rpc", "client", str(byte_count), store, str(call_count)),
+            ("benchmarks.torch_rpc", "server", lane, str(byte_count), store),
+            ("benchmarks.torch_rpc", "client", lane, str(byte_count), store, str(call_count)),
         )
         for child in children:
             stack.enter_context(child)

@@ -48,7 +48,8 @@ def dense(settings: BenchSettings) -> dict[str, object]:
         single = stack.enter_context(contenders.cluster(1, byte_count, 0, ("sgd", "adam")))
         double = stack.enter_context(contenders.cluster(2, byte_count, 0, ("sgd",)))
         raw = stack.enter_context(contenders.raw_grpc(byte_count, 0))
-        torch_rpc = stack.enter_context(contenders.torch_rpc(byte_count, 0))
+        torch_own = stack.enter_context(contenders.torch_rpc("own", byte_count, 0))
+        torch_tcp = stack.enter_context(contenders.torch_rpc("tcp", byte_count, 0))
         tcp = stack.enter_context(contenders.tcp_loopback(byte_count))
         rows = [_Row("sgd", single), _Row("adam", single), _Row("sgd", double)]
         operations = [
@@ -56,7 +57,8 @@ def dense(settings: BenchSettings) -> dict[str, object]:
             Operation("tcp", tcp.send, byte_count),
             *_pair_operations("raw", raw, ("push", "pull"), byte_count),
             *(operation for row in rows for operation in _row_operations(row, byte_count)),
-            *_pair_operations("torch", torch_rpc, ("tutorial", "best"), byte_count),
+            *_pair_operations("torch", torch_own, ("tutorial", "best"), byte_count),
+            *_pair_operations("torch TCP", torch_tcp, ("tutorial", "best"), byte_count),
         ]
         measured = take_turns(operations, settings.round_count, settings.on_round)
     return {
@@ -100,6 +102,8 @@ def _ceilings(measured: dict[str, Measured]) -> dict[str, float]:
         "raw_grpc_pull_gb_s": "raw pull",
         "torch_rpc_tutorial_round_gb_s": "torch tutorial",
         "torch_rpc_best_round_gb_s": "torch best",
+        "torch_rpc_tcp_tutorial_round_gb_s": "torch TCP tutorial",
+        "torch_rpc_tcp_best_round_gb_s": "torch TCP best",
     }
     return {key: rounded(measured[name].gb_s) for key, name in names.items()}
 
@@ -124,29 +128,42 @@ def dense_table(document: dict[str, object]) -> TextTable:
     ceilings, rows = document["ceilings"], document["rows"]
     assert isinstance(ceilings, dict)
     assert isinstance(rows, list)
-    table = TextTable(title="dense: GB/s of parameters (in brackets: of a ceiling of this run)")
-    for heading in ("", "push", "pull", "round", "CPU s/GB", "round / torch RPC"):
-        table.add_column(heading, justify="left" if not heading else "right")
     raw_push, raw_pull = ceilings["raw_grpc_push_gb_s"], ceilings["raw_grpc_pull_gb_s"]
     raw_round = 1 / (1 / raw_push + 1 / raw_pull)
-    tutorial = ceilings["torch_rpc_tutorial_round_gb_s"]
-    best = ceilings["torch_rpc_best_round_gb_s"]
-    table.add_row("memcpy", *[f"{ceilings['memcpy_gb_s']:.2f}"] * 2, "", "", "")
-    table.add_row("TCP loopback", *[f"{ceilings['tcp_gb_s']:.2f}"] * 2, "", "", "")
-    table.add_row("raw gRPC", f"{raw_push:.2f}", f"{raw_pull:.2f}", f"{raw_round:.2f}", "", "")
-    table.add_row("torch RPC, tutorial", "", "", f"{tutorial:.2f}", "", "")
-    table.add_row("torch RPC, best", "", "", f"{best:.2f}", "", "", end_section=True)
+    peers = {
+        "torch RPC, tutorial": ceilings["torch_rpc_tutorial_round_gb_s"],
+        "torch RPC, best": ceilings["torch_rpc_best_round_gb_s"],
+        "torch RPC on TCP, tutorial": ceilings["torch_rpc_tcp_tutorial_round_gb_s"],
+        "torch RPC on TCP, best": ceilings["torch_rpc_tcp_best_round_gb_s"],
+    }
+    table = TextTable(title="dense: GB/s of parameters (in brackets: of raw gRPC in this run)")
+    table.add_column("")
+    for heading in ("push", "pull", "round", "CPU s/GB"):
+        table.add_column(heading, justify="right")
+    for name in ("memcpy", "tcp"):
+        rate = f"{ceilings[f'{name}_gb_s']:.2f}"
+        table.add_row({"tcp": "TCP loopback"}.get(name, name), rate, rate, "", "")
+    table.add_row("raw gRPC", f"{raw_push:.2f}", f"{raw_pull:.2f}", f"{raw_round:.2f}", "")
+    for name, rate in peers.items():
+        table.add_row(name, "", "", f"{rate:.2f}", "")
+    table.add_section()
     for row in rows:
         table.add_row(
-            f"{row['lane']} {row['optimizer']}, {row['workers']} worker"
-            + ("s" if row["workers"] > 1 else ""),
+            _row_name(row),
             _with_ratio(row["push_gb_s"], raw_push),
             _with_ratio(row["pull_gb_s"], raw_pull),
             _with_ratio(row["round_gb_s"], raw_round),
             f"{row['cpu_s_per_gb']:.2f}",
-            f"{row['round_gb_s'] / tutorial:.1f}x tutorial, {row['round_gb_s'] / best:.1f}x best",
         )
+    table.caption = f"a round of {_row_name(rows[0])}: " + "; ".join(
+        f"{rows[0]['round_gb_s'] / rate:.2f} x {name}" for name, rate in peers.items()
+    )
     return table
+
+
+def _row_name(row: dict[str, object]) -> str:
+    plural = "" if row["workers"] == 1 else "s"
+    return f"{row['lane']} {row['optimizer']}, {row['workers']} worker{plural}"
 
 
 def _with_ratio(rate: float, ceiling: float) -> str:

@@ -13,6 +13,7 @@ from benchmarks.child import Child
 from benchmarks.environment import environment
 from benchmarks.sampling import rounded
 from benchmarks.settings import BenchSettings
+from ps_core.errors import InvalidConfig
 
 TABLE_BYTES = 4096
 CALL_COUNT = 1000
@@ -28,13 +29,21 @@ def latency(settings: BenchSettings) -> dict[str, object]:
     Each run is many calls, one after the other; the contenders' runs take turns.
 
     Blocking: about half a minute.
+
+    Raises:
+        InvalidConfig: a size was chosen.
     """
+    if settings.size_mb:
+        raise InvalidConfig(
+            f"latency is measured on a table of {TABLE_BYTES} bytes; leave the size of "
+            f"{settings.size_mb} MB out"
+        )
     found = environment()
     call_count = QUICK_CALL_COUNT if settings.quick else CALL_COUNT
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(contenders.cluster(1, TABLE_BYTES, call_count, ("sgd",)))
         raw = stack.enter_context(contenders.raw_grpc(TABLE_BYTES, call_count))
-        torch_rpc = stack.enter_context(contenders.torch_rpc(TABLE_BYTES, call_count))
+        torch_rpc = stack.enter_context(contenders.torch_rpc("own", TABLE_BYTES, call_count))
         worker = cluster.workers[0]
         runs = {
             "raw_unary": _runner(raw.client, "exchange"),

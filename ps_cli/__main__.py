@@ -46,10 +46,15 @@ ServerCount = Annotated[
 
 
 def _guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
+    """Run a command on an event loop, as `_reported` does."""
+    _reported(lambda output: asyncio.run(command(output)))
+
+
+def _reported(command: Callable[[Output], int]) -> None:
     """Run a command to its exit code; an error of the catalogue becomes one line and a code."""
     with Output() as output:
         try:
-            code = asyncio.run(command(output))
+            code = command(output)
         except InvalidConfig as error:
             output.close()
             output.complain(error.message)
@@ -144,6 +149,34 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
     else:
         Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(status_view(document))
     return 0
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which benchmark: dense or latency.")],
+    json_path: Annotated[
+        str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
+    ] = "",
+    size_mb: Annotated[
+        int, typer.Option(min=0, help="MiB of dense's table; 0 takes the benchmark's own.")
+    ] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
+    ] = False,
+) -> None:
+    """Measure this machine: pushpull beside memcpy, TCP, raw gRPC and torch RPC in the same run.
+
+    docs/PERFORMANCE.md says what each figure means.
+    """
+    # Here, so that the other commands start without numpy and what the benchmarks need.
+    from benchmarks.catalogue import bench as run_bench
+    from benchmarks.settings import BenchSettings
+
+    def measure(_: Output) -> int:
+        run_bench(name, BenchSettings(quick=quick, size_mb=size_mb), json_path)
+        return 0
+
+    _reported(measure)
 
 
 @app.command()
