@@ -68,7 +68,7 @@ class EntryRules:
     def seal_problem(
         self, event: SealEvent, worker: WorkerPart, step: StepPart
     ) -> PushpullError | None:
-        """What is wrong with a seal, its table's numbers and the other workers' included."""
+        """What is wrong with a seal in itself; `disagreement` is about the other workers'."""
         name, terms = self._state.name, event.terms
         if event.problem is not None:
             return event.problem
@@ -88,8 +88,9 @@ class EntryRules:
             return InvalidConfig(
                 f"contribution_scale is {terms.contribution_scale}; expected finite and above 0"
             )
-        problem = self._hyperparameter_problem(terms.hyperparameters)
-        return problem or self._disagreement(terms, worker, step)
+        return self._hyperparameter_problem(terms.hyperparameters) or self._eager_problem(
+            terms, step
+        )
 
     def _hyperparameter_problem(self, given: Hyperparameters) -> PushpullError | None:
         try:
@@ -98,23 +99,22 @@ class EntryRules:
             return error
         return None
 
-    def _disagreement(
-        self, terms: SealTerms, worker: WorkerPart, own: StepPart
-    ) -> PushpullError | None:
-        """A seal repeats its eager pushes' numbers, and under BSP the other workers' at its clock
-        (skipped ones have no say).
-        """
-        if terms.skip:
+    def _eager_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
+        """A seal repeats its eager pushes' numbers."""
+        mine = self._state.table.spec.optimizer.merged(terms.hyperparameters)
+        if step.eager is None or terms.skip or step.eager == mine:
+            return None
+        return InvalidConfig(
+            f"the seal of clock {terms.clock} of table '{self._state.name}' has other "
+            f"hyperparameters ({mine}) than its eager pushes ({step.eager})"
+        )
+
+    def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
+        """BSP: all seals of a clock carry the same numbers (skipped ones have no say)."""
+        if self._state.is_asp or terms.skip:
             return None
         merged = self._state.table.spec.optimizer.merged
         mine = merged(terms.hyperparameters)
-        if own.eager is not None and own.eager != mine:
-            return InvalidConfig(
-                f"the seal of clock {terms.clock} of table '{self._state.name}' has other "
-                f"hyperparameters ({mine}) than its eager pushes ({own.eager})"
-            )
-        if self._state.is_asp:
-            return None
         for other in self._state.by_rank.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:

@@ -207,6 +207,10 @@ class RangeMachine:
             self._answer_again(event, worker, out)
             return
         problem = self._rules.seal_problem(event, worker, step)
+        if problem is None:
+            problem = self._rules.disagreement(event.terms, worker)
+            if problem is not None:
+                self.reads.dispute(clock, problem, out)
         if problem is not None:
             if not step.pushes and step.seal is None:
                 worker.steps.pop(clock, None)

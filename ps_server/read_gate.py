@@ -20,6 +20,7 @@ class ReadGate:
     def __init__(self, state: RangeState) -> None:
         self._state = state
         self._waiters: dict[int, PullEvent] = {}
+        self._disputes: dict[int, PushpullError] = {}  # by clock, until it forms
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read arrived: answered at once, refused, or parked until its deadline."""
@@ -38,9 +39,25 @@ class ReadGate:
             out.append(self._refuse(event, past))
         elif self._may_read(event):
             out.append(self._answer(event))
+        elif (dispute := self._dispute_of(event)) is not None:
+            out.append(self._refuse(event, dispute))
         else:
             self._waiters[event.waiter] = event
         return out
+
+    def dispute(self, clock: int, problem: PushpullError, out: list[Effect]) -> None:
+        """Workers disagree about `clock`: those who wait for it are told too, not left to wait."""
+        self._disputes[clock] = problem
+        for event in [e for e in self._waiters.values() if self._dispute_of(e) is not None]:
+            del self._waiters[event.waiter]
+            out.append(self._refuse(event, problem))
+
+    def _dispute_of(self, event: PullEvent) -> PushpullError | None:
+        """The open dispute, if any, that a worker's read would wait for."""
+        if event.incarnation is None:
+            return None
+        clocks = [c for c in self._disputes if self._state.clock < c <= event.clock]
+        return self._disputes[min(clocks)] if clocks else None
 
     def cancel(self, waiter: int) -> None:
         """The caller has gone."""
@@ -57,6 +74,8 @@ class ReadGate:
 
     def release(self, out: list[Effect]) -> None:
         """The state changed: answer what may be answered now."""
+        for clock in [c for c in self._disputes if c <= self._state.clock]:
+            del self._disputes[clock]
         for event in [e for e in self._waiters.values() if self._may_read(e)]:
             del self._waiters[event.waiter]
             out.append(self._answer(event))

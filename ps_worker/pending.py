@@ -40,12 +40,16 @@ class Pending:
             PushpullError: as `Client.wait`; what is not done stays pending.
         """
         while self._tickets:
-            ticket = self._tickets[0]
             try:
-                self._client.wait(ticket)
-            except ignore:
-                if not ticket.done():
+                # All at once: a refused read explains a step that would wait for ever.
+                self._client.wait_all(self._tickets)
+            except PushpullError as first:
+                ended = [ticket for ticket in self._tickets if ticket.done()]
+                self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
+                for failure in (ticket.future.exception() for ticket in ended):
+                    if failure is not None and not isinstance(failure, ignore):
+                        raise failure from None
+                if not isinstance(first, ignore):
                     raise
-            finally:
-                if ticket.done():
-                    self._tickets.pop(0)
+            else:
+                self._tickets.clear()

@@ -14,7 +14,7 @@ from ps_core.errors import (
 )
 from ps_core.ledger import Outcome
 from ps_core.tables import Mode, OptimizerKind
-from ps_server.events import Apply, PushEvent, ReplyKind, ReplyTo
+from ps_server.events import Apply, PushEvent, RefusePull, ReplyKind, ReplyTo
 from ps_server.room import Step
 from tests.unit.machine_harness import (
     PLACE,
@@ -162,6 +162,17 @@ def test_workers_that_disagree_are_told_both_names_and_values(bsp: Bench) -> Non
     assert "workers 0 and 1" in str(problem(refused))
     assert "lr: 0.5 and 0.25" in str(problem(refused))
     assert outcomes(bsp.seal(1, 2, 1, LR))[1, 2] is Outcome.APPLIED
+
+
+def test_whoever_waits_for_a_clock_in_dispute_is_told_as_well(bsp: Bench) -> None:
+    bsp.seal(0, 1, 1, LR)
+    bsp.pull(0, 1)
+    refused = bsp.seal(1, 1, 1, (("lr", 0.25),))
+    (told,) = [e for e in refused if isinstance(e, RefusePull)]
+    assert "workers 0 and 1 disagree" in str(told.error)
+    assert isinstance(problem(bsp.pull(0, 1)), InvalidConfig)
+    bsp.seal(1, 2, 1, LR)
+    assert answers(bsp.pull(0, 1)) == [1]
 
 
 def test_a_seal_without_hyperparameters_means_the_tables(bsp: Bench) -> None:
