@@ -12,7 +12,9 @@ from rich.table import Table as TextTable
 
 from benchmarks.dense import dense, dense_table
 from benchmarks.latency import latency, latency_table
+from benchmarks.optimizers import optimizers, optimizers_table
 from benchmarks.settings import BenchSettings
+from benchmarks.train import train, train_table
 from ps_core.errors import InvalidConfig
 
 Document = dict[str, object]
@@ -32,6 +34,10 @@ class Benchmark:
 BENCHMARKS = {
     "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_table),
     "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_table),
+    "train": Benchmark("a training step with and without a cluster, seconds", train, train_table),
+    "optimizers": Benchmark(
+        "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_table
+    ),
 }
 
 

@@ -153,12 +153,12 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which benchmark: dense or latency.")],
+    name: Annotated[str, typer.Argument(help="dense, latency, train or optimizers.")],
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
     ] = "",
     size_mb: Annotated[
-        int, typer.Option(min=0, help="MiB of dense's table; 0 takes the benchmark's own.")
+        int, typer.Option(min=0, help="MiB of the table of dense or optimizers; 0: their own.")
     ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")

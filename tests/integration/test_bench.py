@@ -99,3 +99,31 @@ def test_a_figure_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
     run = bench("dense", "--json", "missing/dense.json", cwd=tmp_path)
     assert run.returncode == 2
     assert "missing/dense.json" in run.stderr
+
+
+def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
+    run = bench("train", "--quick", "--json", "-", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert set(document["environment"]) >= ENVIRONMENT
+    assert set(document["ceilings"]) == {"local_step_s"}
+    assert all_positive(document["ceilings"])
+    (row,) = document["rows"]
+    assert (row["lane"], row["optimizer"], row["workers"], row["servers"]) == ("grpc", "adam", 1, 1)
+    assert row["bytes_per_step"] == 8 * row["parameter_count"] > 0
+    assert row["of_local"] == pytest.approx(
+        document["ceilings"]["local_step_s"] / row["step_s"], rel=0.01
+    )
+    assert row["transfer_s"] > 0
+    assert 0 <= row["hidden"] <= 1
+
+
+def test_optimizers_stand_beside_torch(tmp_path: Path) -> None:
+    run = bench("optimizers", "--quick", "--json", "-", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert all_positive(document["ceilings"])
+    found = {(row["optimizer"], row["kernels"]) for row in document["rows"]}
+    optimizers = ("sgd", "adam", "adamw", "adagrad", "rmsprop")
+    assert found == {(name, kernels) for name in optimizers for kernels in ("fast", "exact")}
+    assert all(all_positive(row) for row in document["rows"])
