@@ -103,6 +103,7 @@ async def _serve(settings: ServerConfig) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        servicer.drain()
         await server.stop(settings.drain_grace_s)
 
 
@@ -129,8 +130,8 @@ async def _run(
         finished = asyncio.Event()
         link.on_view.append(node.observe)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
-        node.observe(await link.view_at_least(1, settings.connect_deadline_s))
         servicer.attach(node, link.view_at_least)
+        await link.view_at_least(1, settings.connect_deadline_s)
         server.set_serving(True)
         if settings.ready_file is not None:
             write_ready_file(settings.ready_file, server.address, server.http_address)

@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.errors import Fenced, InvalidKeys, InvariantViolation, PushpullError, Unauthenticated
+from ps_core.errors import (
+    Draining,
+    Fenced,
+    InvalidKeys,
+    InvariantViolation,
+    PushpullError,
+    Unauthenticated,
+)
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables import NATIVE_CODEC, Codec
@@ -40,6 +47,9 @@ from ps_server.server_machine import ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
+
+
+_DRAIN_RETRY_MS = 500
 
 
 @dataclass(slots=True, eq=False)
@@ -100,15 +110,19 @@ class ParameterNode:
             return session
         if session.cluster_id != self.session.cluster_id:
             raise Fenced(
-                f"this is cluster {self.session.cluster_id}; the caller belongs to "
-                f"'{session.cluster_id}': register again"
+                f"this is cluster '{self.session.cluster_id}'; the caller belongs to "
+                f"'{session.cluster_id[:100]}': register again"
             )
         if session.timeline != self.session.timeline:
-            raise Fenced("the caller belongs to another timeline: register again")
+            raise Fenced(
+                f"the caller belongs to timeline {session.timeline[:16].hex() or 'none'}; this is "
+                f"timeline {self.session.timeline.hex()}: register again"
+            )
         if not session.is_genuine(self._token_key):
             raise Unauthenticated(
-                f"the session token of node {session.node_id} was not issued for it by this "
-                "cluster's scheduler"
+                f"the session token of node {session.node_id} ({session.role.value}, incarnation "
+                f"{session.incarnation}) is {'wrong' if session.token else 'missing'}; send the "
+                "session as RegisterNode gave it"
             )
         self._known.add(session)
         return session
@@ -118,6 +132,8 @@ class ParameterNode:
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves from now on."""
         added = self.machine.observe(view)
+        # Evaluators come and go; those that the scheduler forgot would be checked again.
+        self._known = {s for s in self._known if s.node_id in view.nodes_by_id}
         for part in added:
             self.shards[part.table.table_id, part.range_id] = ShardStore(
                 part.table, part.blocks, pool=self._pool
@@ -158,6 +174,17 @@ class ParameterNode:
         place = event.place
         stream.expect((place.table_id, place.range_id, event.sequence), self.now())
         self.carry_out(self.machine.entry(event, self.now()))
+
+    def drain(self) -> None:
+        """The server is going away: nobody is left to wait for what will not come."""
+        leaving = Draining(
+            f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
+        )
+        for stream in self._streams.values():
+            stream.end_input(leaving)
+        for number, read in list(self._reads.items()):
+            place = read.place
+            self._refuse(RefusePull(number, place.table_id, place.range_id, leaving))
 
     # --- reads
 
@@ -286,17 +313,18 @@ class ParameterNode:
         except InvariantViolation:
             raise
         except PushpullError as error:
-            answer = [_range_error(effect.range_id, error)]
+            answer = [range_error(effect.range_id, error)]
         read.on_answer(answer)
 
     def _refuse(self, effect: RefusePull) -> None:
         read = self._reads.pop(effect.waiter, None)
         self.machine.answered(effect.waiter)
         if read is not None:
-            read.on_answer([_range_error(effect.range_id, effect.error)])
+            read.on_answer([range_error(effect.range_id, effect.error)])
 
 
-def _range_error(range_id: int, error: PushpullError) -> parameters_pb2.PullResponse:
+def range_error(range_id: int, error: PushpullError) -> parameters_pb2.PullResponse:
+    """The part of an answer that says why a range could not be read."""
     message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
     return parameters_pb2.PullResponse(error=message)
 

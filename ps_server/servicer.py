@@ -9,14 +9,19 @@ from typing import Any
 
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
-from ps_core.errors import InvalidConfig, PushpullError, Recovering, WaitExpired
+from ps_core.errors import (
+    InvalidConfig,
+    InvalidKeys,
+    PushpullError,
+    Recovering,
+    WaitExpired,
+)
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.tables import Codec
 from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
 from ps_server.events import Place, Sender
-from ps_server.node import ParameterNode, Read
+from ps_server.node import ParameterNode, Read, range_error
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream, Part
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
@@ -38,6 +43,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         `view_at_least` awaits a view number within seconds, or raises WaitExpired.
         """
         self._attached = (node, view_at_least)
+
+    def drain(self) -> None:
+        """The server is going away: streams end and parked reads are refused, with Draining."""
+        if self._attached is not None:
+            self._attached[0].drain()
 
     @property
     def _node(self) -> ParameterNode:
@@ -124,9 +134,18 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     @contextlib.asynccontextmanager
     async def _stream(self, messages: AsyncIterator[Any]) -> AsyncIterator[EntryStream]:
         """Read the header, check who calls, and open the stream."""
-        first = await anext(aiter(messages), None)
+        try:
+            async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
+                first = await anext(aiter(messages), None)
+        except TimeoutError:
+            raise WaitExpired(
+                f"a push stream waited for its header for {limits.STREAM_HEADER_DEADLINE_S:g} s"
+            ) from None
         if first is None or first.WhichOneof("entry") != "header":
-            raise InvalidConfig("the first message of a push stream must be its header")
+            came = "nothing" if first is None else first.WhichOneof("entry") or "no entry"
+            raise InvalidConfig(
+                f"the first message of a push stream holds {came}; expected its header"
+            )
         session = self._node.admit(first.header.session)
         intake.check_may_push(session.role is Role.WORKER)
         stream = self._node.open_stream(session)
@@ -140,6 +159,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         sender = Sender(session.incarnation, session.rank, stream.origin)
         try:
             async for message in messages:
+                await stream.has_room()
                 if message.WhichOneof("entry") == "pull":
                     await self._read_into(stream, message.pull)
                     continue
@@ -166,13 +186,13 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         node = self._node
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
         until_s = node.now() + min(deadline_s, limits.MAX_DEADLINE_S)
-        codec = wire.codec_from_proto(request.codec) if request.codec else None
         pulls = list(request.ranges)
+        problems = _read_problems(request)
         batch_count = len(pulls) if request.consistent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):
             answers = [
-                self._begin(request, part, session, codec, until_s)
-                for part in pulls[start : start + batch_count]
+                self._begin(request, number, session, until_s, problems.get(number))
+                for number in range(start, min(start + batch_count, len(pulls)))
             ]
             try:
                 for answer, _ in answers:
@@ -185,10 +205,10 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     def _begin(
         self,
         request: parameters_pb2.PullRequest,
-        part: parameters_pb2.RangePull,
+        number: int,
         session: Session,
-        codec: Codec | None,
         until_s: float,
+        problem: PushpullError | None,
     ) -> tuple[asyncio.Future[list[parameters_pb2.PullResponse]], int]:
         answer: asyncio.Future[list[parameters_pb2.PullResponse]] = (
             asyncio.get_running_loop().create_future()
@@ -198,16 +218,45 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             if not answer.done():
                 answer.set_result(responses)
 
+        part = request.ranges[number]
+        if problem is not None:
+            on_answer([range_error(part.range_id, problem)])
+            return answer, 0
+        codec = wire.codec_from_proto(request.codec) if request.codec else None
         place = Place(
             TableId(request.table_id),
             RangeId(part.range_id),
             AssignmentEpoch(part.assignment_epoch),
         )
         read = Read(place, part.blocks, codec, session, on_answer)
-        number = self._node.begin_read(
+        waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=until_s
         )
-        return answer, number
+        return answer, waiter
+
+
+def _read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullError]:
+    """What is wrong with a read before any range is asked, by the range's place in it.
+
+    Naming one thing often would make an answer of any size.
+    """
+    found: dict[int, PushpullError] = {}
+    named: set[int] = set()
+    for number, part in enumerate(request.ranges):
+        if part.range_id in named:
+            found[number] = InvalidKeys(f"range {part.range_id} comes twice; expected each once")
+        named.add(part.range_id)
+        if len(set(part.blocks)) != len(part.blocks):
+            found[number] = InvalidKeys(
+                f"the read of range {part.range_id} names {len(part.blocks)} blocks, of which "
+                f"{len(set(part.blocks))} differ; expected each once"
+            )
+        if request.codec:
+            try:
+                wire.codec_from_proto(request.codec)
+            except PushpullError as error:
+                found[number] = error
+    return found
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

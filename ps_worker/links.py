@@ -246,8 +246,10 @@ class ServerLink:
     def _troubled(self, error: PushpullError) -> None:
         if not self._trouble:
             self._trouble_since_s = now_s()
-            logs.warning(
-                "server_unreachable",
+            # Only a server that answers says when to ask again: that is no trouble so far.
+            answered = isinstance(error, Recovering) and error.retry_after_ms > 0
+            (logs.info if answered else logs.warning)(
+                "server_not_ready" if answered else "server_unreachable",
                 server=self.node.node_id,
                 address=self.node.address,
                 error=error.message,
@@ -315,3 +317,9 @@ def _translated() -> Iterator[None]:
         yield
     except grpc.RpcError as failure:
         raise from_rpc_error(failure) from failure
+    except asyncio.CancelledError:
+        # A channel that closes cancels its calls; only our own task's cancellation is one of ours.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Recovering("the connection was closed: the server has left the cluster") from None
