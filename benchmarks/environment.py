@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,11 +19,11 @@ _PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "uvloop")
 
 
 def environment() -> dict[str, object]:
-    """The machine, the versions and the load; taken before a measurement begins.
+    """The machine, the versions, and the load before the first measurement of this process.
 
     `warnings` is empty if nothing is known to disturb it.
     """
-    load = os.getloadavg()[0]
+    load = _load_at_start()
     return {
         "cpu": _cpu_model(),
         "core_count": usable_core_count(),
@@ -34,6 +35,12 @@ def environment() -> dict[str, object]:
         "load_average": round(load, 2),
         "warnings": warnings_about(load, usable_core_count()),
     }
+
+
+@cache
+def _load_at_start() -> float:
+    """Asked once: later, the load is what the measurements themselves made."""
+    return os.getloadavg()[0]
 
 
 def warnings_about(load: float, core_count: int) -> list[str]:
