@@ -4,12 +4,14 @@ It is what makes a retry safe: a sequence ends once, and a resend gets the origi
 
 Rules:
     - Sequences start at 1 and have no gap once everything has arrived.
-    - An outcome is kept until the sender has confirmed seeing it.
+    - An outcome is kept until the sender has confirmed seeing it, or until it lies
+      MAX_LEDGER_GAP_COUNT below the low-water mark: a sender that never confirms costs so much and
+      no more, and one that waits for an older outcome is beyond its own reach anyway.
 
 Invariants:
     LED-1  A sequence ends at most once.
     LED-2  low_water is the largest number such that every sequence up to it has ended.
-    LED-3  Sequences above low_water that have ended are at most MAX_LEDGER_GAP_COUNT away.
+    LED-3  Sequences whose endings are kept are at most MAX_LEDGER_GAP_COUNT away from low_water.
 
 What it deliberately does not do: hold payloads or entries that have not ended ("highest sequence
 seen" is not enough: a parked push at 5 beside an applied one at 6 would be lost).
@@ -64,20 +66,21 @@ class Ledger:
         return len(self._endings)
 
     def has_ended(self, sequence: int) -> bool:
-        """Whether `sequence` has ended."""
-        return sequence <= self._low_water or sequence in self._endings
+        """Whether `sequence` has ended; 0 and below are no sequences."""
+        return 0 < sequence <= self._low_water or sequence in self._endings
 
     def ending(self, sequence: int) -> Ending:
         """How `sequence` ended.
 
         Raises:
-            InvalidKeys: its sender confirmed that it saw the outcome, so it was forgotten.
+            InvalidKeys: its sender confirmed that it saw the outcome, or sent so much since that
+                the outcome was forgotten.
         """
         found = self._endings.get(sequence)
         if found is None:
             raise InvalidKeys(
-                f"sequence {sequence} was confirmed as seen (up to {self._confirmed}) and sent "
-                "again"
+                f"sequence {sequence} was sent again; outcomes up to {self._confirmed} are "
+                f"forgotten: they were confirmed as seen, or lie over {MAX_LEDGER_GAP_COUNT} back"
             )
         return found
 
@@ -87,6 +90,7 @@ class Ledger:
         self._endings[sequence] = ending
         while self._low_water + 1 in self._endings:
             self._low_water += 1
+        self.confirm(self._low_water - MAX_LEDGER_GAP_COUNT)
 
     def confirm(self, sequence: int) -> None:
         """Forget endings up to `sequence`, as far as they have ended; going back does nothing."""

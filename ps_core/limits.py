@@ -40,12 +40,25 @@ MAX_TABLE_NAME_BYTES = 200
 MAX_TABLE_COUNT = 10_000
 MAX_TENSOR_COUNT = 100_000
 MAX_NODE_COUNT = 10_000
+MAX_TENSOR_DIMENSION_COUNT = 64
+"""torch's own limit."""
+
 MAX_HYPERPARAMETER_COUNT = 32
+MAX_HYPERPARAMETER_NAME_BYTES = 64
+MAX_HYPERPARAMETER_MAGNITUDE = 1e18
+"""Beyond it the scalars that optimizers derive (a rate over 1 - beta) may leave float32's range,
+where torch's kernels raise; by then an update is in its record and cannot be refused any more."""
+
+MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""
 
 MAX_LEDGER_GAP_COUNT = 65_536
-"""Sequences that a ledger holds above its low-water mark."""
+"""Sequences that a ledger holds above its low-water mark, and outcomes that it keeps below it for
+a sender that never confirms."""
+
+MAX_QUEUED_REPLY_COUNT = 65_536
+"""Replies that wait for the reader of a push stream; beyond it the stream is not read on."""
 
 MAX_CLOCK_LEAD_COUNT = 64
 """How far beyond its newest seal in effect a worker may send."""
@@ -61,6 +74,9 @@ HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
 DEFAULT_PULL_DEADLINE_S = 30.0
 DEFAULT_SESSION_DEADLINE_S = 10.0
+STREAM_HEADER_DEADLINE_S = 10.0
+"""From the opening of a push stream to its header."""
+
 MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
 """RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""

@@ -142,7 +142,8 @@ _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     ),
 }  # fmt: skip
 """What torch.optim's constructors accept: [low, high). Outside, its arithmetic divides by zero or
-takes roots of negative numbers. A learning rate may be anything finite, as schedulers set it."""
+takes roots of negative numbers. A learning rate may have any sign and size within
+MAX_HYPERPARAMETER_MAGNITUDE, as schedulers set it."""
 
 Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
@@ -175,6 +176,11 @@ class OptimizerSpec:
                 )
             if not math.isfinite(value):
                 raise InvalidConfig(f"hyperparameter '{name}' is {value}; expected a finite number")
+            if abs(value) > limits.MAX_HYPERPARAMETER_MAGNITUDE:
+                raise InvalidConfig(
+                    f"hyperparameter '{name}' is {value}; expected a magnitude of at most "
+                    f"{limits.MAX_HYPERPARAMETER_MAGNITUDE:g}"
+                )
             low, high = _HYPERPARAMETER_BOUNDS.get(name, (-math.inf, math.inf))
             if not low <= value < high:
                 raise InvalidConfig(
@@ -245,15 +251,8 @@ class TableSpec:
             _require(self.mode is Mode.BSP, f"table '{self.name}': AGGREGATE needs BSP")
         inline = self.initializer.inline
         expected = self.element_count * NATIVE_CODEC[self.dtype].element_bytes
-        _require(
-            not self.optimizer.nesterov or dict(self.optimizer.merged(()))["momentum"] > 0,
-            f"table '{self.name}': nesterov needs momentum above 0 and no dampening",
-        )
-        _require(
-            self.allow_non_finite or math.isfinite(self.initializer.constant),
-            f"table '{self.name}': its initial value is {self.initializer.constant}; "
-            "expected a finite number",
-        )
+        _check_flags(self.name, self.optimizer)
+        self._check_constant()
         if self.initializer.kind is InitializerKind.INLINE:
             _require(
                 len(inline) == expected and expected <= limits.MAX_INLINE_INITIALIZER_BYTES,
@@ -263,10 +262,43 @@ class TableSpec:
         optimizer = replace(self.optimizer, hyperparameters=self.optimizer.merged(()))
         return replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
 
+    def _check_constant(self) -> None:
+        constant = self.initializer.constant
+        if math.isfinite(constant):
+            largest = math.inf if self.dtype is DType.FLOAT64 else limits.MAX_FLOAT32
+            fits = abs(constant) <= largest
+        else:
+            fits = self.allow_non_finite
+        _require(
+            fits,
+            f"table '{self.name}': its initial value is {constant}; expected a finite number that "
+            f"{self.dtype.value} tables can hold",
+        )
+
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise InvalidConfig(message)
+
+
+def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
+    """Each variant belongs to the optimizers that have it."""
+    numbers = dict(optimizer.merged(()))
+    adaptive = (OptimizerKind.ADAM, OptimizerKind.ADAMW)
+    for flag, is_set, kinds in (
+        ("nesterov", optimizer.nesterov, (OptimizerKind.SGD,)),
+        ("amsgrad", optimizer.amsgrad, adaptive),
+        ("centered", optimizer.centered, (OptimizerKind.RMSPROP,)),
+    ):
+        _require(
+            not is_set or optimizer.kind in kinds,
+            f"table '{table}': {optimizer.kind.value} has no {flag}; expected it with "
+            f"{' or '.join(kind.value for kind in kinds)} only",
+        )
+    _require(
+        not optimizer.nesterov or (numbers["momentum"] > 0 and numbers["dampening"] == 0),
+        f"table '{table}': nesterov needs momentum above 0 and no dampening",
+    )
 
 
 def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: int) -> None:
@@ -276,6 +308,12 @@ def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: in
     )
     end = 0
     for tensor in tensors:
+        # Before the product: that of ten thousand sizes is a number of ten thousand digits.
+        _require(
+            len(tensor.shape) <= limits.MAX_TENSOR_DIMENSION_COUNT,
+            f"table '{table}': tensor '{tensor.name}' has {len(tensor.shape)} dimensions; expected "
+            f"at most {limits.MAX_TENSOR_DIMENSION_COUNT}",
+        )
         _require(
             tensor.offset == end,
             f"table '{table}': tensor '{tensor.name}' starts at {tensor.offset}; expected {end}",

@@ -196,13 +196,20 @@ def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> 
     """The pairs, sorted by name. Which names an optimizer has is for `OptimizerSpec.merged` to say.
 
     Raises:
-        InvalidConfig: a name comes twice, or there are more than limits.MAX_HYPERPARAMETER_COUNT.
+        InvalidConfig: a name comes twice or is too long, or there are more than
+            limits.MAX_HYPERPARAMETER_COUNT.
     """
     pairs = tuple(sorted((message.name, message.value) for message in messages))
     if len(pairs) > limits.MAX_HYPERPARAMETER_COUNT:
         raise InvalidConfig(
             f"hyperparameters has {len(pairs)} entries; expected at most "
             f"{limits.MAX_HYPERPARAMETER_COUNT}"
+        )
+    longest = max((len(name.encode()) for name, _ in pairs), default=0)
+    if longest > limits.MAX_HYPERPARAMETER_NAME_BYTES:
+        raise InvalidConfig(
+            f"a hyperparameter's name has {longest} bytes; expected at most "
+            f"{limits.MAX_HYPERPARAMETER_NAME_BYTES}"
         )
     for (name, _), (following, _) in pairwise(pairs):
         if name == following:

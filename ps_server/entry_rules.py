@@ -65,6 +65,28 @@ class EntryRules:
             )
         return None
 
+    def check_replacement(self, event: PushEvent, worker: WorkerPart) -> None:
+        """Refuse to replace anything but a lower push of the same step, not yet sealed.
+
+        Raises:
+            InvalidKeys: saying what was named instead.
+        """
+        named = f"sequence {event.sequence} cannot replace {event.replaces}"
+        if not 1 <= event.replaces < event.sequence:
+            raise InvalidKeys(f"{named}; expected a lower one, from 1")
+        step = worker.steps.get(event.clock)
+        clock = worker.held.get(event.replaces)
+        if clock is not None:
+            if step is None or event.replaces not in step.pushes:
+                raise InvalidKeys(
+                    f"{named}, which is an entry of clock {clock}; expected a push of clock "
+                    f"{event.clock}"
+                )
+            if clock <= worker.sealed_clock:
+                raise InvalidKeys(f"{named}: clock {clock} is sealed")
+        if step is not None and step.seal is not None and step.seal.sequence < event.sequence:
+            raise InvalidKeys(f"{named}: clock {event.clock} was sealed as {step.seal.sequence}")
+
     def seal_problem(
         self, event: SealEvent, worker: WorkerPart, step: StepPart
     ) -> PushpullError | None:

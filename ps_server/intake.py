@@ -47,6 +47,12 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
     )
 
 
+def _check_kind(number: int) -> None:
+    known = parameters_pb2.PushKind.values()
+    if number not in known:
+        raise InvalidConfig(f"kind is {number}; expected one of {', '.join(map(str, known))}")
+
+
 def push_events(
     message: parameters_pb2.BlockPush, sender: Sender, decoder: Decoder
 ) -> Iterator[PushEvent | SealEvent]:
@@ -60,6 +66,7 @@ def push_events(
     problem: PushpullError | None = None
     eager = None
     try:
+        _check_kind(message.kind)
         codec = wire.codec_from_proto(message.codec)
         if message.HasField("eager"):
             eager = wire.hyperparameters_from_proto(message.eager.hyperparameters)
@@ -83,16 +90,27 @@ def push_events(
         eager,
     )
     if message.HasField("seal"):
-        yield from seal_events(message.seal, sender, carried=True)
+        yield from seal_events(message.seal, sender, carrier=message)
 
 
 def seal_events(
-    message: parameters_pb2.Seal, sender: Sender, *, carried: bool = False
+    message: parameters_pb2.Seal, sender: Sender, carrier: parameters_pb2.BlockPush | None = None
 ) -> Iterator[SealEvent]:
-    """One event for each range of the seal."""
+    """One event for each range of the seal; `carrier` is the push that it came in, if any.
+
+    Raises:
+        InvalidConfig: it names no range, so that there is no entry to answer, or more than exist.
+    """
+    if not 1 <= len(message.ranges) <= limits.SLOT_COUNT:
+        raise InvalidConfig(
+            f"a seal of table {message.table_id} names {len(message.ranges)} ranges; expected 1 to "
+            f"{limits.SLOT_COUNT}"
+        )
     problem: PushpullError | None = None
     try:
         terms = seal_terms(message)
+        if carrier is not None:
+            _check_carried(message, carrier)
     except PushpullError as error:
         terms, problem = SealTerms(message.clock), error
     for part in message.ranges:
@@ -102,7 +120,23 @@ def seal_events(
             AssignmentEpoch(part.assignment_epoch),
         )
         yield SealEvent(
-            place, sender, part.sequence, terms, part.confirmed_sequence, carried, problem
+            place,
+            sender,
+            part.sequence,
+            terms,
+            part.confirmed_sequence,
+            carrier is not None,
+            problem,
+        )
+
+
+def _check_carried(message: parameters_pb2.Seal, carrier: parameters_pb2.BlockPush) -> None:
+    expected = (carrier.table_id, carrier.clock, [carrier.range_id])
+    came = (message.table_id, message.clock, [part.range_id for part in message.ranges[:2]])
+    if came != expected:
+        raise InvalidConfig(
+            f"a seal inside a block is of table {came[0]}, clock {came[1]}, ranges {came[2]}; "
+            f"expected its block's: table {expected[0]}, clock {expected[1]}, ranges {expected[2]}"
         )
 
 
@@ -114,7 +148,8 @@ def entry_events(
     """The events of one message of a push stream.
 
     Raises:
-        InvalidConfig: the message holds no entry, or a header where none may be.
+        InvalidConfig: the message holds no entry, or a header where none may be, or a seal of no
+            range.
     """
     kind = message.WhichOneof("entry")
     if kind == "block":

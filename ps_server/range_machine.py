@@ -147,7 +147,7 @@ class RangeMachine:
             self._take_invalid(event, worker, problem, out)
             return
         step = worker.steps.setdefault(event.clock, StepPart(event.clock))
-        step.missing.pop(event.sequence, None)
+        worker.arrived(event.sequence)
         self._hold(event, worker, step, out)
 
     def _take_invalid(
@@ -157,7 +157,11 @@ class RangeMachine:
         step = worker.steps.get(event.clock)
         if worker.sealed_clock < event.clock <= worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT:
             step = step or worker.steps.setdefault(event.clock, StepPart(event.clock))
-            step.missing.pop(event.sequence, None)
+            if len(step.invalid) >= limits.MAX_LEDGER_GAP_COUNT:
+                raise InvalidKeys(
+                    f"clock {event.clock} of table '{self.state.name}' has {len(step.invalid)} "
+                    "invalid pushes; expected a seal with skip"
+                )
             if step.seal is None or event.sequence < step.seal.sequence:
                 step.invalid.add(event.sequence)
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
@@ -184,8 +188,7 @@ class RangeMachine:
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
     def _replace(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
-        if not 1 <= event.replaces < event.sequence:
-            raise InvalidKeys(f"sequence {event.sequence} cannot replace {event.replaces}")
+        self._rules.check_replacement(event, worker)
         step = worker.steps.get(event.clock)
         if worker.ledger.has_ended(event.replaces):
             if step is not None:
@@ -193,31 +196,31 @@ class RangeMachine:
             return
         if step is not None:
             self.state.drop_push(step, worker, event.replaces)
-            step.missing.pop(event.replaces, None)
         self.state.end(worker, event.sender, event.replaces, Ending(Outcome.REPLACED), out)
 
     def _take_seal(self, event: SealEvent, worker: WorkerPart, out: list[Effect]) -> None:
         clock = event.terms.clock
-        step = worker.steps.setdefault(clock, StepPart(clock))
         if event.sequence in worker.held:
             # Asked again: an answer was lost. What was given back may be what was lost.
+            step = worker.steps[worker.held[event.sequence]]
             full = Overloaded("given back", retry_after_ms=int(limits.ROOM_RETRY_S * 1000))
             for sequence in step.missing:
                 self.state.reply(out, event.sender, ReplyKind.GIVEN_BACK, sequence, error=full)
             self._answer_again(event, worker, out)
             return
+        step = worker.steps.get(clock) or StepPart(clock)
         problem = self._rules.seal_problem(event, worker, step)
         if problem is None:
             problem = self._rules.disagreement(event.terms, worker)
             if problem is not None:
                 self.reads.dispute(clock, problem, out)
         if problem is not None:
-            if not step.pushes and step.seal is None:
-                worker.steps.pop(clock, None)
             self.state.end(
                 worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out
             )
             return
+        worker.steps[clock] = step
+        worker.arrived(event.sequence)
         step.seal = event
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
@@ -233,8 +236,6 @@ class RangeMachine:
                     "cannot be withdrawn"
                 )
             self.state.drop_push(step, worker, event.sequence)
-        for step in worker.steps.values():
-            step.missing.pop(event.sequence, None)
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.WITHDRAWN), out)
 
     def give_back(self, given: Step, out: list[Effect]) -> None:
@@ -260,3 +261,5 @@ class RangeMachine:
             step.missing[push.sequence] = push.sender
             self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
+        if worker.left_clock is not None and worker.left_clock >= given.clock:
+            worker.left_clock = None  # its last seal is no longer in effect: it may send again

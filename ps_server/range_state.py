@@ -84,6 +84,11 @@ class WorkerPart:
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
 
+    def arrived(self, sequence: int) -> None:
+        """What was given back has come again, or has ended (RM-1)."""
+        for step in self.steps.values():
+            step.missing.pop(sequence, None)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
@@ -176,6 +181,7 @@ class RangeState:
     ) -> None:
         """The sequence ends: ledger and sender are told."""
         worker.held.pop(sequence, None)
+        worker.arrived(sequence)
         worker.ledger.end(sequence, ending)
         self.reply(out, sender, ReplyKind.COMMITTED, sequence, ending=ending)
 

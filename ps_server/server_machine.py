@@ -74,8 +74,11 @@ class TableRoom:
         """A range joins; the room grows with the step."""
         self._parts.append(part)
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
+        # A converted payload is staged in a buffer of aligned length.
+        unit = limits.BLOCK_ALIGNMENT_ELEMENTS
         self._step_bytes += sum(
-            self._table.block_length(block) * element_bytes for block in part.state.blocks
+            -(-self._table.block_length(block) // unit) * unit * element_bytes
+            for block in part.state.blocks
         )
         bound = self._table.spec.gate_bytes or (
             self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)

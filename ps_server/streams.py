@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from ps_core import limits
 from ps_core.cluster_view import Session
 from ps_core.ledger import Outcome
 from ps_runtime import errors
@@ -85,6 +86,12 @@ class EntryStream:
         """The entry's outcome went out on another stream."""
         if self.pending.pop(entry, None) is not None:
             self._ready.set()
+
+    async def has_room(self) -> None:
+        """Wait while its sender leaves too many replies unread."""
+        while len(self._replies) >= limits.MAX_QUEUED_REPLY_COUNT:
+            self._drained.clear()
+            await self._drained.wait()
 
     async def put_part(self, part: Part) -> None:
         """Queue a part of a read, waiting while too many wait already."""

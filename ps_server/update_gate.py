@@ -27,6 +27,9 @@ from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Record, S
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.read_gate import ReadGate
 
+_NAMED_COUNT = 8
+"""Invalid pushes that an error names; there may be thousands."""
+
 
 class UpdateGate:
     """The gate of one table in one range."""
@@ -60,13 +63,17 @@ class UpdateGate:
     def _take_effect(
         self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
     ) -> bool:
-        step.skip = seal.terms.skip or (seal.skip_if_invalid and bool(step.invalid))
+        # Initial values cannot be skipped: rank 0 sends what was invalid again.
+        skips_invalid = seal.skip_if_invalid and step.clock > 0
+        step.skip = seal.terms.skip or (skips_invalid and bool(step.invalid))
         if step.invalid and not step.skip:
             step.seal = None
             del worker.held[seal.sequence]
+            named = sorted(step.invalid)[:_NAMED_COUNT]
             problem = InvalidTensor(
-                f"clock {step.clock} of table '{self._state.name}' has invalid pushes "
-                f"({', '.join(map(str, sorted(step.invalid)))}): seal it with skip"
+                f"clock {step.clock} of table '{self._state.name}' has {len(step.invalid)} invalid "
+                f"pushes ({', '.join(map(str, named))}{', ...' * (len(step.invalid) > len(named))})"
+                ": replace them, or seal it with skip"
             )
             self._state.end(
                 worker, seal.sender, seal.sequence, Ending(Outcome.INVALID, problem), out

@@ -47,3 +47,17 @@ def test_it_answers_as_a_dictionary_would(actions: list[tuple[str, int, Ending]]
 def test_a_sequence_out_of_reach_is_refused(sequence: int) -> None:
     with pytest.raises(InvalidKeys, match=f"sequence is {sequence}"):
         Ledger().check_in_reach(sequence)
+
+
+def test_a_sender_that_never_confirms_costs_a_bounded_number_of_outcomes() -> None:
+    ledger = Ledger()
+    for sequence in range(1, MAX_LEDGER_GAP_COUNT + 11):
+        ledger.end(sequence, Ending(Outcome.APPLIED))
+    assert ledger.kept_count == MAX_LEDGER_GAP_COUNT
+    assert ledger.has_ended(10)
+    with pytest.raises(InvalidKeys, match="forgotten"):
+        ledger.ending(10)
+
+
+def test_zero_is_no_sequence() -> None:
+    assert not Ledger().has_ended(0)

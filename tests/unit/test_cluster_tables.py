@@ -29,6 +29,8 @@ from scheduler.cluster_state import (
 from scheduler.spec_difference import first_difference
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
 
+CONSTANT = Initializer(InitializerKind.CONSTANT, 1e300)
+
 
 @pytest.fixture
 def cluster() -> Harness:
@@ -173,6 +175,17 @@ class TestTables:
             ({"block_elements": 63}, "block_elements is 63"),
             ({"tensors": (TensorSpec("w", (7,), 0),)}, "its tensors have 7 elements"),
             ({"element_count": 2**60}, "blocks of 64; expected at most 4194304"),
+            ({"tensors": (TensorSpec("w", (2**63,) * 300, 0),)}, "'w' has 300 dimensions"),
+            ({"initializer": CONSTANT}, "its initial value is 1e+300; expected a finite number"),
+            (
+                {"optimizer": OptimizerSpec(OptimizerKind.ADAM, nesterov=True)},
+                "adam has no nesterov",
+            ),
+            ({"optimizer": OptimizerSpec(OptimizerKind.SGD, amsgrad=True)}, "sgd has no amsgrad"),
+            (
+                {"optimizer": OptimizerSpec(OptimizerKind.SGD, (("lr", 1e300),))},
+                "'lr' is 1e+300; expected a magnitude of at most 1e+18",
+            ),
         ],
     )
     def test_a_wrong_specification_is_refused_at_once_even_without_servers(
