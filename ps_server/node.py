@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.errors import Fenced, InvalidKeys, InvariantViolation, PushpullError, Unauthenticated
+from ps_core.errors import (
+    Draining,
+    Fenced,
+    InvalidKeys,
+    InvariantViolation,
+    PushpullError,
+    Unauthenticated,
+)
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables import NATIVE_CODEC, Codec
@@ -40,6 +47,9 @@ from ps_server.server_machine import ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
+
+
+_DRAIN_RETRY_MS = 500
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +174,17 @@ class ParameterNode:
         place = event.place
         stream.expect((place.table_id, place.range_id, event.sequence), self.now())
         self.carry_out(self.machine.entry(event, self.now()))
+
+    def drain(self) -> None:
+        """The server is going away: nobody is left to wait for what will not come."""
+        leaving = Draining(
+            f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
+        )
+        for stream in self._streams.values():
+            stream.end_input(leaving)
+        for number, read in list(self._reads.items()):
+            place = read.place
+            self._refuse(RefusePull(number, place.table_id, place.range_id, leaving))
 
     # --- reads
 

@@ -44,6 +44,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         """
         self._attached = (node, view_at_least)
 
+    def drain(self) -> None:
+        """The server is going away: streams end and parked reads are refused, with Draining."""
+        if self._attached is not None:
+            self._attached[0].drain()
+
     @property
     def _node(self) -> ParameterNode:
         return self._registered[0]
