@@ -1,0 +1,50 @@
+"""One cluster for all tests of bad input: processes take seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ps_worker.local_cluster import local_cluster
+from tests.integration.raw_wire import (
+    RawTable,
+    RawWorker,
+    Scene,
+    Silent,
+    Wire,
+    payload,
+)
+
+
+@pytest.fixture(scope="session")
+def scene() -> Iterator[Scene]:
+    with local_cluster(servers=2, workers=2) as cluster:
+        wire = Wire(cluster.address)
+        silent = Silent(next(iter(wire.servers.values())))
+        yield Scene(wire, silent)
+        silent.release()
+        wire.close()
+
+
+@pytest.fixture
+def wire(scene: Scene) -> Wire:
+    return scene.wire
+
+
+@pytest.fixture
+def bad(wire: Wire) -> RawWorker:
+    return wire.workers[0]
+
+
+@pytest.fixture
+def table(wire: Wire, request: pytest.FixtureRequest) -> Iterator[RawTable]:
+    """A table after one step. What the test does to it must leave no trace, and step 2 follows."""
+    made = wire.create(request.node.name[:150])
+    wire.train(made)
+    before = wire.values(made)
+    assert before == {block: (1, 1, payload(-0.75)) for block in made.places}
+    yield made
+    assert wire.values(made) == before
+    wire.train(made)
+    assert wire.values(made) == {block: (2, 2, payload(-2.25)) for block in made.places}
