@@ -7,7 +7,7 @@ With --evaluate, rank 0 starts an evaluator: a process that joins the cluster as
 parameters as they were after one and the same update while training goes on, and prints the
 perplexity of files that nobody trains on. It can as well be started by hand, beside any run:
 
-    PUSHPULL_SCHEDULER=host:port python examples/stdlib_lm.py --evaluator
+    PUSHPULL_SCHEDULER=host:port python examples/stdlib_lm.py --evaluator-only
 
 A perplexity of 256 is guessing; 2 means that the model is as unsure as between two bytes.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import select
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from torch import Tensor, nn
 import ps_worker as ps
 
 BYTE_COUNT = 256
-MODEL_TABLE = "model/0/float32"  # DistributedOptimizer's name / parameter group / element type
 LEFT_OUT = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 HELD_OUT_EVERY = 20
 EVALUATION_WINDOW_COUNT = 32
@@ -136,15 +136,16 @@ def evaluate(arguments: argparse.Namespace) -> None:
     model = ByteModel(arguments.width)
     began_s = time.monotonic()
     with ps.connect(role="reader") as client:
-        table = client.table(MODEL_TABLE)
         is_last = False
         while not is_last:
             is_last = pause(arguments)
-            tensors = table.tensors(client.pull(table, consistent=True))
-            model.load_state_dict({name: torch.as_tensor(tensors[name]) for name in tensors})
+            step = ps.pull_model(client, model)
             reached = perplexity(model, held_out)
             elapsed_s = time.monotonic() - began_s
-            print(f"evaluator: held-out perplexity {reached:.2f} after {elapsed_s:.0f} s")
+            print(
+                f"evaluator: held-out perplexity {reached:.2f} at step {step} after "
+                f"{elapsed_s:.0f} s"
+            )
 
 
 def pause(arguments: argparse.Namespace) -> bool:
@@ -162,7 +163,7 @@ def evaluator() -> Iterator[None]:
 
     It has this process's arguments, and its environment: PUSHPULL_SCHEDULER names the cluster.
     """
-    command = [sys.executable, *sys.argv, "--evaluator", "--until-eof"]
+    command = [sys.executable, *sys.argv, "--evaluator-only", "--until-eof"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         try:
             yield
@@ -191,15 +192,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--evaluate-every", type=float, default=10.0, help="seconds between reports"
     )
-    parser.add_argument("--evaluator", action="store_true", help="be an evaluator")
+    parser.add_argument(
+        "--evaluator-only",
+        action="store_true",
+        help="be an evaluator of a run that goes on elsewhere",
+    )
     parser.add_argument("--until-eof", action="store_true", help="end it with standard input")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.evaluator_only and not arguments.until_eof and "PUSHPULL_RANK" in os.environ:
+        parser.error("a worker cannot be the evaluator; --evaluate has rank 0 start one")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.evaluator:
+    if arguments.evaluator_only:
         evaluate(arguments)
     elif arguments.single:
         train(arguments, None)

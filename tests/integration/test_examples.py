@@ -81,6 +81,8 @@ def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "[worker 0] step 5: training perplexity" in found.stdout
-    reached = re.search(r"\[worker 0\] evaluator: held-out perplexity (\S+) after", found.stdout)
+    reached = re.search(
+        r"\[worker 0\] evaluator: held-out perplexity (\S+) at step \d+ after", found.stdout
+    )
     assert reached is not None, found.stdout
     assert 1 < float(reached.group(1)) < 256
