@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
@@ -16,23 +14,19 @@ SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
 
 
-def test_a_stream_whose_replies_nobody_reads_is_not_read_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(limits, "MAX_QUEUED_REPLY_COUNT", 10)
-
+def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
     async def whole() -> None:
         stream = EntryStream(1, SESSION)
-        for _ in range(9):
+        for _ in range(limits.MAX_QUEUED_REPLY_COUNT - 1):
             stream.reply(RECEIVED, 0.0)
         await stream.has_room()
         stream.reply(RECEIVED, 0.0)
         waiting = asyncio.create_task(stream.has_room())
-        await asyncio.sleep(0)
-        assert not waiting.done()
+        done, _ = await asyncio.wait({waiting}, timeout=0)
+        assert not done
         stream.end_input()
-        sent = [reply async for batch in stream.batches() for reply in batch.replies]  # type: ignore[union-attr]
-        assert len(sent) == 10
+        sent = [len(batch.replies) async for batch in stream.batches()]  # type: ignore[union-attr]
+        assert sum(sent) == limits.MAX_QUEUED_REPLY_COUNT
         await waiting
 
     asyncio.run(whole())
