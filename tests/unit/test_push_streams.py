@@ -9,6 +9,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_server.events import ReplyKind, ReplyTo, Sender
 from ps_server.streams import EntryStream
+from pushpull.v1 import parameters_pb2
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
@@ -25,8 +26,11 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
         done, _ = await asyncio.wait({waiting}, timeout=0)
         assert not done
         stream.end_input()
-        sent = [len(batch.replies) async for batch in stream.batches()]  # type: ignore[union-attr]
-        assert sum(sent) == limits.MAX_QUEUED_REPLY_COUNT
+        sent_count = 0
+        async for batch in stream.batches():
+            assert isinstance(batch, parameters_pb2.PushResponse)
+            sent_count += len(batch.replies)
+        assert sent_count == limits.MAX_QUEUED_REPLY_COUNT
         await waiting
 
     asyncio.run(whole())
