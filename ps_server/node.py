@@ -48,7 +48,6 @@ from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
 
-
 _DRAIN_RETRY_MS = 500
 
 
