@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.errors import (
     Draining,
     Fenced,
@@ -46,7 +46,7 @@ from ps_server.intake import Event
 from ps_server.server_machine import ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2
+from pushpull.v1 import parameters_pb2, types_pb2
 
 _DRAIN_RETRY_MS = 500
 
@@ -91,20 +91,25 @@ class ParameterNode:
         self._token_key = token_key
         self._pool = BufferPool()
         self._known: set[Session] = set()
+        self._left: set[NodeId] = set()
         self._streams: dict[int, EntryStream] = {}
         self._reads: dict[int, Read] = {}
         self._numbers = itertools.count(1)
 
     # --- who is calling
 
-    def admit(self, message: object) -> Session:
+    def admit(self, message: types_pb2.SessionIdentity) -> Session:
         """The caller's session, checked.
 
         Raises:
             Unauthenticated: its token was not made for it by this cluster's scheduler.
-            Fenced: it belongs to another cluster or timeline.
+            Fenced: it belongs to another cluster or timeline, or has left this one.
         """
-        session = wire.session_from_proto(message)  # type: ignore[arg-type]
+        if not message.session_token:
+            raise Unauthenticated(
+                "the session token is missing; send the session as RegisterNode gave it"
+            )
+        session = wire.session_from_proto(message)
         if session in self._known:
             return session
         if session.cluster_id != self.session.cluster_id:
@@ -120,9 +125,10 @@ class ParameterNode:
         if not session.is_genuine(self._token_key):
             raise Unauthenticated(
                 f"the session token of node {session.node_id} ({session.role.value}, incarnation "
-                f"{session.incarnation}) is {'wrong' if session.token else 'missing'}; send the "
-                "session as RegisterNode gave it"
+                f"{session.incarnation}) is wrong; send the session as RegisterNode gave it"
             )
+        if session.node_id in self._left:
+            raise Fenced(f"node {session.node_id} has left the cluster: register again")
         self._known.add(session)
         return session
 
@@ -131,8 +137,11 @@ class ParameterNode:
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves from now on."""
         added = self.machine.observe(view)
+        self._left = {n.node_id for n in view.nodes if n.state is NodeState.LEFT}
         # Evaluators come and go; those that the scheduler forgot would be checked again.
-        self._known = {s for s in self._known if s.node_id in view.nodes_by_id}
+        self._known = {
+            s for s in self._known if s.node_id in view.nodes_by_id and s.node_id not in self._left
+        }
         for part in added:
             self.shards[part.table.table_id, part.range_id] = ShardStore(
                 part.table, part.blocks, pool=self._pool

@@ -1,0 +1,59 @@
+"""Who a server takes for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
+from ps_core.errors import Fenced, Unauthenticated
+from ps_core.keys import Incarnation, NodeId
+from ps_runtime import wire
+from ps_runtime.metrics import ServerMetrics
+from ps_server.node import ParameterNode
+
+KEY = b"k" * 16
+SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
+WORKER = Session("cluster", b"t" * 16, NodeId(2), Incarnation(11), Role.WORKER)
+
+
+def _signed(session: Session) -> Session:
+    return replace(session, token=session.signed(KEY))
+
+
+def _view(number: int, state: NodeState) -> ClusterView:
+    worker = Node(NodeId(2), Incarnation(11), Role.WORKER, 0, "", state)
+    return ClusterView(number, "cluster", 1, 1, (worker,), (), ())
+
+
+@pytest.fixture
+def node() -> ParameterNode:
+    metrics = ServerMetrics(CollectorRegistry())
+    return ParameterNode(_signed(SERVER), KEY, 1, metrics, lambda: 0.0)
+
+
+def test_a_genuine_session_is_admitted(node: ParameterNode) -> None:
+    assert node.admit(wire.session_to_proto(_signed(WORKER))) == _signed(WORKER)
+
+
+@pytest.mark.parametrize("token", [b"", b"x" * 32])
+def test_a_token_that_was_not_issued_is_not(node: ParameterNode, token: bytes) -> None:
+    with pytest.raises(Unauthenticated, match="token"):
+        node.admit(wire.session_to_proto(replace(WORKER, token=token)))
+
+
+def test_a_node_that_left_is_fenced_even_if_it_was_known(node: ParameterNode) -> None:
+    session = wire.session_to_proto(_signed(WORKER))
+    node.observe(_view(1, NodeState.ALIVE))
+    node.admit(session)
+    node.observe(_view(2, NodeState.LEFT))
+    with pytest.raises(Fenced, match="node 2 has left"):
+        node.admit(session)
+
+
+def test_a_silent_node_may_still_speak(node: ParameterNode) -> None:
+    """The scheduler may have missed its heartbeats; the server has it on the line."""
+    node.observe(_view(1, NodeState.SILENT))
+    node.admit(wire.session_to_proto(_signed(WORKER)))
