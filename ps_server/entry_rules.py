@@ -143,13 +143,14 @@ class EntryRules:
                 continue
             theirs = merged(step.seal.terms.hyperparameters)
             if theirs != mine:
+                low, high = sorted(((worker.rank, mine), (other.rank, theirs)))
                 differing = ", ".join(
-                    f"{name}: {b:g} and {a:g}"
-                    for (name, a), (_, b) in zip(mine, theirs, strict=True)
+                    f"{name}: {a:g} and {b:g}"
+                    for (name, a), (_, b) in zip(low[1], high[1], strict=True)
                     if a != b
                 )
                 return InvalidConfig(
-                    f"workers {other.rank} and {worker.rank} disagree about clock {terms.clock} of "
+                    f"workers {low[0]} and {high[0]} disagree about clock {terms.clock} of "
                     f"table '{self._state.name}': {differing}"
                 )
         return None

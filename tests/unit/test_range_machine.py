@@ -164,6 +164,13 @@ def test_workers_that_disagree_are_told_both_names_and_values(bsp: Bench) -> Non
     assert outcomes(bsp.seal(1, 2, 1, LR))[1, 2] is Outcome.APPLIED
 
 
+def test_a_disagreement_is_told_in_the_order_of_ranks_whoever_came_first(bsp: Bench) -> None:
+    bsp.seal(1, 1, 1, (("lr", 0.25),))
+    refused = problem(bsp.seal(0, 1, 1, LR))
+    assert "workers 0 and 1 disagree" in str(refused)
+    assert "lr: 0.5 and 0.25" in str(refused)
+
+
 def test_whoever_waits_for_a_clock_in_dispute_is_told_as_well(bsp: Bench) -> None:
     bsp.seal(0, 1, 1, LR)
     bsp.pull(0, 1)
