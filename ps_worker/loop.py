@@ -102,15 +102,18 @@ class CallbackThread:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = (
+            threading.Lock()
+        )  # of `_thread`: the loop starts it, the caller's thread ends it
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` soon; what it raises is logged."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="pushpull-callbacks", daemon=True
-            )
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="pushpull-callbacks", daemon=True)
+                thread.start()
+                self._thread = thread
         self._queue.put(function)
 
     def stop(self) -> None:
@@ -118,11 +121,12 @@ class CallbackThread:
 
         Blocking: until they have run; not when called by one of them.
         """
-        if self._thread is not None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
             self._queue.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(_STOP_DEADLINE_S)
-            self._thread = None
+            if thread is not threading.current_thread():
+                thread.join(_STOP_DEADLINE_S)
 
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:

@@ -295,7 +295,7 @@ def test_workers_that_disagree_are_both_named(wire: Wire) -> None:
     bad.take_sequence(made)
     entry.hyperparameters.add(name="lr", value=0.25)
     (reply,) = wire.send(bad, node_id, parameters_pb2.PushRequest(seal=entry))
-    check_error(reply.error, "INVALID_CONFIG", "workers 1 and 0", "lr: 0.5 and 0.25")
+    check_error(reply.error, "INVALID_CONFIG", "workers 0 and 1", "lr: 0.25 and 0.5")
     wire.send(bad, node_id, parameters_pb2.PushRequest(seal=bad.seal(made)))
     (reply,) = [reply for answer in answers for reply in answer.replies]
     assert reply.outcome == parameters_pb2.OUTCOME_APPLIED
