@@ -20,6 +20,9 @@ from __future__ import annotations
 
 from ps_core.errors import InvalidTensor
 
+ALIGNMENT_BYTES = 16
+"""CPython's `bytes` begin their content at such an address, and no element is wider."""
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -33,17 +36,44 @@ def varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def join(outer_field: int, rest: bytes, payload_field: int, payload: bytes | memoryview) -> bytes:
+def join(
+    outer_field: int,
+    rest: bytes,
+    payload_field: int,
+    payload: bytes | memoryview,
+    padding_field: int = 0,
+) -> bytes:
     """The outer message whose field `outer_field` holds `rest` and, behind it, the payload.
 
-    Shapes:
-        payload: any C-contiguous buffer; it is copied once, into the result.
+    Args:
+        outer_field: the number of the field that holds the inner message.
+        rest: the inner message without its payload, serialized.
+        payload_field: the number of the payload in the inner message.
+        payload: the bytes; any C-contiguous buffer, copied once, into the result.
+        padding_field: a bytes field of the inner message that nobody reads; with it the payload
+            begins at a multiple of ALIGNMENT_BYTES, so that a receiver can compute on it where it
+            lies. 0 leaves it where it falls.
     """
     view = memoryview(payload).cast("B")
     head = varint(payload_field << 3 | _BYTES) + varint(view.nbytes)
-    inner_bytes = len(rest) + len(head) + view.nbytes
-    outer = varint(outer_field << 3 | _BYTES) + varint(inner_bytes)
-    return b"".join((outer, rest, head, view))
+    padding = _head(padding_field, 0) if padding_field else b""
+    outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
+    # The padding changes the length before it, and so, seldom, how many bytes that one takes: then
+    # the payload lies unaligned, which costs its receiver a copy and nothing else.
+    missing = -(len(outer) + len(rest) + len(padding) + len(head)) % ALIGNMENT_BYTES
+    if padding_field and missing:
+        padding = _head(padding_field, missing) + bytes(missing)
+        outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
+    return b"".join((outer, rest, padding, head, view))
+
+
+def _head(field: int, size: int) -> bytes:
+    return varint(field << 3 | _BYTES) + varint(size)
+
+
+def wrap(outer_field: int, inner: bytes) -> bytes:
+    """The outer message whose field `outer_field` holds the serialized `inner`."""
+    return _head(outer_field, len(inner)) + inner
 
 
 def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, memoryview] | None:

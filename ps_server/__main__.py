@@ -18,11 +18,11 @@ from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_server import frames
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
 from ps_server.servicer import FEATURES, ParameterServicer
 from pushpull.v1 import scheduler_pb2, types_pb2
-from pushpull.v1.parameters_pb2_grpc import add_ParameterServiceServicer_to_server
 
 _TICK_S = 0.1
 
@@ -84,8 +84,8 @@ async def _serve(settings: ServerConfig) -> None:
         http_listen=settings.http_listen,
         services=[
             (
-                "pushpull.v1.ParameterService",
-                lambda grpc_server: add_ParameterServiceServicer_to_server(servicer, grpc_server),
+                frames.SERVICE,
+                lambda grpc_server: frames.add_to_server(servicer, grpc_server),
             )
         ],
         registry=registry,

@@ -12,6 +12,7 @@ from ps_core.tables import Codec
 from ps_runtime import wire
 from ps_server.contributions import Contribution
 from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender, WithdrawEvent
+from ps_server.frames import BlockFrame, Entry, block_of, kind_of
 from pushpull.v1 import parameters_pb2
 
 Event = PushEvent | SealEvent | WithdrawEvent
@@ -21,7 +22,7 @@ class Decoder(Protocol):
     """What makes a contribution of a payload."""
 
     def decode(
-        self, place: Place, block: int, codec: Codec, payload: bytes, presence: bytes
+        self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
         """Raises: what is wrong with the payload."""
 
@@ -54,9 +55,10 @@ def _check_kind(number: int) -> None:
 
 
 def push_events(
-    message: parameters_pb2.BlockPush, sender: Sender, decoder: Decoder
+    frame: BlockFrame, sender: Sender, decoder: Decoder
 ) -> Iterator[PushEvent | SealEvent]:
     """The push, and the seal that it carries."""
+    message = frame.block
     place = Place(
         TableId(message.table_id),
         RangeId(message.range_id),
@@ -70,7 +72,7 @@ def push_events(
         codec = wire.codec_from_proto(message.codec)
         if message.HasField("eager"):
             eager = wire.hyperparameters_from_proto(message.eager.hyperparameters)
-        payload = decoder.decode(place, message.block, codec, message.payload, message.presence)
+        payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)
     except PushpullError as error:
         problem = error
     has_version = message.HasField("pulled_peer_version")
@@ -141,7 +143,7 @@ def _check_carried(message: parameters_pb2.Seal, carrier: parameters_pb2.BlockPu
 
 
 def entry_events(
-    message: parameters_pb2.PushRequest | parameters_pb2.PushPullRequest,
+    message: Entry,
     sender: Sender,
     decoder: Decoder,
 ) -> Iterator[Event]:
@@ -151,10 +153,10 @@ def entry_events(
         InvalidConfig: the message holds no entry, or a header where none may be, or a seal of no
             range.
     """
-    kind = message.WhichOneof("entry")
+    kind = kind_of(message)
     if kind == "block":
-        yield from push_events(message.block, sender, decoder)
-    elif kind == "seal":
+        yield from push_events(block_of(message), sender, decoder)
+    elif kind == "seal" and not isinstance(message, BlockFrame):
         yield from seal_events(message.seal, sender)
     elif kind == "withdrawal" and isinstance(message, parameters_pb2.PushRequest):
         given_up = message.withdrawal

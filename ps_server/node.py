@@ -42,6 +42,7 @@ from ps_server.events import (
     ReplyKind,
     ReplyTo,
 )
+from ps_server.frames import block_answer
 from ps_server.intake import Event
 from ps_server.server_machine import ServerMachine
 from ps_server.shard_store import ShardStore
@@ -53,13 +54,13 @@ _DRAIN_RETRY_MS = 500
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A read of one range on its way; `on_answer` gets the parts of the answer, once."""
+    """A read of one range on its way; `on_answer` gets serialized PullResponses, once."""
 
     place: Place
     blocks: Sequence[int]
     codec: Codec | None
     session: Session
-    on_answer: Callable[[list[parameters_pb2.PullResponse]], None]
+    on_answer: Callable[[list[bytes]], None]
 
 
 class ParameterNode:
@@ -168,7 +169,7 @@ class ParameterNode:
         self._streams.pop(stream.origin, None)
 
     def decode(
-        self, place: Place, block: int, codec: Codec, payload: bytes, presence: bytes
+        self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
         """See `intake.Decoder`; a place that is not here is answered by the machine."""
         shard = self.shards.get((place.table_id, place.range_id))
@@ -314,10 +315,9 @@ class ParameterNode:
                     clock=part.state.clock,
                     codec=wire.codec_to_proto(codec),
                     presence=presence,
-                    payload=payload,
                 )
                 self.sent_bytes += len(payload)
-                answer.append(parameters_pb2.PullResponse(block=value))
+                answer.append(block_answer(value, payload))
         except InvariantViolation:
             raise
         except PushpullError as error:
@@ -331,10 +331,10 @@ class ParameterNode:
             read.on_answer([range_error(effect.range_id, effect.error)])
 
 
-def range_error(range_id: int, error: PushpullError) -> parameters_pb2.PullResponse:
+def range_error(range_id: int, error: PushpullError) -> bytes:
     """The part of an answer that says why a range could not be read."""
     message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
-    return parameters_pb2.PullResponse(error=message)
+    return parameters_pb2.PullResponse(error=message).SerializeToString()
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:

@@ -21,12 +21,15 @@ from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
 from ps_server.events import Place, Sender
+from ps_server.frames import BlockFrame, Entry, kind_of, pull_part
 from ps_server.node import ParameterNode, Read, range_error
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream, Part
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence")
+
+_PULL_END = Part(end=parameters_pb2.PullEnd()).SerializeToString()
 
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 
@@ -85,7 +88,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     @translated
     async def Push(
-        self, request_iterator: AsyncIterator[parameters_pb2.PushRequest], context: Any
+        self, request_iterator: AsyncIterator[Entry], context: Any
     ) -> AsyncIterator[parameters_pb2.PushResponse]:
         """See parameters.proto."""
         async with self._stream(request_iterator) as stream:
@@ -98,18 +101,16 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
                 await _cancelled(reader)
 
     @translated
-    async def Pull(
-        self, request: parameters_pb2.PullRequest, context: Any
-    ) -> AsyncIterator[parameters_pb2.PullResponse]:
-        """See parameters.proto."""
+    async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
+        """See parameters.proto; the responses come serialized (`frames`)."""
         session = self._node.admit(request.session)
         async for response in self._read(request, session):
             yield response
 
     @translated
     async def PushPull(
-        self, request_iterator: AsyncIterator[parameters_pb2.PushPullRequest], context: Any
-    ) -> AsyncIterator[Part]:
+        self, request_iterator: AsyncIterator[Entry], context: Any
+    ) -> AsyncIterator[Part | bytes]:
         """See parameters.proto."""
         async with self._stream(request_iterator) as stream:
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
@@ -132,7 +133,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     # --- push streams
 
     @contextlib.asynccontextmanager
-    async def _stream(self, messages: AsyncIterator[Any]) -> AsyncIterator[EntryStream]:
+    async def _stream(self, messages: AsyncIterator[Entry]) -> AsyncIterator[EntryStream]:
         """Read the header, check who calls, and open the stream."""
         try:
             async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
@@ -141,8 +142,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise WaitExpired(
                 f"a push stream waited for its header for {limits.STREAM_HEADER_DEADLINE_S:g} s"
             ) from None
-        if first is None or first.WhichOneof("entry") != "header":
-            came = "nothing" if first is None else first.WhichOneof("entry") or "no entry"
+        if first is None or isinstance(first, BlockFrame) or kind_of(first) != "header":
+            came = "nothing" if first is None else kind_of(first) or "no entry"
             raise InvalidConfig(
                 f"the first message of a push stream holds {came}; expected its header"
             )
@@ -154,13 +155,13 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         finally:
             self._node.close_stream(stream)
 
-    async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Any]) -> None:
+    async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
         session = stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin)
         try:
             async for message in messages:
                 await stream.has_room()
-                if message.WhichOneof("entry") == "pull":
+                if isinstance(message, parameters_pb2.PushPullRequest) and message.HasField("pull"):
                     await self._read_into(stream, message.pull)
                     continue
                 for event in intake.entry_events(message, sender, self._node):
@@ -174,14 +175,14 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     async def _read_into(self, stream: EntryStream, request: parameters_pb2.PullRequest) -> None:
         async for response in self._read(request, stream.session):
-            await stream.put_part(Part(pull=response))
-        await stream.put_part(Part(end=parameters_pb2.PullEnd()))
+            await stream.put_part(pull_part(response))
+        await stream.put_part(_PULL_END)
 
     # --- reads
 
     async def _read(
         self, request: parameters_pb2.PullRequest, session: Session
-    ) -> AsyncIterator[parameters_pb2.PullResponse]:
+    ) -> AsyncIterator[bytes]:
         """Answer range after range; a consistent read is registered in all of them first."""
         node = self._node
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
@@ -209,12 +210,10 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         session: Session,
         until_s: float,
         problem: PushpullError | None,
-    ) -> tuple[asyncio.Future[list[parameters_pb2.PullResponse]], int]:
-        answer: asyncio.Future[list[parameters_pb2.PullResponse]] = (
-            asyncio.get_running_loop().create_future()
-        )
+    ) -> tuple[asyncio.Future[list[bytes]], int]:
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
 
-        def on_answer(responses: list[parameters_pb2.PullResponse]) -> None:
+        def on_answer(responses: list[bytes]) -> None:
             if not answer.done():
                 answer.set_result(responses)
 

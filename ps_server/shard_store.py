@@ -201,7 +201,9 @@ class ShardStore:
             self._replace(self._states[block], part)
             contributions.release(part, self._pool)
 
-    def read(self, block: int, codec: Codec | None, clock: int | None) -> tuple[bytes, bytes]:
+    def read(
+        self, block: int, codec: Codec | None, clock: int | None
+    ) -> tuple[bytes | memoryview, bytes]:
         """A block's elements as a payload, and its presence bits.
 
         Args:
@@ -211,6 +213,8 @@ class ShardStore:
                 ignore it.
 
         Shapes:
+            payload: in the table's own arithmetic a view, which the next update changes: copy it
+                before anything else happens.
             presence: empty if all tensors are present, and for all tables but AGGREGATE.
 
         Raises:
@@ -321,7 +325,7 @@ class ShardStore:
 
     def _read_sum(
         self, state: BlockState, block: int, codec: Codec, clock: int | None
-    ) -> tuple[bytes, bytes]:
+    ) -> tuple[bytes | memoryview, bytes]:
         newest = max(self._sums, default=0)
         wanted = newest if clock is None else clock
         if wanted == 0 and newest < _KEPT_SUM_COUNT:
@@ -342,11 +346,11 @@ class ShardStore:
             values[begin:end] = total.values[begin:end]
         return self._encode(values, state.length, codec), _packed(total.present)
 
-    def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes:
+    def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes | memoryview:
         dtype = _TORCH_DTYPE[codec]
         elements = values[:length]
         if dtype == self._dtype:
-            return elements.numpy().tobytes()
+            return elements.numpy().data.cast("B")
         buffer = self._pool.take(values.numel(), dtype)
         narrow = buffer[:length].copy_(elements)
         payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()

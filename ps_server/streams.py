@@ -45,7 +45,7 @@ class EntryStream:
         self.session = session
         self.pending: dict[tuple[int, int, int], float] = {}
         self._replies: list[parameters_pb2.EntryReply] = []
-        self._parts: list[Part] = []
+        self._parts: list[bytes] = []
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._input_has_ended = False
@@ -93,8 +93,8 @@ class EntryStream:
             self._drained.clear()
             await self._drained.wait()
 
-    async def put_part(self, part: Part) -> None:
-        """Queue a part of a read, waiting while too many wait already."""
+    async def put_part(self, part: bytes) -> None:
+        """Queue a serialized part of a read, waiting while too many wait already."""
         while len(self._parts) >= _MAX_PART_COUNT:
             self._drained.clear()
             await self._drained.wait()
@@ -107,7 +107,7 @@ class EntryStream:
         self._failure = failure
         self._ready.set()
 
-    async def batches(self) -> AsyncIterator[parameters_pb2.PushResponse | Part]:
+    async def batches(self) -> AsyncIterator[parameters_pb2.PushResponse | bytes]:
         """What to send, until the stream has nothing more to say (STR-1)."""
         while True:
             await self._ready.wait()

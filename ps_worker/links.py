@@ -37,6 +37,7 @@ MAX_INTERNAL_COUNT = 5
 _SERVICE = "/pushpull.v1.ParameterService/"
 _BLOCK_FIELD = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
+_PADDING_FIELD = parameters_pb2.BlockPush.PADDING_FIELD_NUMBER
 
 
 class LinkListener(Protocol):
@@ -307,7 +308,9 @@ class ServerLinks:
 
 def _serialized(frame: Frame) -> bytes:
     message, payload = frame
-    return message if payload is None else join(_BLOCK_FIELD, message, _PAYLOAD_FIELD, payload)
+    if payload is None:
+        return message
+    return join(_BLOCK_FIELD, message, _PAYLOAD_FIELD, payload, _PADDING_FIELD)
 
 
 @contextlib.contextmanager

@@ -87,12 +87,16 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class WindowStep:
-    """One step of one table until all its entries have ended."""
+    """One step of one table until all its entries have ended.
+
+    `awaited` are its pushes that were neither received nor ended: no seal leaves before they are.
+    """
 
     table_id: TableId
     clock: int
     pushes: dict[EntryKey, Entry] = field(default_factory=dict)
     blocks: dict[int, Entry] = field(default_factory=dict)
+    awaited: set[EntryKey] = field(default_factory=set)
     seals: dict[EntryKey, Entry] = field(default_factory=dict)
     terms: SealTerms | None = None
     seals_released: bool = False

@@ -106,6 +106,7 @@ class PushWindow:
             self._give_up(previous, step)
         step.blocks[at.block] = entry
         step.pushes[entry.key] = entry
+        step.awaited.add(entry.key)
         self._enqueue(entry)
         return entry.key
 
@@ -168,6 +169,7 @@ class PushWindow:
         entry.byte_count = 0
         if entry.state is EntryState.SENT:
             entry.state = EntryState.RECEIVED
+        step.awaited.discard(entry.key)
         step.invalid.discard(entry.key)
         step.problems = [p for p in step.problems if p[0] != entry.block]
         step.pushes.pop(entry.key, None)
@@ -249,6 +251,7 @@ class PushWindow:
         if entry.state is EntryState.SENT:
             self._leave_flight(entry)
             entry.state = EntryState.RECEIVED
+            self._steps[(entry.key.table_id, entry.clock)].awaited.discard(entry.key)
         self._carried(entry)
 
     def _carried(self, entry: Entry) -> None:
@@ -279,6 +282,7 @@ class PushWindow:
         step.problems.append((entry.block, problem))
         step.invalid.add(entry.key)
         step.pushes.pop(entry.key)
+        step.awaited.discard(entry.key)
         entry.given_up, entry.body = True, None
         self._requeue(entry)
         entry.byte_count = 0
@@ -299,6 +303,8 @@ class PushWindow:
             if not carried or all(p.state is EntryState.ENDED for p in step.pushes.values()):
                 self._waiting_seals.add(entry.key)
         else:
+            if not entry.given_up:
+                self._steps[(entry.key.table_id, entry.clock)].awaited.add(entry.key)
             self._enqueue(entry)
 
     def _leave_flight(self, entry: Entry) -> None:
@@ -316,6 +322,7 @@ class PushWindow:
         seen.end(entry.key.sequence, ending)
         seen.confirm(seen.low_water)  # nobody asks this side again: only the mark is kept
         step.open_count -= 1
+        step.awaited.discard(entry.key)
         step.staleness = max(step.staleness, ending.staleness)
         refused: list[Effect] = []
         if ending.outcome is Outcome.INVALID and not entry.given_up:
@@ -400,7 +407,7 @@ class PushWindow:
 
     def _poll_seals(self, now_s: float) -> list[SendSeal]:
         for step in self._steps.values():
-            if step.terms is not None and not step.seals_released and self._may_seal(step):
+            if step.terms is not None and not step.seals_released and not step.awaited:  # PW-3
                 step.seals_released = True
                 if step.invalid:
                     step.skipped = True
@@ -414,13 +421,6 @@ class PushWindow:
         return [
             self._send_seal(server, entries, now_s) for (server, _, _), entries in grouped.items()
         ]
-
-    @staticmethod
-    def _may_seal(step: WindowStep) -> bool:
-        """PW-3."""
-        return all(
-            push.state in (EntryState.RECEIVED, EntryState.ENDED) for push in step.pushes.values()
-        )
 
     def _send_seal(self, server: NodeId, entries: list[Entry], now_s: float) -> SendSeal:
         first = entries[0]

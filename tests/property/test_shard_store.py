@@ -214,7 +214,7 @@ def check_reads(store: ShardStore, twin: Twin, clock: int) -> None:
                 store.read(block, None, clock - 2)
 
 
-def same_values(got: bytes, expected: bytes, codec: Codec) -> None:
+def same_values(got: bytes | memoryview, expected: bytes | memoryview, codec: Codec) -> None:
     """Bit for bit but for the sign of zero, which a sum over the present does not promise."""
     np.testing.assert_array_equal(raw.decode(got, codec), raw.decode(expected, codec))
 

@@ -45,6 +45,7 @@ PURE_MODULES = {
 
 EDGE_MODULES = {
     "ps_server",
+    "ps_server.frames",
     "ps_server.intake",
     "ps_server.node",
     "ps_server.servicer",

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from pushpull.v1 import types_pb2 as pushpull_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpushpull/v1/parameters.proto\x12\x0bpushpull.v1\x1a\x17pushpull/v1/types.proto\"m\n\x12OpenSessionRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x13\n\x0bview_number\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"h\n\x13OpenSessionResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\"=\n\x0cStreamHeader\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\"\x94\x03\n\tBlockPush\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x10\n\x08table_id\x18\x03 \x01(\r\x12\r\n\x05\x62lock\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x04\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12\x1a\n\x12\x63onfirmed_sequence\x18\x07 \x01(\x04\x12!\n\x05\x63odec\x18\x08 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12#\n\x04kind\x18\t \x01(\x0e\x32\x15.pushpull.v1.PushKind\x12\x10\n\x08replaces\x18\n \x01(\x04\x12\x10\n\x08presence\x18\x0b \x01(\x0c\x12 \n\x13pulled_peer_version\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12%\n\x05\x65\x61ger\x18\r \x01(\x0b\x32\x16.pushpull.v1.EagerStep\x12\x1f\n\x04seal\x18\x0e \x01(\x0b\x32\x11.pushpull.v1.Seal\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x16\n\x14_pulled_peer_version\"A\n\tEagerStep\x12\x34\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x1b.pushpull.v1.Hyperparameter\"e\n\tRangeSeal\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1a\n\x12\x63onfirmed_sequence\x18\x04 \x01(\x04\"\xd9\x01\n\x04Seal\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.pushpull.v1.RangeSeal\x12\x34\n\x0fhyperparameters\x18\x04 \x03(\x0b\x32\x1b.pushpull.v1.Hyperparameter\x12\x1f\n\x12\x63ontribution_scale\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04skip\x18\x06 \x01(\x08\x12\x0c\n\x04last\x18\x07 \x01(\x08\x42\x15\n\x13_contribution_scale\"\\\n\nWithdrawal\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\x10\n\x08range_id\x18\x02 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"\xbe\x01\n\x0bPushRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.StreamHeaderH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.BlockPushH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.pushpull.v1.SealH\x00\x12-\n\nwithdrawal\x18\x04 \x01(\x0b\x32\x17.pushpull.v1.WithdrawalH\x00\x42\x07\n\x05\x65ntry\"\xc5\x01\n\nEntryReply\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.pushpull.v1.ReplyKind\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12\x10\n\x08range_id\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.pushpull.v1.Outcome\x12!\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x12.pushpull.v1.Error\x12\x11\n\tstaleness\x18\x07 \x01(\x04\"8\n\x0cPushResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.pushpull.v1.EntryReply\"G\n\tRangePull\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x04\"\xd1\x01\n\x0bPullRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.pushpull.v1.RangePull\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12!\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12\x12\n\nconsistent\x18\x07 \x01(\x08\"\x97\x01\n\nBlockValue\x12\r\n\x05\x62lock\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x14\n\x0cpeer_version\x18\x03 \x01(\x04\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12!\n\x05\x63odec\x18\x05 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12\x10\n\x08presence\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"A\n\nRangeError\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.pushpull.v1.Error\"j\n\x0cPullResponse\x12(\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x17.pushpull.v1.BlockValueH\x00\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.pushpull.v1.RangeErrorH\x00\x42\x06\n\x04part\"\xbd\x01\n\x0fPushPullRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.StreamHeaderH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.BlockPushH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.pushpull.v1.SealH\x00\x12(\n\x04pull\x18\x04 \x01(\x0b\x32\x18.pushpull.v1.PullRequestH\x00\x42\x07\n\x05\x65ntry\"\t\n\x07PullEnd\"\x98\x01\n\x10PushPullResponse\x12,\n\x07replies\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.PushResponseH\x00\x12)\n\x04pull\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.PullResponseH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.pushpull.v1.PullEndH\x00\x42\x06\n\x04part\"(\n\x14GetRangeStatsRequest\x12\x10\n\x08table_id\x18\x01 \x01(\r\"\x80\x01\n\x0bWorkerStats\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x1a\n\x12low_water_sequence\x18\x04 \x01(\x04\x12\x15\n\rlast_heard_ms\x18\x05 \x01(\x04\x12\x0c\n\x04left\x18\x06 \x01(\x08\"\xe8\x01\n\nRangeStats\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cupdate_count\x18\x07 \x01(\x04\x12\r\n\x05waits\x18\x08 \x03(\t\x12)\n\x07workers\x18\t \x03(\x0b\x32\x18.pushpull.v1.WorkerStats\x12\x13\n\x0binitialized\x18\n \x01(\x08\"T\n\x15GetRangeStatsResponse\x12\'\n\x06ranges\x18\x01 \x03(\x0b\x32\x17.pushpull.v1.RangeStats\x12\x12\n\ngate_bytes\x18\x02 \x01(\x04*\x8e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x13\n\x0fOUTCOME_INVALID\x10\x02\x12\x14\n\x10OUTCOME_REPLACED\x10\x03\x12\x15\n\x11OUTCOME_WITHDRAWN\x10\x04\x12\x13\n\x0fOUTCOME_SKIPPED\x10\x05*S\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x02*\xba\x01\n\tReplyKind\x12\x1a\n\x16REPLY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLY_KIND_RECEIVED\x10\x01\x12\x18\n\x14REPLY_KIND_COMMITTED\x10\x02\x12\x16\n\x12REPLY_KIND_REFUSED\x10\x03\x12\x19\n\x15REPLY_KIND_GIVEN_BACK\x10\x04\x12\x15\n\x11REPLY_KIND_CREDIT\x10\x05\x12\x14\n\x10REPLY_KIND_ERROR\x10\x06\x32\x89\x03\n\x10ParameterService\x12P\n\x0bOpenSession\x12\x1f.pushpull.v1.OpenSessionRequest\x1a .pushpull.v1.OpenSessionResponse\x12?\n\x04Push\x12\x18.pushpull.v1.PushRequest\x1a\x19.pushpull.v1.PushResponse(\x01\x30\x01\x12=\n\x04Pull\x12\x18.pushpull.v1.PullRequest\x1a\x19.pushpull.v1.PullResponse0\x01\x12K\n\x08PushPull\x12\x1c.pushpull.v1.PushPullRequest\x1a\x1d.pushpull.v1.PushPullResponse(\x01\x30\x01\x12V\n\rGetRangeStats\x12!.pushpull.v1.GetRangeStatsRequest\x1a\".pushpull.v1.GetRangeStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpushpull/v1/parameters.proto\x12\x0bpushpull.v1\x1a\x17pushpull/v1/types.proto\"m\n\x12OpenSessionRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x13\n\x0bview_number\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"h\n\x13OpenSessionResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\"=\n\x0cStreamHeader\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\"\xa5\x03\n\tBlockPush\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x10\n\x08table_id\x18\x03 \x01(\r\x12\r\n\x05\x62lock\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x04\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12\x1a\n\x12\x63onfirmed_sequence\x18\x07 \x01(\x04\x12!\n\x05\x63odec\x18\x08 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12#\n\x04kind\x18\t \x01(\x0e\x32\x15.pushpull.v1.PushKind\x12\x10\n\x08replaces\x18\n \x01(\x04\x12\x10\n\x08presence\x18\x0b \x01(\x0c\x12 \n\x13pulled_peer_version\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12%\n\x05\x65\x61ger\x18\r \x01(\x0b\x32\x16.pushpull.v1.EagerStep\x12\x1f\n\x04seal\x18\x0e \x01(\x0b\x32\x11.pushpull.v1.Seal\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12\x0f\n\x07padding\x18\x10 \x01(\x0c\x42\x16\n\x14_pulled_peer_version\"A\n\tEagerStep\x12\x34\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x1b.pushpull.v1.Hyperparameter\"e\n\tRangeSeal\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1a\n\x12\x63onfirmed_sequence\x18\x04 \x01(\x04\"\xd9\x01\n\x04Seal\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.pushpull.v1.RangeSeal\x12\x34\n\x0fhyperparameters\x18\x04 \x03(\x0b\x32\x1b.pushpull.v1.Hyperparameter\x12\x1f\n\x12\x63ontribution_scale\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04skip\x18\x06 \x01(\x08\x12\x0c\n\x04last\x18\x07 \x01(\x08\x42\x15\n\x13_contribution_scale\"\\\n\nWithdrawal\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\x10\n\x08range_id\x18\x02 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"\xbe\x01\n\x0bPushRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.StreamHeaderH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.BlockPushH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.pushpull.v1.SealH\x00\x12-\n\nwithdrawal\x18\x04 \x01(\x0b\x32\x17.pushpull.v1.WithdrawalH\x00\x42\x07\n\x05\x65ntry\"\xc5\x01\n\nEntryReply\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.pushpull.v1.ReplyKind\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12\x10\n\x08range_id\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.pushpull.v1.Outcome\x12!\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x12.pushpull.v1.Error\x12\x11\n\tstaleness\x18\x07 \x01(\x04\"8\n\x0cPushResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.pushpull.v1.EntryReply\"G\n\tRangePull\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x04\"\xd1\x01\n\x0bPullRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.pushpull.v1.RangePull\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12!\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12\x12\n\nconsistent\x18\x07 \x01(\x08\"\x97\x01\n\nBlockValue\x12\r\n\x05\x62lock\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x14\n\x0cpeer_version\x18\x03 \x01(\x04\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12!\n\x05\x63odec\x18\x05 \x01(\x0e\x32\x12.pushpull.v1.Codec\x12\x10\n\x08presence\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"A\n\nRangeError\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.pushpull.v1.Error\"j\n\x0cPullResponse\x12(\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x17.pushpull.v1.BlockValueH\x00\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.pushpull.v1.RangeErrorH\x00\x42\x06\n\x04part\"\xbd\x01\n\x0fPushPullRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.StreamHeaderH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.BlockPushH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.pushpull.v1.SealH\x00\x12(\n\x04pull\x18\x04 \x01(\x0b\x32\x18.pushpull.v1.PullRequestH\x00\x42\x07\n\x05\x65ntry\"\t\n\x07PullEnd\"\x98\x01\n\x10PushPullResponse\x12,\n\x07replies\x18\x01 \x01(\x0b\x32\x19.pushpull.v1.PushResponseH\x00\x12)\n\x04pull\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.PullResponseH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.pushpull.v1.PullEndH\x00\x42\x06\n\x04part\"(\n\x14GetRangeStatsRequest\x12\x10\n\x08table_id\x18\x01 \x01(\r\"\x80\x01\n\x0bWorkerStats\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x1a\n\x12low_water_sequence\x18\x04 \x01(\x04\x12\x15\n\rlast_heard_ms\x18\x05 \x01(\x04\x12\x0c\n\x04left\x18\x06 \x01(\x08\"\xe8\x01\n\nRangeStats\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x10\n\x08table_id\x18\x02 \x01(\r\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\r\n\x05\x63lock\x18\x04 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cupdate_count\x18\x07 \x01(\x04\x12\r\n\x05waits\x18\x08 \x03(\t\x12)\n\x07workers\x18\t \x03(\x0b\x32\x18.pushpull.v1.WorkerStats\x12\x13\n\x0binitialized\x18\n \x01(\x08\"T\n\x15GetRangeStatsResponse\x12\'\n\x06ranges\x18\x01 \x03(\x0b\x32\x17.pushpull.v1.RangeStats\x12\x12\n\ngate_bytes\x18\x02 \x01(\x04*\x8e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x13\n\x0fOUTCOME_INVALID\x10\x02\x12\x14\n\x10OUTCOME_REPLACED\x10\x03\x12\x15\n\x11OUTCOME_WITHDRAWN\x10\x04\x12\x13\n\x0fOUTCOME_SKIPPED\x10\x05*S\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x02*\xba\x01\n\tReplyKind\x12\x1a\n\x16REPLY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLY_KIND_RECEIVED\x10\x01\x12\x18\n\x14REPLY_KIND_COMMITTED\x10\x02\x12\x16\n\x12REPLY_KIND_REFUSED\x10\x03\x12\x19\n\x15REPLY_KIND_GIVEN_BACK\x10\x04\x12\x15\n\x11REPLY_KIND_CREDIT\x10\x05\x12\x14\n\x10REPLY_KIND_ERROR\x10\x06\x32\x89\x03\n\x10ParameterService\x12P\n\x0bOpenSession\x12\x1f.pushpull.v1.OpenSessionRequest\x1a .pushpull.v1.OpenSessionResponse\x12?\n\x04Push\x12\x18.pushpull.v1.PushRequest\x1a\x19.pushpull.v1.PushResponse(\x01\x30\x01\x12=\n\x04Pull\x12\x18.pushpull.v1.PullRequest\x1a\x19.pushpull.v1.PullResponse0\x01\x12K\n\x08PushPull\x12\x1c.pushpull.v1.PushPullRequest\x1a\x1d.pushpull.v1.PushPullResponse(\x01\x30\x01\x12V\n\rGetRangeStats\x12!.pushpull.v1.GetRangeStatsRequest\x1a\".pushpull.v1.GetRangeStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pushpull.v1.parameters_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=3159
-  _globals['_OUTCOME']._serialized_end=3301
-  _globals['_PUSHKIND']._serialized_start=3303
-  _globals['_PUSHKIND']._serialized_end=3386
-  _globals['_REPLYKIND']._serialized_start=3389
-  _globals['_REPLYKIND']._serialized_end=3575
+  _globals['_OUTCOME']._serialized_start=3176
+  _globals['_OUTCOME']._serialized_end=3318
+  _globals['_PUSHKIND']._serialized_start=3320
+  _globals['_PUSHKIND']._serialized_end=3403
+  _globals['_REPLYKIND']._serialized_start=3406
+  _globals['_REPLYKIND']._serialized_end=3592
   _globals['_OPENSESSIONREQUEST']._serialized_start=70
   _globals['_OPENSESSIONREQUEST']._serialized_end=179
   _globals['_OPENSESSIONRESPONSE']._serialized_start=181
@@ -45,45 +45,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMHEADER']._serialized_start=287
   _globals['_STREAMHEADER']._serialized_end=348
   _globals['_BLOCKPUSH']._serialized_start=351
-  _globals['_BLOCKPUSH']._serialized_end=755
-  _globals['_EAGERSTEP']._serialized_start=757
-  _globals['_EAGERSTEP']._serialized_end=822
-  _globals['_RANGESEAL']._serialized_start=824
-  _globals['_RANGESEAL']._serialized_end=925
-  _globals['_SEAL']._serialized_start=928
-  _globals['_SEAL']._serialized_end=1145
-  _globals['_WITHDRAWAL']._serialized_start=1147
-  _globals['_WITHDRAWAL']._serialized_end=1239
-  _globals['_PUSHREQUEST']._serialized_start=1242
-  _globals['_PUSHREQUEST']._serialized_end=1432
-  _globals['_ENTRYREPLY']._serialized_start=1435
-  _globals['_ENTRYREPLY']._serialized_end=1632
-  _globals['_PUSHRESPONSE']._serialized_start=1634
-  _globals['_PUSHRESPONSE']._serialized_end=1690
-  _globals['_RANGEPULL']._serialized_start=1692
-  _globals['_RANGEPULL']._serialized_end=1763
-  _globals['_PULLREQUEST']._serialized_start=1766
-  _globals['_PULLREQUEST']._serialized_end=1975
-  _globals['_BLOCKVALUE']._serialized_start=1978
-  _globals['_BLOCKVALUE']._serialized_end=2129
-  _globals['_RANGEERROR']._serialized_start=2131
-  _globals['_RANGEERROR']._serialized_end=2196
-  _globals['_PULLRESPONSE']._serialized_start=2198
-  _globals['_PULLRESPONSE']._serialized_end=2304
-  _globals['_PUSHPULLREQUEST']._serialized_start=2307
-  _globals['_PUSHPULLREQUEST']._serialized_end=2496
-  _globals['_PULLEND']._serialized_start=2498
-  _globals['_PULLEND']._serialized_end=2507
-  _globals['_PUSHPULLRESPONSE']._serialized_start=2510
-  _globals['_PUSHPULLRESPONSE']._serialized_end=2662
-  _globals['_GETRANGESTATSREQUEST']._serialized_start=2664
-  _globals['_GETRANGESTATSREQUEST']._serialized_end=2704
-  _globals['_WORKERSTATS']._serialized_start=2707
-  _globals['_WORKERSTATS']._serialized_end=2835
-  _globals['_RANGESTATS']._serialized_start=2838
-  _globals['_RANGESTATS']._serialized_end=3070
-  _globals['_GETRANGESTATSRESPONSE']._serialized_start=3072
-  _globals['_GETRANGESTATSRESPONSE']._serialized_end=3156
-  _globals['_PARAMETERSERVICE']._serialized_start=3578
-  _globals['_PARAMETERSERVICE']._serialized_end=3971
+  _globals['_BLOCKPUSH']._serialized_end=772
+  _globals['_EAGERSTEP']._serialized_start=774
+  _globals['_EAGERSTEP']._serialized_end=839
+  _globals['_RANGESEAL']._serialized_start=841
+  _globals['_RANGESEAL']._serialized_end=942
+  _globals['_SEAL']._serialized_start=945
+  _globals['_SEAL']._serialized_end=1162
+  _globals['_WITHDRAWAL']._serialized_start=1164
+  _globals['_WITHDRAWAL']._serialized_end=1256
+  _globals['_PUSHREQUEST']._serialized_start=1259
+  _globals['_PUSHREQUEST']._serialized_end=1449
+  _globals['_ENTRYREPLY']._serialized_start=1452
+  _globals['_ENTRYREPLY']._serialized_end=1649
+  _globals['_PUSHRESPONSE']._serialized_start=1651
+  _globals['_PUSHRESPONSE']._serialized_end=1707
+  _globals['_RANGEPULL']._serialized_start=1709
+  _globals['_RANGEPULL']._serialized_end=1780
+  _globals['_PULLREQUEST']._serialized_start=1783
+  _globals['_PULLREQUEST']._serialized_end=1992
+  _globals['_BLOCKVALUE']._serialized_start=1995
+  _globals['_BLOCKVALUE']._serialized_end=2146
+  _globals['_RANGEERROR']._serialized_start=2148
+  _globals['_RANGEERROR']._serialized_end=2213
+  _globals['_PULLRESPONSE']._serialized_start=2215
+  _globals['_PULLRESPONSE']._serialized_end=2321
+  _globals['_PUSHPULLREQUEST']._serialized_start=2324
+  _globals['_PUSHPULLREQUEST']._serialized_end=2513
+  _globals['_PULLEND']._serialized_start=2515
+  _globals['_PULLEND']._serialized_end=2524
+  _globals['_PUSHPULLRESPONSE']._serialized_start=2527
+  _globals['_PUSHPULLRESPONSE']._serialized_end=2679
+  _globals['_GETRANGESTATSREQUEST']._serialized_start=2681
+  _globals['_GETRANGESTATSREQUEST']._serialized_end=2721
+  _globals['_WORKERSTATS']._serialized_start=2724
+  _globals['_WORKERSTATS']._serialized_end=2852
+  _globals['_RANGESTATS']._serialized_start=2855
+  _globals['_RANGESTATS']._serialized_end=3087
+  _globals['_GETRANGESTATSRESPONSE']._serialized_start=3089
+  _globals['_GETRANGESTATSRESPONSE']._serialized_end=3173
+  _globals['_PARAMETERSERVICE']._serialized_start=3595
+  _globals['_PARAMETERSERVICE']._serialized_end=3988
 # @@protoc_insertion_point(module_scope)

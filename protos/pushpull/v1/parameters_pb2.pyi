@@ -78,7 +78,7 @@ class StreamHeader(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
 
 class BlockPush(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload")
+    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class BlockPush(_message.Message):
     EAGER_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     table_id: int
@@ -109,7 +110,8 @@ class BlockPush(_message.Message):
     eager: EagerStep
     seal: Seal
     payload: bytes
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    padding: bytes
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class EagerStep(_message.Message):
     __slots__ = ("hyperparameters",)

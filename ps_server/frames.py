@@ -1,0 +1,111 @@
+"""The hot messages, read and written around their payload: no copy in, one copy out.
+
+A block's payload is a megabyte, and the generated code would copy it into the message and out of it
+again. `ps_core.envelope` takes the payload apart from the rest; what is on the wire is ordinary
+protobuf either way, and a message that is put together unusually goes through the generated parser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from ps_core.envelope import join, split, wrap
+from ps_core.errors import InvalidTensor
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+
+SERVICE = "pushpull.v1.ParameterService"
+
+_BLOCK_IN_REQUEST = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
+_PUSHED_PAYLOAD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
+_BLOCK_IN_RESPONSE = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
+_PULLED_PAYLOAD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
+_PULL_IN_PART = parameters_pb2.PushPullResponse.PULL_FIELD_NUMBER
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFrame:
+    """A BlockPush without its payload, and the payload as it lies in the message that came."""
+
+    block: parameters_pb2.BlockPush
+    payload: memoryview
+
+
+Entry = BlockFrame | parameters_pb2.PushRequest | parameters_pb2.PushPullRequest
+"""One message of a push stream."""
+
+
+def kind_of(entry: Entry) -> str | None:
+    """Which entry a message holds, by the name of its field; None for no entry."""
+    if isinstance(entry, BlockFrame):
+        return "block"
+    kind: str | None = entry.WhichOneof("entry")
+    return kind
+
+
+def block_of(entry: Entry) -> BlockFrame:
+    """The block of an entry whose kind is "block"."""
+    if isinstance(entry, BlockFrame):
+        return entry
+    return BlockFrame(entry.block, memoryview(entry.block.payload))
+
+
+def entry_reader(message: type[parameters_pb2.PushRequest | parameters_pb2.PushPullRequest]) -> Any:
+    """A deserializer of a push stream's messages.
+
+    Raises (the deserializer):
+        DecodeError: the bytes are no such message.
+    """
+
+    def read(raw: bytes) -> Entry:
+        try:
+            found = split(raw, _BLOCK_IN_REQUEST, _PUSHED_PAYLOAD)
+        except InvalidTensor:
+            found = None  # unusual or broken: the generated parser knows which
+        if found is None:
+            return message.FromString(raw)
+        return BlockFrame(parameters_pb2.BlockPush.FromString(found[0]), found[1])
+
+    return read
+
+
+def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) -> bytes:
+    """A serialized PullResponse of `value` with `payload`, which is copied once."""
+    return join(_BLOCK_IN_RESPONSE, value.SerializeToString(), _PULLED_PAYLOAD, payload)
+
+
+def pull_part(answer: bytes) -> bytes:
+    """A serialized PushPullResponse of a serialized PullResponse."""
+    return wrap(_PULL_IN_PART, answer)
+
+
+def serialized(message: bytes | Message) -> bytes:
+    """A serializer that lets through what is serialized already."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def add_to_server(
+    servicer: parameters_pb2_grpc.ParameterServiceServicer, server: grpc.aio.Server
+) -> None:
+    """As the generated function of that name, with the readers and writers above."""
+    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "OpenSession": unary(
+            servicer.OpenSession, parameters_pb2.OpenSessionRequest.FromString, serialized
+        ),
+        "Push": stream(servicer.Push, entry_reader(parameters_pb2.PushRequest), serialized),
+        "Pull": grpc.unary_stream_rpc_method_handler(
+            servicer.Pull, parameters_pb2.PullRequest.FromString, serialized
+        ),
+        "PushPull": stream(
+            servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
+        ),
+        "GetRangeStats": unary(
+            servicer.GetRangeStats, parameters_pb2.GetRangeStatsRequest.FromString, serialized
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
