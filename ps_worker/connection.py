@@ -42,6 +42,7 @@ MAX_UNCOMMITTED_STEP_COUNT = 8
 """Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
 
 _EXPLAIN_DEADLINE_S = 2.0
+_LOOK_S = 0.5
 GRACE_S = 5.0
 """How long after a request's own deadline its answer may take before the client gives it up."""
 
@@ -266,7 +267,8 @@ class Connection:
         Blocking: until every server committed the end and the scheduler knows it.
 
         Raises:
-            WaitExpired: the end was not committed in time; the message says who is missing.
+            WaitExpired: the end was not committed in time, or cannot be because a server has gone;
+                the message says who is missing.
             PushpullError: the step of a table was refused, so that it cannot end.
         """
         if self._is_closed or self._pid != os.getpid():
@@ -295,9 +297,14 @@ class Connection:
             for name in self.engine.tables_to_end()
         ]
         for ticket in last + on_their_way:
-            left_s = max(limit_s - now_s(), 0.0)
-            if not wait([ticket.future], left_s).done:
-                raise WaitExpired(self._why_open(ticket, deadline_s))
+            while not wait([ticket.future], min(max(limit_s - now_s(), 0.0), _LOOK_S)).done:
+                if now_s() >= limit_s:
+                    raise WaitExpired(self._why_open(ticket, deadline_s))
+                lost = self.engine.lost_server(GRACE_S)
+                if lost:
+                    raise WaitExpired(
+                        f"table '{ticket.table.spec.name}' cannot be left in order: {lost}"
+                    )
         for ticket in last:
             ticket.future.result()
         for error in self.engine.refused.values():

@@ -244,6 +244,16 @@ class Engine:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
         return pulled
 
+    def lost_server(self, patience_s: float) -> str:
+        """A server with a part of a table that has left, or was away for so long; empty if none."""
+        for server in {a.primary for a in self._view.ranges if a.primary is not None}:
+            link = self._links.find(server)
+            if link is None:
+                return f"server {server} has left the cluster"
+            if link.trouble_s > patience_s:
+                return link.trouble
+        return ""
+
     async def missing(self, table: Table, clock: int) -> str:
         """Who keeps step `clock` of a table from being committed, for a person."""
         reasons = self._links.troubles()

@@ -97,6 +97,11 @@ class ServerLink:
             f"{since_s:.1f} s: {self._trouble}"
         )
 
+    @property
+    def trouble_s(self) -> float:
+        """For how long the server could not be reached; 0 if it can."""
+        return now_s() - self._trouble_since_s if self._trouble else 0.0
+
     def start_stream(self, view_number: int) -> None:
         """Keep a push stream open from now on; idempotent."""
         if self._task is None:

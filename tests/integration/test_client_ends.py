@@ -247,3 +247,17 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         address = cluster.address
     with pytest.raises(ps.WaitExpired, match=address):
         ps.connect(address, connect_deadline_s=SHORT_S)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_leaving_a_cluster_that_is_gone_ends_soon(how: signal.Signals) -> None:
+    """A script whose cluster ended first, as a notebook's does, is told; it does not hang."""
+    with ps.local_cluster(servers=1, workers=1) as cluster:
+        client = worker(cluster, 0)
+        client.push_pull(table(client), ones())
+        if how is signal.SIGKILL:
+            os.kill(cluster.process_ids["server 0"], how)
+        else:
+            cluster.stop()
+        with pytest.raises(ps.WaitExpired, match=r"cannot be left in order: server 1 "):
+            client.close()
