@@ -15,6 +15,8 @@ from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender, Wit
 from ps_server.frames import BlockFrame, Entry, block_of, kind_of
 from pushpull.v1 import parameters_pb2
 
+_KINDS = frozenset(parameters_pb2.PushKind.values())
+
 Event = PushEvent | SealEvent | WithdrawEvent
 
 
@@ -49,9 +51,10 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
 
 
 def _check_kind(number: int) -> None:
-    known = parameters_pb2.PushKind.values()
-    if number not in known:
-        raise InvalidConfig(f"kind is {number}; expected one of {', '.join(map(str, known))}")
+    if number not in _KINDS:
+        raise InvalidConfig(
+            f"kind is {number}; expected one of {', '.join(map(str, sorted(_KINDS)))}"
+        )
 
 
 def push_events(
