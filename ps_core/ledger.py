@@ -36,6 +36,17 @@ class Outcome(Enum):
     SKIPPED = "skipped"
 
 
+class ReplyKind(Enum):
+    """What a server says about an entry (`pushpull.v1.ReplyKind`)."""
+
+    RECEIVED = "received"
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    GIVEN_BACK = "given_back"
+    CREDIT = "credit"
+    ERROR = "error"
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """An outcome with what its sender is told beside it."""

@@ -7,11 +7,10 @@ opaque too: the machines never look into it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
-from ps_core.ledger import Ending
+from ps_core.ledger import Ending, ReplyKind
 from ps_core.tables import Hyperparameters
 
 
@@ -99,17 +98,6 @@ class PullEvent:
     clock: int
     consistent: bool
     deadline_s: float
-
-
-class ReplyKind(Enum):
-    """What a reply says (`pushpull.v1.ReplyKind`)."""
-
-    RECEIVED = "received"
-    COMMITTED = "committed"
-    REFUSED = "refused"
-    GIVEN_BACK = "given_back"
-    CREDIT = "credit"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ps_core.errors import (
     Unauthenticated,
 )
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import errors, logs, wire
 from ps_runtime.metrics import ServerMetrics
@@ -39,7 +39,6 @@ from ps_server.events import (
     Place,
     PullEvent,
     RefusePull,
-    ReplyKind,
     ReplyTo,
 )
 from ps_server.frames import block_answer

@@ -23,13 +23,12 @@ from dataclasses import replace
 from ps_core import limits
 from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError
 from ps_core.keys import RangeId
-from ps_core.ledger import Ending, Outcome
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import Table
 from ps_server.entry_rules import EntryRules
 from ps_server.events import (
     Effect,
     PushEvent,
-    ReplyKind,
     SealEvent,
     Sender,
     WithdrawEvent,

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
-from ps_core.ledger import Ending, Ledger
+from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Mode, Table
-from ps_server.events import Effect, ReplyKind, ReplyTo, SealEvent, Sender
+from ps_server.events import Effect, ReplyTo, SealEvent, Sender
 from ps_server.room import Step
 
 

@@ -29,6 +29,7 @@ from ps_core.errors import (
     TableNotFound,
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
+from ps_core.ledger import ReplyKind
 from ps_core.tables import Mode, Table
 from ps_server.events import (
     Effect,
@@ -36,7 +37,6 @@ from ps_server.events import (
     PullEvent,
     PushEvent,
     RefusePull,
-    ReplyKind,
     ReplyTo,
     SealEvent,
     Sender,

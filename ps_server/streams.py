@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 from ps_core import limits
 from ps_core.cluster_view import Session
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import errors
-from ps_server.events import ReplyKind, ReplyTo
+from ps_server.events import ReplyTo
 from pushpull.v1 import parameters_pb2
 
 _KIND = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Ending
+from ps_core.ledger import Ending, ReplyKind
 from ps_core.tables import Hyperparameters
 
 
@@ -188,17 +188,6 @@ class ViewNeeded:
 
 
 Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused | ViewNeeded
-
-
-class ReplyKind(Enum):
-    """What a server says about an entry."""
-
-    RECEIVED = "received"
-    COMMITTED = "committed"
-    REFUSED = "refused"
-    GIVEN_BACK = "given_back"
-    CREDIT = "credit"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

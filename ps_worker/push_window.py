@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Ending, Ledger, Outcome
+from ps_core.ledger import Ending, Ledger, Outcome, ReplyKind
 from ps_worker.push_entries import (
     BlockPlace,
     Effect,
@@ -39,7 +39,6 @@ from ps_worker.push_entries import (
     EntryKey,
     EntryState,
     Reply,
-    ReplyKind,
     SealPart,
     SealTerms,
     SendPush,

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Ending, Outcome
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
@@ -25,7 +25,6 @@ from ps_worker.push_entries import (
     BlockPlace,
     Effect,
     Reply,
-    ReplyKind,
     SealPart,
     SealTerms,
     SendPush,

@@ -35,7 +35,6 @@ from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import (
     BlockPlace,
     Reply,
-    ReplyKind,
     SealTerms,
     SendPush,
     SendSeal,
@@ -307,7 +306,7 @@ class SimWorker:
     def _outbox(self, server: NodeId) -> Callable[[ReplyTo], None]:
         def reply(effect: ReplyTo) -> None:
             message = Reply(
-                ReplyKind(effect.kind.value),
+                effect.kind,
                 effect.table_id,
                 effect.range_id,
                 effect.sequence,

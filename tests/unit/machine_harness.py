@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import (
     DType,
     Hyperparameters,
@@ -28,7 +28,6 @@ from ps_server.events import (
     PullEvent,
     PushEvent,
     RefusePull,
-    ReplyKind,
     ReplyTo,
     SealEvent,
     SealTerms,

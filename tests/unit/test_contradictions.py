@@ -6,9 +6,9 @@ import pytest
 
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import RangeId, TableId
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.events import ReplyKind, SealEvent, SealTerms
+from ps_server.events import SealEvent, SealTerms
 from ps_server.range_machine import RangeMachine
 from ps_server.room import Step
 from ps_server.server_machine import TableRoom

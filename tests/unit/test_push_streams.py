@@ -7,7 +7,8 @@ import asyncio
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_server.events import ReplyKind, ReplyTo, Sender
+from ps_core.ledger import ReplyKind
+from ps_server.events import ReplyTo, Sender
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
 

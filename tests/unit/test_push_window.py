@@ -6,12 +6,11 @@ import pytest
 
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, NotOwner, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Ending, Outcome
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_worker.push_entries import (
     BlockPlace,
     EntryKey,
     Reply,
-    ReplyKind,
     SealTerms,
     SendPush,
     SendSeal,

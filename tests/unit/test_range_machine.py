@@ -12,9 +12,9 @@ from ps_core.errors import (
     InvalidTensor,
     WaitExpired,
 )
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Mode, OptimizerKind
-from ps_server.events import Apply, PushEvent, RefusePull, ReplyKind, ReplyTo
+from ps_server.events import Apply, PushEvent, RefusePull, ReplyTo
 from ps_server.room import Step
 from tests.unit.machine_harness import (
     PLACE,
