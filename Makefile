@@ -71,7 +71,7 @@ sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
 	$(BIN)/python -m pytest tests/sim --sim-seeds=$(SEEDS) $(if $(SEED),--sim-seed=$(SEED))
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
-	$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks
 
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)
 	tests/system/install-deps
