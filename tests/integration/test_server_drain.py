@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import grpc
 import numpy as np
 import pytest
 
@@ -16,7 +17,10 @@ from ps_runtime.launcher import (
     start_scheduler,
     start_servers,
 )
+from pushpull.v1 import parameters_pb2
+from tests.integration.raw_wire import Wire, refused
 
+STARTED_S = 20.0
 GRACE_S = 5.0  # drain_grace_s: a server that waited for its streams would take all of it
 
 
@@ -44,3 +48,39 @@ def test_sigterm_ends_a_server_with_an_open_stream_and_a_parked_read() -> None:
     assert ended is not None
     assert ended.how == "exit code 0"
     assert took_s < GRACE_S, took_s
+
+
+@pytest.mark.timeout(90)
+def test_sigterm_does_not_wait_for_clients_that_stay_on_the_line() -> None:
+    """Our own client hangs up when it sees the server leave; another one need not watch views."""
+    shape = ClusterShape(server_count=1, worker_count=2)
+    with Launcher() as launcher:
+        scheduler = start_scheduler(launcher, shape, READY_DEADLINE_S)
+        (server,) = start_servers(launcher, shape, scheduler.address)
+        launcher.wait_ready(server)
+        wire = Wire(scheduler.address)
+        made = wire.create("waits")
+        (node_id,) = made.servers
+        worker = wire.workers[0]
+        pushing = wire.servers[node_id].Push(
+            iter(worker.messages(made, node_id, 1.0)), timeout=STARTED_S
+        )
+        assert next(pushing).replies[0].kind == parameters_pb2.REPLY_KIND_RECEIVED
+        request = wire.pull_request(made, [0], clock=1, deadline_ms=20_000)
+        request.session.CopyFrom(worker.session)
+        reading = wire.servers[node_id].Pull(request, timeout=STARTED_S)
+        wire.servers[node_id].GetRangeStats(parameters_pb2.GetRangeStatsRequest())
+        told_s = now_s()
+        server.send(signal.SIGTERM)
+        ended = server.wait(STARTED_S)
+        took_s = now_s() - told_s
+        refused(lambda: list(pushing), "DRAINING", "is going away")
+        try:
+            answered = [part.error.error.message for part in reading]
+        except grpc.RpcError as cut:  # its last words may be lost with the connection
+            answered = [cut.details() or ""]
+        wire.close()
+    assert ended is not None
+    assert ended.how == "exit code 0"
+    assert took_s < GRACE_S, took_s
+    assert len(answered) == 1
