@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import grpc
 import grpc.aio
@@ -26,7 +26,9 @@ from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
-Frame = tuple[bytes, memoryview | None]
+Frame: TypeAlias = (
+    tuple[parameters_pb2.PushRequest, None] | tuple[parameters_pb2.BlockPush, memoryview]
+)
 """A message of a push stream: complete, or a BlockPush without its payload and the payload."""
 
 SESSION_DEADLINE_S = 10.0
@@ -107,9 +109,16 @@ class ServerLink:
         if self._task is None:
             self._task = asyncio.create_task(self._keep_stream(view_number))
 
-    def send(self, frame: Frame) -> None:
-        """Write a frame to the push stream, after those before it; lost if the stream breaks."""
-        self._outbox.append(frame)
+    def send(self, request: parameters_pb2.PushRequest) -> None:
+        """Write a seal or a withdrawal to the push stream, after what came before it; lost if the
+        stream breaks.
+        """
+        self._outbox.append((request, None))
+        self._has_frames.set()
+
+    def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
+        """Write a block, whose `message` leaves out the payload; otherwise as `send`."""
+        self._outbox.append((message, payload))
         self._has_frames.set()
 
     async def close(self) -> None:
@@ -224,7 +233,7 @@ class ServerLink:
             header = parameters_pb2.PushRequest(
                 header=parameters_pb2.StreamHeader(session=self._identity)
             )
-            await call.write((header.SerializeToString(), None))
+            await call.write((header, None))
             self._listener.stream_opened(self.node.node_id)
             writer = asyncio.create_task(self._write_frames(call))
             async for response in call:
@@ -313,9 +322,10 @@ class ServerLinks:
 
 def _serialized(frame: Frame) -> bytes:
     message, payload = frame
+    serialized = message.SerializeToString()
     if payload is None:
-        return message
-    return join(_BLOCK_FIELD, message, _PAYLOAD_FIELD, payload, _PADDING_FIELD)
+        return serialized
+    return join(_BLOCK_FIELD, serialized, _PAYLOAD_FIELD, payload, _PADDING_FIELD)
 
 
 @contextlib.contextmanager

@@ -224,7 +224,7 @@ class PushDriver:
     def _send(self, server: NodeId, request: parameters_pb2.PushRequest) -> None:
         link = self._links.find(server)
         if link is not None:
-            link.send((request.SerializeToString(), None))
+            link.send(request)
 
     def _send_push(self, effect: SendPush) -> None:
         body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies
@@ -258,7 +258,7 @@ class PushDriver:
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
             MEASURES.pushed_bytes.inc(body.payload.nbytes)
-            link.send((message.SerializeToString(), body.payload))
+            link.send_block(message, body.payload)
 
     def _seal(
         self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
