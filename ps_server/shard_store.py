@@ -30,7 +30,7 @@ What it deliberately does not do: sequence, wait, decide who contributes, know p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,11 @@ _TORCH_DTYPE = {
 }
 
 
+def arithmetic_dtype(table: Table) -> torch.dtype:
+    """The dtype that a table's values have on its servers: float32, or float64 for float64."""
+    return torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
+
+
 class ShardStore:
     """The blocks `blocks` of `table`, with their initial values (zeros if they come from rank 0).
 
@@ -72,17 +77,26 @@ class ShardStore:
         table: the table, its spec validated.
         blocks: the blocks of the range.
         pool: working memory; one pool may serve all stores of a server. None means its own.
+        home: the memory that a block's values live in: zeros, of its padded length. None means the
+            store's own.
 
     Raises:
         InvalidKeys: the table has no such block.
     """
 
-    def __init__(self, table: Table, blocks: Sequence[int], pool: BufferPool | None = None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        blocks: Sequence[int],
+        pool: BufferPool | None = None,
+        home: Callable[[int], Tensor] | None = None,
+    ) -> None:
         spec = table.spec
         self._table = table
         self._name = spec.name
         self._pool = pool if pool is not None else BufferPool()
-        self._dtype = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32
+        self._dtype = arithmetic_dtype(table)
+        self._home = home
         self._states = {block: self._initial_state(block) for block in sorted(blocks)}
         self._versions = dict.fromkeys(self._states, 0)
         self._forming: dict[int, dict[int, Contribution]] = {}
@@ -98,13 +112,27 @@ class ShardStore:
         return sums + sum(state.state_bytes for state in self._states.values())
 
     def decode(
-        self, block: int, codec: Codec, payload: bytes | memoryview, presence: bytes
+        self,
+        block: int,
+        codec: Codec,
+        payload: bytes | memoryview,
+        presence: bytes,
+        *,
+        is_shared: bool = False,
     ) -> Contribution:
         """The payload as a contribution, checked. Changes nothing.
 
+        Args:
+            block: the block.
+            codec: how the payload is encoded.
+            payload: the block's elements.
+            presence: one bit for each of the block's tensors; empty means all.
+            is_shared: another process may write to the payload at any time. It is copied before
+                it is checked, and the copy is what is checked and kept.
+
         Shapes:
-            payload: the block's elements, little-endian. In the table's own float32 or float64 it
-                is not copied but kept alive by the result; a writable memoryview is copied.
+            payload: little-endian. In the table's own float32 or float64 it is not copied but kept
+                alive by the result, unless it is shared or a writable memoryview.
 
         Raises:
             InvalidKeys: the block is not here, or the presence bitmap has the wrong length.
@@ -122,8 +150,8 @@ class ShardStore:
                 f"expected {expected} ({state.length} elements of {codec.value})"
             )
         source = contributions.view(payload, codec)
-        is_owned = source.dtype != self._dtype or not view.readonly
-        if is_owned:
+        is_owned = is_shared or source.dtype != self._dtype or not view.readonly
+        if is_owned:  # before the check: what is checked must not change any more
             target = contributions.take_padded(self._pool, state.length, self._dtype)
             target[: state.length].copy_(source)
             source = target
@@ -243,7 +271,7 @@ class ShardStore:
         segments = self._table.segments(block)
         bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
         check(int(bounds[-1]) == length, "STO-4", f"segments of block {block} do not cover it")
-        values = torch.zeros(padded_length(length), dtype=self._dtype)
+        values = self._home(block) if self._home else torch.zeros(padded_length(length), dtype=self._dtype)
         initializer = self._table.spec.initializer
         if initializer.kind is InitializerKind.CONSTANT:
             values[:length] = initializer.constant

@@ -413,6 +413,50 @@ def test_memory_that_may_change_is_copied_and_odd_addresses_are_read() -> None:
     assert store.read(0, None, None)[0] == (-np.ones(64, np.float32)).tobytes()
 
 
+class MovingPool(PoisonedPool):
+    """Another process that writes to `memory` as soon as a buffer was taken for its copy."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Array) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def take(self, element_count: int, dtype: torch.dtype) -> Tensor:
+        self.memory[:] = 2.0
+        return super().take(element_count, dtype)
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 1])
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.FP16, Codec.BF16])
+def test_shared_memory_is_copied_before_it_is_checked(codec: Codec, offset_bytes: int) -> None:
+    memory = np.frombuffer(bytearray(b"x" * offset_bytes + ones(64, codec)), np.uint8)
+    payload = memory.data.toreadonly()[offset_bytes:]  # read-only here, not over there
+    pool = PoisonedPool()
+    store = ShardStore(table([10, 54]), range(1), pool)
+    part = store.decode(0, codec, payload, b"", is_shared=True)
+    assert part.is_owned
+    assert len(pool.out) == 1
+    memory[:] = 255  # NaNs
+    with pytest.raises(InvalidTensor, match="non-finite"):
+        store.decode(0, codec, payload, b"", is_shared=True)
+    assert len(pool.out) == 1
+    store.fold(1, [(0, part)], 1.0)
+    store.apply(1, (), 1)
+    assert store.read(0, None, None)[0] == (-np.ones(64, np.float32)).tobytes()
+    assert not pool.out
+
+
+def test_what_is_checked_of_shared_memory_is_the_copy() -> None:
+    memory = np.full(64, np.nan, np.float32)
+    store = ShardStore(table([64]), range(1), MovingPool(memory))
+    payload = memory.data.cast("B").toreadonly()
+    # Bad when it was sent, good when it was copied: what counts is the copy, and only that.
+    part = store.decode(0, Codec.FP32, payload, b"", is_shared=True)
+    memory[:] = np.nan
+    assert bool((part.values == 2.0).all())
+
+
 @pytest.mark.parametrize("kernels", list(Kernels))
 @pytest.mark.parametrize(
     "kind", [kind for kind in OptimizerKind if kind is not OptimizerKind.ASSIGN]
