@@ -77,6 +77,30 @@ DEFAULT_SESSION_DEADLINE_S = 10.0
 STREAM_HEADER_DEADLINE_S = 10.0
 """From the opening of a push stream to its header."""
 
+LANES = ("auto", "shm", "grpc")
+"""The settings of PUSHPULL_LANE."""
+
+LANE_RING_BYTES = 16 * 1024 * 1024
+"""Shared memory that a worker makes for its pushes to one server. The last-level cache of a server
+machine holds it, so that what the worker wrote is still there when the server reads it."""
+
+LANE_BATCH_BYTES = 4 * 1024 * 1024
+"""Payload in shared memory that one message describes: enough to make the message's own cost small,
+and a fraction of the ring, so that both ends work at once."""
+
+LANE_MIN_PAYLOAD_BYTES = 16 * 1024
+"""A smaller payload travels in its message: it costs less there than a place in the ring."""
+
+MAX_BATCH_COUNT = 64
+"""Blocks in one message."""
+
+MAX_LANE_SEGMENT_COUNT = 16
+"""Segments that one session shares with a server."""
+
+MAX_LANE_SEGMENT_BYTES = 256 * 1024 * 1024
+MAX_LANE_STRANGER_COUNT = 256
+"""Connections on a server's Unix socket that have not said who they are."""
+
 MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
 """RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""
@@ -105,5 +129,7 @@ check(
     "LIM-3",
     "a default block does not fit gRPC's default message",
 )
+check(2 * LANE_BATCH_BYTES <= LANE_RING_BYTES, "LIM-6", "a batch fills the ring")
+check(LANE_RING_BYTES <= MAX_LANE_SEGMENT_BYTES, "LIM-7", "no server would map the ring")
 check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
 check(SLOT_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")

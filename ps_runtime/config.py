@@ -35,6 +35,16 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Raises:
+        InvalidConfig: it is not.
+    """
+    if value not in choices:
+        raise InvalidConfig(f"{name} is '{value}'; expected one of {', '.join(choices)}")
+
+
 def resolve(
     cls: type[DataclassT],
     flags: Mapping[str, object],

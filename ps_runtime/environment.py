@@ -26,6 +26,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_STOP_WHEN_DONE": "1 ends the cluster when all workers have left.",
     "PUSHPULL_CONNECT_DEADLINE_S": "Seconds to go on trying to reach the scheduler at start.",
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a push or pull of a worker may wait.",
+    "PUSHPULL_LANE": "How payloads travel on one host: auto, shm (shared memory) or grpc.",
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
     "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between two heartbeats of a node.",
     "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",

@@ -171,6 +171,11 @@ class ServerMetrics:
         self.sessions = Gauge(
             "pushpull_server_sessions", "Sessions that have been opened.", registry=registry
         )
+        self.shm_sessions = Gauge(
+            "pushpull_server_shm_sessions",
+            "Sessions on this host that share memory with the server.",
+            registry=registry,
+        )
 
 
 class WorkerMetrics:
@@ -204,6 +209,12 @@ class WorkerMetrics:
             "pushpull_worker_resent_entries_total",
             "Entries sent again, by the reason's error code.",
             ("code",),
+            registry=registry,
+        )
+        self.lanes = Gauge(
+            "pushpull_worker_lanes",
+            "Servers that the clients of this process reach, by lane (shm, grpc).",
+            ("lane",),
             registry=registry,
         )
         self.window_bytes = Gauge(

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_core.errors import PushpullError
+from ps_core import limits
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
@@ -55,9 +56,19 @@ class ServerConfig:
     drain_grace_s: float = field(
         default=5.0, metadata={"help": "seconds that calls may finish in when told to stop"}
     )
+    lane: str = field(
+        default="auto",
+        metadata={
+            "help": "auto shares memory with clients on this host, where it can; shm must; grpc "
+            "does not"
+        },
+    )
     threads: int = field(
         default=1, metadata={"help": "torch threads for updates; 0 leaves torch's own choice"}
     )
+
+    def __post_init__(self) -> None:
+        config.check_choice("lane", self.lane, limits.LANES)
 
 
 def main() -> None:
@@ -124,9 +135,13 @@ async def _run(
         cluster_id=settings.cluster_id,
     )
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
+    stack = contextlib.ExitStack()
     try:
         node = ParameterNode(link.session, link.token_key, link.worker_count, metrics, clock.now_s)
         _watch(link, node, metrics, registry)
+        stack.callback(node.lanes.close)
+        if settings.lane != "grpc":
+            _open_lanes(node, must=settings.lane == "shm")
         finished = asyncio.Event()
         link.on_view.append(node.observe)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
@@ -140,8 +155,18 @@ async def _run(
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
     finally:
+        stack.close()
         await link.deregister("the server stops", deadline_s=1.0)
         await link.close()
+
+
+def _open_lanes(node: ParameterNode, *, must: bool) -> None:
+    try:
+        node.lanes.open()
+    except OSError as error:
+        if must:
+            raise InvalidConfig(f"lane is 'shm', which this system refuses: {error}") from error
+        logs.warning("lane_not_offered", lane="shm", error=str(error))
 
 
 def _watch(
@@ -160,6 +185,7 @@ def _watch(
     metrics.state_bytes.set_function(lambda: node.state_bytes)
     metrics.parked_pulls.set_function(lambda: node.parked_count)
     metrics.sessions.set_function(lambda: node.session_count)
+    metrics.shm_sessions.set_function(lambda: node.lanes.session_count)
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
 
 

@@ -78,6 +78,12 @@ def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) 
     return join(_BLOCK_IN_RESPONSE, value.SerializeToString(), _PULLED_PAYLOAD, payload)
 
 
+def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
+    """A serialized PullResponse of values that the caller reads where they lie."""
+    shared = parameters_pb2.SharedValues(values=values)
+    return parameters_pb2.PullResponse(shared=shared).SerializeToString()
+
+
 def pull_part(answer: bytes) -> bytes:
     """A serialized PushPullResponse of a serialized PullResponse."""
     return wrap(_PULL_IN_PART, answer)

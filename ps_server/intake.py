@@ -28,6 +28,14 @@ class Decoder(Protocol):
     ) -> Contribution:
         """Raises: what is wrong with the payload."""
 
+    def decode_shared(
+        self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
+    ) -> Contribution:
+        """The same for a payload in the sender's shared memory.
+
+        Raises: what is wrong with it; Recovering: the sender's memory is not there any more.
+        """
+
 
 def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
     """The terms of a seal.
@@ -75,7 +83,10 @@ def push_events(
         codec = wire.codec_from_proto(message.codec)
         if message.HasField("eager"):
             eager = wire.hyperparameters_from_proto(message.eager.hyperparameters)
-        payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)
+        if message.HasField("shared_payload"):
+            payload = decoder.decode_shared(place, sender, message, codec)
+        else:
+            payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)
     except PushpullError as error:
         problem = error
     has_version = message.HasField("pulled_peer_version")
@@ -159,6 +170,10 @@ def entry_events(
     kind = kind_of(message)
     if kind == "block":
         yield from push_events(block_of(message), sender, decoder)
+    elif kind == "batch" and not isinstance(message, BlockFrame):
+        _check_batch(message.batch)
+        for block in message.batch.blocks:
+            yield from push_events(BlockFrame(block, memoryview(block.payload)), sender, decoder)
     elif kind == "seal" and not isinstance(message, BlockFrame):
         yield from seal_events(message.seal, sender)
     elif kind == "withdrawal" and isinstance(message, parameters_pb2.PushRequest):
@@ -171,8 +186,15 @@ def entry_events(
         yield WithdrawEvent(place, sender, given_up.sequence)
     else:
         raise InvalidConfig(
-            f"a message of a push stream holds {kind or 'no entry'}; expected a block, a seal or a "
-            "withdrawal after the header"
+            f"a message of a push stream holds {kind or 'no entry'}; expected a block, a batch of "
+            "blocks, a seal or a withdrawal after the header"
+        )
+
+
+def _check_batch(batch: parameters_pb2.BlockBatch) -> None:
+    if not 1 <= len(batch.blocks) <= limits.MAX_BATCH_COUNT:
+        raise InvalidConfig(
+            f"a batch has {len(batch.blocks)} blocks; expected 1 to {limits.MAX_BATCH_COUNT}"
         )
 
 

@@ -10,8 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
@@ -19,11 +20,12 @@ from ps_core.errors import (
     Draining,
     Fenced,
     InvalidKeys,
+    InvalidTensor,
     InvariantViolation,
     PushpullError,
     Unauthenticated,
 )
-from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import errors, logs, wire
@@ -38,12 +40,17 @@ from ps_server.events import (
     Fold,
     Place,
     PullEvent,
+    Record,
     RefusePull,
     ReplyTo,
+    Sender,
 )
 from ps_server.frames import block_answer
 from ps_server.intake import Event
-from ps_server.server_machine import ServerMachine
+from ps_server.lanes import SharedLanes
+from ps_server.lent_values import LentValues, lent_values
+from ps_server.range_machine import RangeMachine
+from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, types_pb2
@@ -51,15 +58,23 @@ from pushpull.v1 import parameters_pb2, types_pb2
 _DRAIN_RETRY_MS = 500
 
 
+AnswerPart = bytes | parameters_pb2.SharedValue
+"""A serialized PullResponse, or a value that the reader takes from where it lies."""
+
+
 @dataclass(slots=True, eq=False)
 class Read:
-    """A read of one range on its way; `on_answer` gets serialized PullResponses, once."""
+    """A read of one range on its way; `on_answer` gets its parts, once.
+
+    `codec` is None for the table's own; `shared`: the reader takes what is lent to it.
+    """
 
     place: Place
     blocks: Sequence[int]
     codec: Codec | None
     session: Session
-    on_answer: Callable[[list[bytes]], None]
+    shared: bool
+    on_answer: Callable[[list[AnswerPart]], None]
 
 
 class ParameterNode:
@@ -83,6 +98,9 @@ class ParameterNode:
         self.session = session
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
         self.shards: dict[tuple[TableId, RangeId], ShardStore] = {}
+        self.lanes = SharedLanes()
+        self._lent: dict[tuple[TableId, RangeId], LentValues] = {}
+        self._segment_ids = itertools.count(1)
         self.now = now
         self.metrics = metrics
         self.received_bytes = 0
@@ -139,13 +157,17 @@ class ParameterNode:
         added = self.machine.observe(view)
         self._left = {n.node_id for n in view.nodes if n.state is NodeState.LEFT}
         # Evaluators come and go; those that the scheduler forgot would be checked again.
-        self._known = {
+        known = {
             s for s in self._known if s.node_id in view.nodes_by_id and s.node_id not in self._left
         }
+        for session in self._known - known:
+            self.lanes.forget(session.incarnation)
+        self._known = known
+        by_table: dict[TableId, list[PartAdded]] = {}
         for part in added:
-            self.shards[part.table.table_id, part.range_id] = ShardStore(
-                part.table, part.blocks, pool=self._pool
-            )
+            by_table.setdefault(part.table.table_id, []).append(part)
+        for parts in by_table.values():
+            self._add_parts(parts)
         if added:
             logs.info(
                 "ranges_added",
@@ -154,6 +176,20 @@ class ParameterNode:
                 tables=sorted({part.table.spec.name for part in added}),
                 blocks=sum(len(part.blocks) for part in added),
             )
+
+    def _add_parts(self, parts: Sequence[PartAdded]) -> None:
+        """Make room for parts of one table: where they can be lent, if this server lends."""
+        table = parts[0].table
+        lent = None
+        if self.lanes.is_open:
+            blocks = [block for part in parts for block in part.blocks]
+            lent = lent_values(table, next(self._segment_ids), blocks)
+        for part in parts:
+            place = (part.table.table_id, part.range_id)
+            home = None if lent is None else lent.values
+            self.shards[place] = ShardStore(table, part.blocks, pool=self._pool, home=home)
+            if lent is not None:
+                self._lent[place] = lent
 
     # --- entries
 
@@ -171,11 +207,26 @@ class ParameterNode:
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
         """See `intake.Decoder`; a place that is not here is answered by the machine."""
+        shard = self._shard(place)
+        self.received_bytes += len(payload)
+        return shard.decode(block, codec, payload, presence)
+
+    def decode_shared(
+        self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
+    ) -> Contribution:
+        """See `intake.Decoder`."""
+        if message.payload:
+            raise InvalidTensor("a push has a payload and a shared payload; expected one of them")
+        shard = self._shard(place)
+        payload = self.lanes.payload(sender.incarnation, message.shared_payload)
+        self.received_bytes += len(payload)
+        return shard.decode(message.block, codec, payload, message.presence, is_shared=True)
+
+    def _shard(self, place: Place) -> ShardStore:
         shard = self.shards.get((place.table_id, place.range_id))
         if shard is None:
             raise InvalidKeys(f"range {place.range_id} holds no block of table {place.table_id}")
-        self.received_bytes += len(payload)
-        return shard.decode(block, codec, payload, presence)
+        return shard
 
     def entry(self, stream: EntryStream, event: Event) -> None:
         """An entry arrived on `stream`."""
@@ -207,6 +258,12 @@ class ParameterNode:
         event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s)
         self.carry_out(self.machine.pull(event, self.now()))
         return number
+
+    def lends(self, session: Session, table_id: TableId) -> bool:
+        """Whether the session takes the table's values from where they lie."""
+        return self.lanes.is_here(session.incarnation) and any(
+            lent_table == table_id for lent_table, _ in self._lent
+        )
 
     def end_read(self, number: int) -> None:
         """The caller has gone, or has its answer."""
@@ -246,9 +303,7 @@ class ParameterNode:
                 case Apply():
                     self._apply(effect)
                 case Assign():
-                    record = effect.record
-                    shard = self.shards[record.table_id, record.range_id]
-                    shard.assign(_contributions(effect.parts))
+                    self._assign(effect)
                 case AnswerPull():
                     self._answer(effect)
                 case RefusePull():
@@ -283,10 +338,30 @@ class ParameterNode:
     def _apply(self, effect: Apply) -> None:
         record = effect.record
         shard = self.shards[record.table_id, record.range_id]
-        with self.metrics.apply_duration_seconds.time():
+        with (
+            self._changing(record),
+            self.metrics.apply_duration_seconds.time(),
+        ):
             shard.apply(record.clock, record.hyperparameters, record.contributor_count)
         self.applied_count += 1
         self.metrics.applied_updates.inc()
+
+    def _assign(self, effect: Assign) -> None:
+        record = effect.record
+        with self._changing(record):
+            shard = self.shards[record.table_id, record.range_id]
+            shard.assign(_contributions(effect.parts))
+
+    @contextlib.contextmanager
+    def _changing(self, record: Record) -> Iterator[None]:
+        """Those who read the record's blocks where they lie can tell that they change."""
+        lent = self._lent.get((record.table_id, record.range_id))
+        if lent is None:
+            yield
+            return
+        lent.begin_change(record.blocks)
+        yield  # an update that raises leaves its blocks marked: nobody takes a part of it
+        lent.end_change(record.blocks)
 
     def _answer(self, effect: AnswerPull) -> None:
         read = self._reads.pop(effect.waiter, None)
@@ -297,7 +372,8 @@ class ParameterNode:
         part, shard = self.machine.parts[place], self.shards[place]
         codec = read.codec or NATIVE_CODEC[part.state.table.spec.dtype]
         is_worker = read.session.role is Role.WORKER
-        answer = []
+        answer: list[AnswerPart] = []
+        lent = self._lent_to(read, place, codec)
         try:
             for block in read.blocks or part.state.blocks:
                 if block not in part.state.versions:
@@ -305,8 +381,11 @@ class ParameterNode:
                         f"block {block} of table '{part.state.table.spec.name}' is not in range "
                         f"{effect.range_id}"
                     )
-                payload, presence = shard.read(block, codec, effect.clock)
                 incarnation = read.session.incarnation if is_worker else None
+                if lent is not None:
+                    answer.append(self._lent_value(lent, part, incarnation, block))
+                    continue
+                payload, presence = shard.read(block, codec, effect.clock)
                 value = parameters_pb2.BlockValue(
                     block=block,
                     version=part.state.versions[block],
@@ -322,6 +401,34 @@ class ParameterNode:
         except PushpullError as error:
             answer = [range_error(effect.range_id, error)]
         read.on_answer(answer)
+
+    def _lent_to(
+        self, read: Read, place: tuple[TableId, RangeId], codec: Codec
+    ) -> LentValues | None:
+        """The range's values, if the read takes them from where they lie."""
+        lent = self._lent.get(place) if read.shared else None
+        if lent is None or codec is not lent.codec:
+            return None
+        is_there = self.lanes.lend(read.session.incarnation, lent.segment_id, lent.segment)
+        return lent if is_there else None
+
+    def _lent_value(
+        self, lent: LentValues, part: RangeMachine, incarnation: Incarnation | None, block: int
+    ) -> parameters_pb2.SharedValue:
+        place, stamp = lent.place(block)
+        self.sent_bytes += place.byte_count
+        return parameters_pb2.SharedValue(
+            block=block,
+            version=part.state.versions[block],
+            peer_version=part.state.peer_version(incarnation, block),
+            clock=part.state.clock,
+            codec=wire.codec_to_proto(lent.codec),
+            segment_id=lent.segment_id,
+            offset_bytes=place.offset_bytes,
+            byte_count=place.byte_count,
+            stamp_offset_bytes=place.stamp_offset_bytes,
+            stamp=stamp,
+        )
 
     def _refuse(self, effect: RefusePull) -> None:
         read = self._reads.pop(effect.waiter, None)

@@ -25,6 +25,7 @@ from ps_core.errors import (
     NotOwner,
     Overloaded,
     PushpullError,
+    Recovering,
     StaleAssignment,
     TableNotFound,
 )
@@ -192,6 +193,8 @@ class ServerMachine:
             return [self._refusal(event, error)]
         room = self._rooms[event.place.table_id]
         room.heard(event.sender)
+        if isinstance(event, PushEvent) and isinstance(event.problem, Recovering):
+            return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
         if isinstance(event, PushEvent):
             effects = part.push(event, now_s)
         elif isinstance(event, SealEvent):

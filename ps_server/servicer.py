@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from ps_core import limits
@@ -21,17 +21,18 @@ from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
 from ps_server.events import Place, Sender
-from ps_server.frames import BlockFrame, Entry, kind_of, pull_part
-from ps_server.node import ParameterNode, Read, range_error
+from ps_server.frames import BlockFrame, Entry, kind_of, pull_part, shared_answer
+from ps_server.node import AnswerPart, ParameterNode, Read, range_error
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream, Part
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
-FEATURES = ("bytes-lane", "inline-seal", "presence")
+FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
 _PULL_END = Part(end=parameters_pb2.PullEnd()).SerializeToString()
 
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
+_Answer = asyncio.Future[list[AnswerPart]]
 
 
 class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
@@ -71,7 +72,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.OpenSessionRequest, context: Any
     ) -> parameters_pb2.OpenSessionResponse:
         """See parameters.proto."""
-        self._node.admit(request.session)
+        session = self._node.admit(request.session)
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
         await self._view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
         if self._node.machine.view_number < request.view_number:
@@ -84,6 +85,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             incarnation=self._node.session.incarnation,
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             features=FEATURES,
+            same_host=self._node.lanes.offer(session),
         )
 
     @translated
@@ -189,16 +191,18 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         until_s = node.now() + min(deadline_s, limits.MAX_DEADLINE_S)
         pulls = list(request.ranges)
         problems = _read_problems(request)
-        batch_count = len(pulls) if request.consistent else 1
+        # An answer in bytes is made when its turn comes, since a table's bytes are many; what is
+        # lent costs nothing to keep.
+        is_lent = request.shared and node.lends(session, TableId(request.table_id))
+        batch_count = len(pulls) if request.consistent or is_lent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):
             answers = [
                 self._begin(request, number, session, until_s, problems.get(number))
                 for number in range(start, min(start + batch_count, len(pulls)))
             ]
             try:
-                for answer, _ in answers:
-                    for response in await answer:
-                        yield response
+                async for response in _grouped([answer for answer, _ in answers]):
+                    yield response
             finally:
                 for _, number in answers:
                     node.end_read(number)
@@ -210,10 +214,10 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         session: Session,
         until_s: float,
         problem: PushpullError | None,
-    ) -> tuple[asyncio.Future[list[bytes]], int]:
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+    ) -> tuple[_Answer, int]:
+        answer: _Answer = asyncio.get_running_loop().create_future()
 
-        def on_answer(responses: list[bytes]) -> None:
+        def on_answer(responses: list[AnswerPart]) -> None:
             if not answer.done():
                 answer.set_result(responses)
 
@@ -227,7 +231,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             RangeId(part.range_id),
             AssignmentEpoch(part.assignment_epoch),
         )
-        read = Read(place, part.blocks, codec, session, on_answer)
+        read = Read(place, part.blocks, codec, session, request.shared, on_answer)
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=until_s
         )
@@ -256,6 +260,22 @@ def _read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullErr
             except PushpullError as error:
                 found[number] = error
     return found
+
+
+async def _grouped(answers: Iterable[_Answer]) -> AsyncIterator[bytes]:
+    """The answers in order; values that are lent leave together, as many as are there."""
+    values: list[parameters_pb2.SharedValue] = []
+    for answer in answers:
+        if values and (len(values) >= limits.MAX_BATCH_COUNT or not answer.done()):
+            yield shared_answer(values)
+            values = []
+        for part in await answer:
+            if isinstance(part, bytes):
+                yield part
+            else:
+                values.append(part)
+    if values:
+        yield shared_answer(values)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -271,7 +271,11 @@ class ShardStore:
         segments = self._table.segments(block)
         bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
         check(int(bounds[-1]) == length, "STO-4", f"segments of block {block} do not cover it")
-        values = self._home(block) if self._home else torch.zeros(padded_length(length), dtype=self._dtype)
+        values = (
+            self._home(block)
+            if self._home
+            else torch.zeros(padded_length(length), dtype=self._dtype)
+        )
         initializer = self._table.spec.initializer
         if initializer.kind is InitializerKind.CONSTANT:
             values[:length] = initializer.constant

@@ -43,6 +43,8 @@ class ConnectOptions(TypedDict, total=False):
         cluster_id: the cluster that is meant; by default whichever answers.
         connect_deadline_s: how long to go on trying to reach the cluster; 60.
         request_deadline_s: how long a push, a pull or a wait may take; 300.
+        lane: "auto" (default: memory shared with the servers on this host, bytes to the others),
+            "shm" (an error where memory cannot be shared) or "grpc" (bytes always).
         window_bytes: payload bytes in flight: sent and not yet received; 32 MiB.
     """
 
@@ -51,6 +53,7 @@ class ConnectOptions(TypedDict, total=False):
     cluster_id: str
     connect_deadline_s: float
     request_deadline_s: float
+    lane: str
     window_bytes: int
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
-from ps_runtime.config import resolve
+from ps_runtime.config import check_choice, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,13 @@ class WorkerConfig:
             "missing; longer than a worker's longest pause (an evaluation between two steps)"
         },
     )
+    lane: str = field(
+        default="auto",
+        metadata={
+            "help": "how payloads travel: auto shares memory with the servers on this host and "
+            "sends the others bytes; shm fails where memory cannot be shared; grpc sends bytes"
+        },
+    )
     window_bytes: int = field(
         default=limits.DEFAULT_WINDOW_BYTES,
         metadata={
@@ -60,6 +67,7 @@ class WorkerConfig:
                 raise InvalidConfig(
                     f"{name} is {value}; expected more than 0, at most {limits.MAX_DEADLINE_S}"
                 )
+        check_choice("lane", self.lane, limits.LANES)
         if self.window_bytes <= 0:
             raise InvalidConfig(f"window_bytes is {self.window_bytes}; expected more than 0")
 

@@ -22,7 +22,7 @@ from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.config import WorkerConfig
 from ps_worker.counters import Counters
-from ps_worker.links import ServerLinks
+from ps_worker.links import LinkSetting, ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.pulls import Puller, ReadOrder
 from ps_worker.push_entries import SealTerms
@@ -32,7 +32,7 @@ from ps_worker.tickets import Pulled, StepResult
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 
 PROTOCOL_VERSION = 1
-FEATURES = ("bytes-lane", "inline-seal", "presence")
+FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
 _NAMED_TABLE_COUNT = 8
 
@@ -58,9 +58,8 @@ class Engine:
         self._clocks: dict[TableId, int] = {}
         self._began_s: dict[TableId, tuple[int, float]] = {}
         self._assigned: set[TableId] = set()
-        self._links = ServerLinks(
-            wire.session_to_proto(link.session), self, pushes=link.session.role is Role.WORKER
-        )
+        setting = LinkSetting(link.session.role is Role.WORKER, config.lane)
+        self._links = ServerLinks(wire.session_to_proto(link.session), self, setting)
         self.refused: dict[TableId, PushpullError] = {}
         self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self)
         self._puller = Puller(self._links, self.counters, lambda: self._view)
@@ -331,6 +330,7 @@ class Engine:
             staleness=counters.staleness,
             waiting_for=counters.waiting_for,
             planned_step_count=counters.planned_step_count,
+            lane=self._links.lane,
         )
 
 

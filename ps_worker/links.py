@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
-from ps_core.envelope import join
-from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
+from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_core.keys import NodeId
 from ps_runtime import logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.clock import now_s
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
+from ps_worker.lane import SharedLane
+from ps_worker.outbox import Outbox
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
-
-Frame: TypeAlias = (
-    tuple[parameters_pb2.PushRequest, None] | tuple[parameters_pb2.BlockPush, memoryview]
-)
-"""A message of a push stream: complete, or a BlockPush without its payload and the payload."""
 
 SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
@@ -37,9 +33,6 @@ MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, will not get better."""
 
 _SERVICE = "/pushpull.v1.ParameterService/"
-_BLOCK_FIELD = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
-_PAYLOAD_FIELD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
-_PADDING_FIELD = parameters_pb2.BlockPush.PADDING_FIELD_NUMBER
 
 
 class LinkListener(Protocol):
@@ -58,21 +51,37 @@ class LinkListener(Protocol):
         """The server refused this client for good."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkSetting:
+    """What all links of a client have in common: `lane` is the setting of PUSHPULL_LANE."""
+
+    pushes: bool
+    lane: str
+
+
 class ServerLink:
     """The link to one server (one incarnation of it)."""
 
     def __init__(
-        self, node: Node, identity: types_pb2.SessionIdentity, listener: LinkListener
+        self,
+        node: Node,
+        identity: types_pb2.SessionIdentity,
+        listener: LinkListener,
+        setting: LinkSetting,
     ) -> None:
         self.node = node
+        self.lane_name = ""
+        self._setting = setting
         self._identity = identity
         self._listener = listener
         self._channel = aio_channel(node.address)
         self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
-        self._push = self._channel.stream_stream(
-            f"{_SERVICE}Push",
-            request_serializer=_serialized,
-            response_deserializer=parameters_pb2.PushResponse.FromString,
+        self._push: grpc.aio.StreamStreamMultiCallable[bytes, parameters_pb2.PushResponse] = (
+            self._channel.stream_stream(
+                f"{_SERVICE}Push",
+                request_serializer=None,  # the outbox writes messages around their payloads
+                response_deserializer=parameters_pb2.PushResponse.FromString,
+            )
         )
         self._pull: grpc.aio.UnaryStreamMultiCallable[parameters_pb2.PullRequest, bytes] = (
             self._channel.unary_stream(
@@ -82,8 +91,10 @@ class ServerLink:
             )
         )
         self._view_number = 0
-        self._outbox: deque[Frame] = deque()
-        self._has_frames = asyncio.Event()
+        self._outbox = Outbox()
+        self._features: frozenset[str] = frozenset()
+        self._offer: parameters_pb2.SameHostOffer | None = None
+        self._lane: SharedLane | None = None
         self._task: asyncio.Task[None] | None = None
         self._trouble = ""
         self._trouble_since_s = 0.0
@@ -113,19 +124,18 @@ class ServerLink:
         """Write a seal or a withdrawal to the push stream, after what came before it; lost if the
         stream breaks.
         """
-        self._outbox.append((request, None))
-        self._has_frames.set()
+        self._outbox.put((request, None))
 
     def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
         """Write a block, whose `message` leaves out the payload; otherwise as `send`."""
-        self._outbox.append((message, payload))
-        self._has_frames.set()
+        self._outbox.put((message, payload))
 
     async def close(self) -> None:
         """End the stream and the channel."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._drop_lane()
         await self._channel.close()
 
     # --- calls
@@ -144,6 +154,8 @@ class ServerLink:
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
                 self._reached()
+                if not self._setting.pushes and self.lane is None:
+                    await self._new_lane()
                 return
             except PushpullError as error:
                 if not (is_retryable(error) or isinstance(error, WaitExpired)):
@@ -161,7 +173,9 @@ class ServerLink:
             deadline_ms=max(int(deadline_s * 1000), 1),
         )
         with _translated():
-            await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+            response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        self._features = frozenset(response.features)
+        self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
 
     async def pull(
@@ -226,6 +240,7 @@ class ServerLink:
             await asyncio.sleep(backoff.next_s(error))
 
     async def _run_stream(self) -> None:
+        lane = await self._new_lane()
         call = self._push()
         self._outbox.clear()  # of a former stream; the push window sends again what counts
         writer: asyncio.Task[None] | None = None
@@ -233,10 +248,12 @@ class ServerLink:
             header = parameters_pb2.PushRequest(
                 header=parameters_pb2.StreamHeader(session=self._identity)
             )
-            await call.write((header, None))
+            await call.write(header.SerializeToString())
             self._listener.stream_opened(self.node.node_id)
-            writer = asyncio.create_task(self._write_frames(call))
+            writer = asyncio.create_task(self._write_entries(call, lane))
             async for response in call:
+                if lane is not None:
+                    lane.answered(response.replies)
                 self._listener.replies(self.node.node_id, response)
         finally:
             if writer is not None:
@@ -245,16 +262,63 @@ class ServerLink:
             call.cancel()
             self._listener.stream_closed(self.node.node_id)
 
-    async def _write_frames(
-        self, call: grpc.aio.StreamStreamCall[Frame, parameters_pb2.PushResponse]
+    async def _write_entries(
+        self,
+        call: grpc.aio.StreamStreamCall[bytes, parameters_pb2.PushResponse],
+        lane: SharedLane | None,
     ) -> None:
         """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
+        batches = "batch" in self._features
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                while self._outbox:
-                    await call.write(self._outbox.popleft())
-                self._has_frames.clear()
-                await self._has_frames.wait()
+                await call.write(await self._outbox.next_message(lane, batches=batches))
+
+    # --- the lane
+
+    @property
+    def lane(self) -> SharedLane | None:
+        """Memory shared with the server; None where payloads travel as bytes."""
+        return self._lane if self._lane is not None and self._lane.is_open else None
+
+    async def _new_lane(self) -> SharedLane | None:
+        """Share memory with the server, if both may; what was shared before is given up.
+
+        Raises:
+            InvalidConfig: this client insists, and it cannot be done.
+        """
+        self._drop_lane()
+        if self._setting.lane == "grpc":
+            self._chose("grpc", "by setting")
+            return None
+        try:
+            if self._offer is None:
+                raise OSError("the server does not offer shared memory")
+            self._lane = await SharedLane.open(
+                self._offer, self._lane_lost, pushes=self._setting.pushes
+            )
+        except (OSError, PushpullError) as reason:
+            if self._setting.lane == "shm":
+                raise InvalidConfig(
+                    f"lane is 'shm', and server {self.node.node_id} at {self.node.address} cannot "
+                    f"share memory with this process: {reason}"
+                ) from reason
+            self._chose("grpc", str(reason))
+            return None
+        self._chose("shm", "same host")
+        return self._lane
+
+    def _drop_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _lane_lost(self) -> None:
+        self._chose("grpc", "the server closed its Unix socket")
+
+    def _chose(self, lane: str, reason: str) -> None:
+        if lane != self.lane_name:
+            self.lane_name = lane
+            logs.info("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
 
     # --- one log line per transition
 
@@ -281,11 +345,11 @@ class ServerLinks:
     """The links to all servers of the present view."""
 
     def __init__(
-        self, identity: types_pb2.SessionIdentity, listener: LinkListener, *, pushes: bool
+        self, identity: types_pb2.SessionIdentity, listener: LinkListener, setting: LinkSetting
     ) -> None:
         self._identity = identity
         self._listener = listener
-        self._pushes = pushes
+        self._setting = setting
         self._links: dict[NodeId, ServerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -302,13 +366,21 @@ class ServerLinks:
             closing.add_done_callback(self._closing.discard)
         for node_id, node in present.items():
             if node_id not in self._links:
-                self._links[node_id] = ServerLink(node, self._identity, self._listener)
-                if self._pushes:
+                self._links[node_id] = ServerLink(
+                    node, self._identity, self._listener, self._setting
+                )
+                if self._setting.pushes:
                     self._links[node_id].start_stream(view.view_number)
 
     def find(self, server: NodeId | None) -> ServerLink | None:
         """The link to `server`; None if it is nobody or has left."""
         return None if server is None else self._links.get(server)
+
+    @property
+    def lane(self) -> str:
+        """How payloads travel: shm, grpc, or mixed; empty before any server was met."""
+        found = {link.lane_name for link in self._links.values() if link.lane_name}
+        return found.pop() if len(found) == 1 else "mixed" if found else ""
 
     def troubles(self) -> list[str]:
         """Why servers cannot be reached, for a person."""
@@ -318,14 +390,6 @@ class ServerLinks:
         """Close all links."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
-
-
-def _serialized(frame: Frame) -> bytes:
-    message, payload = frame
-    serialized = message.SerializeToString()
-    if payload is None:
-        return serialized
-    return join(_BLOCK_FIELD, serialized, _PAYLOAD_FIELD, payload, _PADDING_FIELD)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from ps_runtime.errors import error_from_proto
 from ps_runtime.retry import Backoff, is_retryable
 from ps_worker.counters import Counters
 from ps_worker.cutting import Region, blocks_of
+from ps_worker.lane import SharedLane
 from ps_worker.links import ServerLink, ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.steps import TableSteps
@@ -51,8 +52,14 @@ ATTEMPT_S = 10.0
 _CALL_GRACE_S = 5.0
 """How much longer than its request's deadline a call may take: a paused server is noticed so."""
 
+_MAX_TORN_COUNT = 3
+"""Attempts to copy values that change meanwhile; then they are asked for as bytes."""
+
 _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
+
+
+_Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +88,7 @@ class _Reading:
     versions: dict[int, int] = field(default_factory=dict)
     presence: dict[int, bytes] = field(default_factory=dict)
     lowest_clock: int | None = None
+    torn_count: int = 0
 
     def pulled(self) -> Pulled:
         return Pulled(self.lowest_clock or 0, self.versions, self.presence)
@@ -251,66 +259,96 @@ class Puller:
         request = _request(reading, view, ranges, wait_s)
         errors: list[PushpullError] = []
         try:
-            parts = self._link(server).pull(request, wait_s + _CALL_GRACE_S)
+            link = self._link(server)
+            lane = link.lane if reading.torn_count < _MAX_TORN_COUNT else None
+            request.shared = lane is not None
+            parts = link.pull(request, wait_s + _CALL_GRACE_S)
             async with contextlib.aclosing(parts):
                 async for raw in parts:
-                    error = self._take(reading, view, raw)
-                    if error is not None:
-                        errors.append(error)
+                    errors += self._take(reading, view, raw, lane)
         except PushpullError as error:
             errors.append(error)
         return errors
 
-    def _take(self, reading: _Reading, view: ClusterView, raw: bytes) -> PushpullError | None:
-        """Copy a block to its place; what else came is an error."""
+    def _take(
+        self, reading: _Reading, view: ClusterView, raw: bytes, lane: SharedLane | None
+    ) -> list[PushpullError]:
+        """Copy what came to its place; what could not be had is an error."""
         found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
-        if found is None:
-            return error_from_proto(parameters_pb2.PullResponse.FromString(raw).error.error)
-        value = parameters_pb2.BlockValue.FromString(found[0])
+        if found is not None:
+            value = parameters_pb2.BlockValue.FromString(found[0])
+            length = self._expected(reading, view, value, found[1].nbytes)
+            if length:
+                payload = np.frombuffer(found[1], np.uint8)
+                target, skip_bytes = _target(reading.order, value.block, length)
+                np.copyto(target, payload[skip_bytes : skip_bytes + target.nbytes])
+                self._note(reading, value)
+                if value.presence:
+                    reading.presence[value.block] = value.presence
+            return []
+        response = parameters_pb2.PullResponse.FromString(raw)
+        if lane is None or not response.HasField("shared"):
+            return [error_from_proto(response.error.error)]
+        for lent in response.shared.values:
+            length = self._expected(reading, view, lent, lent.byte_count)
+            if not length:
+                continue
+            target, skip_bytes = _target(reading.order, lent.block, length)
+            if lane.copy(lent, target, skip_bytes):
+                self._note(reading, lent)
+            else:
+                reading.torn_count += 1  # asked for again: it is still wanted
+        return []
+
+    def _expected(
+        self, reading: _Reading, view: ClusterView, value: _Value, byte_count: int
+    ) -> int:
+        """The elements of a block that came as it should; 0 if it came twice.
+
+        Raises:
+            StaleAssignment: its range has moved since it was asked for.
+            Internal: it is not what was asked for.
+        """
         table = reading.order.table
         range_id = table.range_of_block(value.block, len(view.ranges))
-        wanted = reading.wanted.get(range_id, set())
-        if value.block not in wanted:
-            return None  # came twice, over an attempt that was thought lost
+        if value.block not in reading.wanted.get(range_id, ()):
+            return 0  # came twice, over an attempt that was thought lost
         if self._view().ranges[range_id].assignment_epoch != view.ranges[range_id].assignment_epoch:
-            return StaleAssignment(f"range {range_id} has moved while it was read")
+            raise StaleAssignment(f"range {range_id} has moved while it was read")
         codec = NATIVE_CODEC[table.spec.dtype]
         length = table.block_length(value.block)
-        if (
-            value.codec != wire.codec_to_proto(codec)
-            or found[1].nbytes != length * codec.element_bytes
-        ):
-            return Internal(
-                f"block {value.block} of table '{table.spec.name}' came as {found[1].nbytes} bytes "
-                f"of codec {value.codec}; expected {length} elements of {codec.value}"
+        if value.codec != wire.codec_to_proto(codec) or byte_count != length * codec.element_bytes:
+            raise Internal(
+                f"block {value.block} of table '{table.spec.name}' came as {byte_count} bytes of "
+                f"codec {value.codec}; expected {length} elements of {codec.value}"
             )
-        self._place(reading.order, value.block, length, found[1])
+        return length
+
+    def _note(self, reading: _Reading, value: _Value) -> None:
+        """The block is in its place."""
+        table = reading.order.table
+        range_id = table.range_of_block(value.block, len(self._view().ranges))
+        wanted = reading.wanted[range_id]
         wanted.discard(value.block)
         if not wanted:
             del reading.wanted[range_id]
-        self._note(reading, value)
-        return None
-
-    def _place(self, order: ReadOrder, block: int, length: int, payload: memoryview) -> None:
-        width = element_bytes(order.table.spec.dtype)
-        start = block * order.table.spec.block_elements
-        low = max(order.region.begin, start)
-        high = min(order.region.end, start + length)
-        offset = (low - order.region.begin) * width
-        order.raw[offset : offset + (high - low) * width] = np.frombuffer(
-            payload, np.uint8, (high - low) * width, (low - start) * width
-        )
-        self._counters.pulled_bytes += payload.nbytes
-        MEASURES.pulled_bytes.inc(payload.nbytes)
-
-    @staticmethod
-    def _note(reading: _Reading, value: parameters_pb2.BlockValue) -> None:
+        byte_count = table.block_length(value.block) * element_bytes(table.spec.dtype)
+        self._counters.pulled_bytes += byte_count
+        MEASURES.pulled_bytes.inc(byte_count)
         reading.versions[value.block] = value.version
         reading.order.steps.saw(value.block, value.peer_version)
-        if value.presence:
-            reading.presence[value.block] = value.presence
         if reading.lowest_clock is None or value.clock < reading.lowest_clock:
             reading.lowest_clock = value.clock
+
+
+def _target(order: ReadOrder, block: int, length: int) -> tuple[Raw, int]:
+    """Where a block's bytes go, and how many of its first bytes do not."""
+    width = element_bytes(order.table.spec.dtype)
+    start = block * order.table.spec.block_elements
+    low = max(order.region.begin, start)
+    high = min(order.region.end, start + length)
+    offset = (low - order.region.begin) * width
+    return order.raw[offset : offset + (high - low) * width], (low - start) * width
 
 
 def _request(

@@ -60,16 +60,80 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., view_number: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features")
+    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features", "same_host")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     incarnation: int
     max_message_bytes: int
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    same_host: SameHostOffer
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., same_host: _Optional[_Union[SameHostOffer, _Mapping]] = ...) -> None: ...
+
+class SameHostOffer(_message.Message):
+    __slots__ = ("socket_name", "nonce")
+    SOCKET_NAME_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    socket_name: str
+    nonce: bytes
+    def __init__(self, socket_name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class LaneRequest(_message.Message):
+    __slots__ = ("hello", "segment")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    hello: LaneHello
+    segment: SharedSegment
+    def __init__(self, hello: _Optional[_Union[LaneHello, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ...) -> None: ...
+
+class LaneHello(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class SharedSegment(_message.Message):
+    __slots__ = ("segment_id", "byte_count")
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    byte_count: int
+    def __init__(self, segment_id: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class LaneResponse(_message.Message):
+    __slots__ = ("welcome", "mapped", "segment", "error")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    welcome: LaneWelcome
+    mapped: SegmentMapped
+    segment: SharedSegment
+    error: _types_pb2.Error
+    def __init__(self, welcome: _Optional[_Union[LaneWelcome, _Mapping]] = ..., mapped: _Optional[_Union[SegmentMapped, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class LaneWelcome(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SegmentMapped(_message.Message):
+    __slots__ = ("segment_id",)
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    def __init__(self, segment_id: _Optional[int] = ...) -> None: ...
+
+class SharedPayload(_message.Message):
+    __slots__ = ("segment_id", "offset_bytes", "byte_count")
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    offset_bytes: int
+    byte_count: int
+    def __init__(self, segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class StreamHeader(_message.Message):
     __slots__ = ("session",)
@@ -78,7 +142,7 @@ class StreamHeader(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
 
 class BlockPush(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding")
+    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding", "shared_payload")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +159,7 @@ class BlockPush(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     table_id: int
@@ -111,7 +176,14 @@ class BlockPush(_message.Message):
     seal: Seal
     payload: bytes
     padding: bytes
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    shared_payload: SharedPayload
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., shared_payload: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
+
+class BlockBatch(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockPush]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockPush, _Mapping]]] = ...) -> None: ...
 
 class EagerStep(_message.Message):
     __slots__ = ("hyperparameters",)
@@ -162,16 +234,18 @@ class Withdrawal(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "block", "seal", "withdrawal")
+    __slots__ = ("header", "block", "seal", "withdrawal", "batch")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     header: StreamHeader
     block: BlockPush
     seal: Seal
     withdrawal: Withdrawal
-    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ...) -> None: ...
+    batch: BlockBatch
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ...) -> None: ...
 
 class EntryReply(_message.Message):
     __slots__ = ("kind", "table_id", "range_id", "sequence", "outcome", "error", "staleness")
@@ -208,7 +282,7 @@ class RangePull(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent")
+    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +290,7 @@ class PullRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CONSISTENT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     table_id: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangePull]
@@ -223,7 +298,8 @@ class PullRequest(_message.Message):
     deadline_ms: int
     codec: _types_pb2.Codec
     consistent: bool
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ...) -> None: ...
+    shared: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ...) -> None: ...
 
 class BlockValue(_message.Message):
     __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "payload")
@@ -243,6 +319,36 @@ class BlockValue(_message.Message):
     payload: bytes
     def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., presence: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class SharedValue(_message.Message):
+    __slots__ = ("block", "version", "peer_version", "clock", "codec", "segment_id", "offset_bytes", "byte_count", "stamp_offset_bytes", "stamp")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STAMP_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    version: int
+    peer_version: int
+    clock: int
+    codec: _types_pb2.Codec
+    segment_id: int
+    offset_bytes: int
+    byte_count: int
+    stamp_offset_bytes: int
+    stamp: int
+    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., byte_count: _Optional[int] = ..., stamp_offset_bytes: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
+
+class SharedValues(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedCompositeFieldContainer[SharedValue]
+    def __init__(self, values: _Optional[_Iterable[_Union[SharedValue, _Mapping]]] = ...) -> None: ...
+
 class RangeError(_message.Message):
     __slots__ = ("range_id", "error")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -252,24 +358,28 @@ class RangeError(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("block", "error")
+    __slots__ = ("block", "error", "shared")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     block: BlockValue
     error: RangeError
-    def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ...) -> None: ...
+    shared: SharedValues
+    def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ..., shared: _Optional[_Union[SharedValues, _Mapping]] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
-    __slots__ = ("header", "block", "seal", "pull")
+    __slots__ = ("header", "block", "seal", "pull", "batch")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     header: StreamHeader
     block: BlockPush
     seal: Seal
     pull: PullRequest
-    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+    batch: BlockBatch
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ...) -> None: ...
 
 class PullEnd(_message.Message):
     __slots__ = ()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pushpull.v1 import types_pb2 as pushpull_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpushpull/v1/scheduler.proto\x12\x0bpushpull.v1\x1a\x17pushpull/v1/types.proto\"\xf0\x01\n\x13RegisterNodeRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x0c\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.pushpull.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1b\n\x0erequested_rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x1a\n\x12kernel_fingerprint\x18\x07 \x01(\t\x12\x12\n\ncluster_id\x18\x08 \x01(\tB\x11\n\x0f_requested_rank\"\xb1\x01\n\x14RegisterNodeResponse\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x14\n\x0cworker_count\x18\x02 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x11\n\ttoken_key\x18\x05 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\"0\n\rTableProgress\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\xda\x01\n\x0cNodeProgress\x12*\n\x06tables\x18\x01 \x03(\x0b\x32\x1a.pushpull.v1.TableProgress\x12\x14\n\x0cpushed_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x03 \x01(\x04\x12\x12\n\nstep_count\x18\x04 \x01(\x04\x12\x11\n\x04loss\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tstaleness\x18\x06 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12\x1a\n\x12planned_step_count\x18\x08 \x01(\x04\x42\x07\n\x05_loss\"\x83\x01\n\x10HeartbeatRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.NodeProgress\x12\x13\n\x0bview_number\x18\x03 \x01(\x04\"(\n\x11HeartbeatResponse\x12\x13\n\x0bview_number\x18\x01 \x01(\x04\"V\n\x15\x44\x65registerNodeRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x16\x44\x65registerNodeResponse\"D\n\x13WatchClusterRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\">\n\x14WatchClusterResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.pushpull.v1.ClusterView\"i\n\x12\x43reateTableRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.TableSpec\"M\n\x13\x43reateTableResponse\x12!\n\x05table\x18\x01 \x01(\x0b\x32\x12.pushpull.v1.Table\x12\x13\n\x0bview_number\x18\x02 \x01(\x04\"\x19\n\x17GetClusterStatusRequest\"\x86\x01\n\nNodeStatus\x12\x1f\n\x04node\x18\x01 \x01(\x0b\x32\x11.pushpull.v1.Node\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.NodeProgress\x12\x15\n\rlast_heard_ms\x18\x03 \x01(\x04\x12\x13\n\x0bview_number\x18\x04 \x01(\x04\"j\n\x18GetClusterStatusResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.pushpull.v1.ClusterView\x12&\n\x05nodes\x18\x02 \x03(\x0b\x32\x17.pushpull.v1.NodeStatus2\x98\x04\n\x10SchedulerService\x12S\n\x0cRegisterNode\x12 .pushpull.v1.RegisterNodeRequest\x1a!.pushpull.v1.RegisterNodeResponse\x12J\n\tHeartbeat\x12\x1d.pushpull.v1.HeartbeatRequest\x1a\x1e.pushpull.v1.HeartbeatResponse\x12Y\n\x0e\x44\x65registerNode\x12\".pushpull.v1.DeregisterNodeRequest\x1a#.pushpull.v1.DeregisterNodeResponse\x12U\n\x0cWatchCluster\x12 .pushpull.v1.WatchClusterRequest\x1a!.pushpull.v1.WatchClusterResponse0\x01\x12P\n\x0b\x43reateTable\x12\x1f.pushpull.v1.CreateTableRequest\x1a .pushpull.v1.CreateTableResponse\x12_\n\x10GetClusterStatus\x12$.pushpull.v1.GetClusterStatusRequest\x1a%.pushpull.v1.GetClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpushpull/v1/scheduler.proto\x12\x0bpushpull.v1\x1a\x17pushpull/v1/types.proto\"\xf0\x01\n\x13RegisterNodeRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x0c\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.pushpull.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1b\n\x0erequested_rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x1a\n\x12kernel_fingerprint\x18\x07 \x01(\t\x12\x12\n\ncluster_id\x18\x08 \x01(\tB\x11\n\x0f_requested_rank\"\xb1\x01\n\x14RegisterNodeResponse\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x14\n\x0cworker_count\x18\x02 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x11\n\ttoken_key\x18\x05 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\"0\n\rTableProgress\x12\x10\n\x08table_id\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\xe8\x01\n\x0cNodeProgress\x12*\n\x06tables\x18\x01 \x03(\x0b\x32\x1a.pushpull.v1.TableProgress\x12\x14\n\x0cpushed_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x03 \x01(\x04\x12\x12\n\nstep_count\x18\x04 \x01(\x04\x12\x11\n\x04loss\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tstaleness\x18\x06 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12\x1a\n\x12planned_step_count\x18\x08 \x01(\x04\x12\x0c\n\x04lane\x18\t \x01(\tB\x07\n\x05_loss\"\x83\x01\n\x10HeartbeatRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.NodeProgress\x12\x13\n\x0bview_number\x18\x03 \x01(\x04\"(\n\x11HeartbeatResponse\x12\x13\n\x0bview_number\x18\x01 \x01(\x04\"V\n\x15\x44\x65registerNodeRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x16\x44\x65registerNodeResponse\"D\n\x13WatchClusterRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\">\n\x14WatchClusterResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.pushpull.v1.ClusterView\"i\n\x12\x43reateTableRequest\x12-\n\x07session\x18\x01 \x01(\x0b\x32\x1c.pushpull.v1.SessionIdentity\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.pushpull.v1.TableSpec\"M\n\x13\x43reateTableResponse\x12!\n\x05table\x18\x01 \x01(\x0b\x32\x12.pushpull.v1.Table\x12\x13\n\x0bview_number\x18\x02 \x01(\x04\"\x19\n\x17GetClusterStatusRequest\"\x86\x01\n\nNodeStatus\x12\x1f\n\x04node\x18\x01 \x01(\x0b\x32\x11.pushpull.v1.Node\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x19.pushpull.v1.NodeProgress\x12\x15\n\rlast_heard_ms\x18\x03 \x01(\x04\x12\x13\n\x0bview_number\x18\x04 \x01(\x04\"j\n\x18GetClusterStatusResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.pushpull.v1.ClusterView\x12&\n\x05nodes\x18\x02 \x03(\x0b\x32\x17.pushpull.v1.NodeStatus2\x98\x04\n\x10SchedulerService\x12S\n\x0cRegisterNode\x12 .pushpull.v1.RegisterNodeRequest\x1a!.pushpull.v1.RegisterNodeResponse\x12J\n\tHeartbeat\x12\x1d.pushpull.v1.HeartbeatRequest\x1a\x1e.pushpull.v1.HeartbeatResponse\x12Y\n\x0e\x44\x65registerNode\x12\".pushpull.v1.DeregisterNodeRequest\x1a#.pushpull.v1.DeregisterNodeResponse\x12U\n\x0cWatchCluster\x12 .pushpull.v1.WatchClusterRequest\x1a!.pushpull.v1.WatchClusterResponse0\x01\x12P\n\x0b\x43reateTable\x12\x1f.pushpull.v1.CreateTableRequest\x1a .pushpull.v1.CreateTableResponse\x12_\n\x10GetClusterStatus\x12$.pushpull.v1.GetClusterStatusRequest\x1a%.pushpull.v1.GetClusterStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TABLEPROGRESS']._serialized_start=492
   _globals['_TABLEPROGRESS']._serialized_end=540
   _globals['_NODEPROGRESS']._serialized_start=543
-  _globals['_NODEPROGRESS']._serialized_end=761
-  _globals['_HEARTBEATREQUEST']._serialized_start=764
-  _globals['_HEARTBEATREQUEST']._serialized_end=895
-  _globals['_HEARTBEATRESPONSE']._serialized_start=897
-  _globals['_HEARTBEATRESPONSE']._serialized_end=937
-  _globals['_DEREGISTERNODEREQUEST']._serialized_start=939
-  _globals['_DEREGISTERNODEREQUEST']._serialized_end=1025
-  _globals['_DEREGISTERNODERESPONSE']._serialized_start=1027
-  _globals['_DEREGISTERNODERESPONSE']._serialized_end=1051
-  _globals['_WATCHCLUSTERREQUEST']._serialized_start=1053
-  _globals['_WATCHCLUSTERREQUEST']._serialized_end=1121
-  _globals['_WATCHCLUSTERRESPONSE']._serialized_start=1123
-  _globals['_WATCHCLUSTERRESPONSE']._serialized_end=1185
-  _globals['_CREATETABLEREQUEST']._serialized_start=1187
-  _globals['_CREATETABLEREQUEST']._serialized_end=1292
-  _globals['_CREATETABLERESPONSE']._serialized_start=1294
-  _globals['_CREATETABLERESPONSE']._serialized_end=1371
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1373
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1398
-  _globals['_NODESTATUS']._serialized_start=1401
-  _globals['_NODESTATUS']._serialized_end=1535
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=1537
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=1643
-  _globals['_SCHEDULERSERVICE']._serialized_start=1646
-  _globals['_SCHEDULERSERVICE']._serialized_end=2182
+  _globals['_NODEPROGRESS']._serialized_end=775
+  _globals['_HEARTBEATREQUEST']._serialized_start=778
+  _globals['_HEARTBEATREQUEST']._serialized_end=909
+  _globals['_HEARTBEATRESPONSE']._serialized_start=911
+  _globals['_HEARTBEATRESPONSE']._serialized_end=951
+  _globals['_DEREGISTERNODEREQUEST']._serialized_start=953
+  _globals['_DEREGISTERNODEREQUEST']._serialized_end=1039
+  _globals['_DEREGISTERNODERESPONSE']._serialized_start=1041
+  _globals['_DEREGISTERNODERESPONSE']._serialized_end=1065
+  _globals['_WATCHCLUSTERREQUEST']._serialized_start=1067
+  _globals['_WATCHCLUSTERREQUEST']._serialized_end=1135
+  _globals['_WATCHCLUSTERRESPONSE']._serialized_start=1137
+  _globals['_WATCHCLUSTERRESPONSE']._serialized_end=1199
+  _globals['_CREATETABLEREQUEST']._serialized_start=1201
+  _globals['_CREATETABLEREQUEST']._serialized_end=1306
+  _globals['_CREATETABLERESPONSE']._serialized_start=1308
+  _globals['_CREATETABLERESPONSE']._serialized_end=1385
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1387
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1412
+  _globals['_NODESTATUS']._serialized_start=1415
+  _globals['_NODESTATUS']._serialized_end=1549
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=1551
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=1657
+  _globals['_SCHEDULERSERVICE']._serialized_start=1660
+  _globals['_SCHEDULERSERVICE']._serialized_end=2196
 # @@protoc_insertion_point(module_scope)

@@ -52,7 +52,7 @@ class TableProgress(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class NodeProgress(_message.Message):
-    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count")
+    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count", "lane")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class NodeProgress(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     PLANNED_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
     pushed_bytes: int
     pulled_bytes: int
@@ -69,7 +70,8 @@ class NodeProgress(_message.Message):
     staleness: int
     waiting_for: str
     planned_step_count: int
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ...) -> None: ...
+    lane: str
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session", "progress", "view_number")

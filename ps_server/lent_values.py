@@ -1,0 +1,133 @@
+"""A table's values in memory that sessions on this host may read where they lie.
+
+Beside the values there is one stamp for each block: an even number while the block is at rest, an
+odd one while the server changes it, and never the same number for two contents. A reader copies the
+values and then looks whether the stamp is still the one that its answer named (a sequence lock).
+
+That order is the processor's on x86-64 only: there stores become visible in the order in which they
+were made, and loads are made in theirs. Elsewhere values are not lent.
+
+Invariants:
+    LENT-1  A block's values change only between `begin_change` and `end_change` of it.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core.errors import check
+from ps_core.tables import Codec, OptimizerKind, Table
+from ps_runtime import logs
+from ps_runtime.shared_memory import Segment
+from ps_server.optimizers import padded_length
+from ps_server.shard_store import arithmetic_dtype
+
+ALIGNMENT_BYTES = 64
+_STAMP_BYTES = 8
+
+CAN_LEND = platform.machine() in ("x86_64", "AMD64")
+"""Whether this processor orders loads and stores as the stamps need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentPlace:
+    """Where a block lies in the segment, in bytes."""
+
+    offset_bytes: int
+    byte_count: int
+    stamp_number: int
+
+    @property
+    def stamp_offset_bytes(self) -> int:
+        """Where its stamp lies."""
+        return self.stamp_number * _STAMP_BYTES
+
+
+class LentValues:
+    """The values of some blocks of one table, in one shared segment.
+
+    Args:
+        name: the table's, for people.
+        segment_id: the server's number for the segment.
+        lengths: block -> its elements.
+        dtype: of the values.
+
+    Raises:
+        OSError: there is no memory for them, or this system cannot share any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        segment_id: int,
+        lengths: Mapping[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.segment_id = segment_id
+        self._dtype = dtype
+        self.codec = Codec.FP64 if dtype is torch.float64 else Codec.FP32
+        at = _aligned(len(lengths) * _STAMP_BYTES)
+        self._places: dict[int, LentPlace] = {}
+        self._ends: dict[int, int] = {}
+        for number, (block, length) in enumerate(lengths.items()):
+            self._places[block] = LentPlace(at, length * dtype.itemsize, number)
+            self._ends[block] = at + padded_length(length) * dtype.itemsize
+            at = _aligned(self._ends[block])
+        self.segment = Segment(f"pushpull-{name}"[:200], at)
+        stamps = self.segment.array[: len(lengths) * _STAMP_BYTES]
+        self._stamps = stamps.view(np.uint64)
+
+    def values(self, block: int) -> Tensor:
+        """The memory of a block's values, zeros at first; flat, of its padded length."""
+        array = self.segment.array[self._places[block].offset_bytes : self._ends[block]]
+        return torch.from_numpy(array).view(self._dtype)
+
+    def place(self, block: int) -> tuple[LentPlace, int]:
+        """Where a block lies, and its stamp now.
+
+        Blocks are read between changes only, so the stamp is even.
+        """
+        place = self._places[block]
+        stamp = int(self._stamps[place.stamp_number])
+        check(stamp % 2 == 0, "LENT-1", f"block {block} is lent while it changes")
+        return place, stamp
+
+    def begin_change(self, blocks: Iterable[int]) -> None:
+        """The values of `blocks` are about to change."""
+        self._step(blocks, 0)
+
+    def end_change(self, blocks: Iterable[int]) -> None:
+        """They are at rest again."""
+        self._step(blocks, 1)
+
+    def _step(self, blocks: Iterable[int], parity: int) -> None:
+        for block in blocks:
+            number = self._places[block].stamp_number
+            stamp = self._stamps[number]
+            check(int(stamp) % 2 == parity, "LENT-1", f"changes of block {block} overlap")
+            self._stamps[number] = stamp + 1
+
+
+def lent_values(table: Table, segment_id: int, blocks: Sequence[int]) -> LentValues | None:
+    """A home for blocks of a table where they can be lent; None if they cannot.
+
+    Sums (AGGREGATE) are not lent: each is new memory.
+    """
+    if not CAN_LEND or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+        return None
+    lengths = {block: table.block_length(block) for block in sorted(blocks)}
+    try:
+        return LentValues(table.spec.name, segment_id, lengths, arithmetic_dtype(table))
+    except OSError as error:
+        logs.warning("values_not_lent", table=table.spec.name, error=str(error))
+        return None
+
+
+def _aligned(byte_count: int) -> int:
+    return -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,251 @@
+"""The client's end of the same-host lane: a Unix socket to one server, and the memory behind it.
+
+What is pushed is copied into a ring that the server has mapped; what is pulled is copied out of the
+server's memory, which is mapped here for reading.
+
+Rules:
+    - A piece of the ring is lent to the server from the moment that its descriptor is written until
+      the first answer to that entry on the same stream. A stream's ring ends with the stream: what
+      a broken stream may still hold is never written to again.
+    - The descriptor of an entry is written once. What is sent again while its piece is lent carries
+      its bytes.
+    - A copy of a value counts only if its stamp is unchanged afterwards.
+
+Everything belongs to the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ps_core import limits
+from ps_core.errors import Internal, PushpullError, WaitExpired
+from ps_runtime.errors import error_from_proto
+from ps_runtime.shared_memory import Bytes, Segment, map_segment
+from ps_worker.ring import Ring
+from pushpull.v1 import parameters_pb2
+
+_MESSAGE_BYTES = 4096
+_HANDSHAKE_DEADLINE_S = 5.0
+_segment_ids = itertools.count(1)
+"""A segment's number is used once in the life of the process, so once in any session."""
+
+
+class EntryName(NamedTuple):
+    """What a server's reply names."""
+
+    table_id: int
+    range_id: int
+    sequence: int
+
+
+class SharedLane:
+    """Memory shared with one server, for the life of one push stream or reader's link."""
+
+    def __init__(self, connection: socket.socket, on_lost: Callable[[], None]) -> None:
+        self._socket = connection
+        self._on_lost = on_lost
+        self._ring: Ring | None = None
+        self._memory: Segment | None = None
+        self._segment_id = 0
+        self._lent: dict[EntryName, int] = {}
+        self._values: dict[int, Bytes] = {}
+        self.is_open = True
+        self.has_room = asyncio.Event()
+
+    @classmethod
+    async def open(
+        cls, offer: parameters_pb2.SameHostOffer, on_lost: Callable[[], None], *, pushes: bool
+    ) -> SharedLane:
+        """Connect to the server's socket, and share a ring with it if this client pushes.
+
+        Args:
+            offer: what the server said.
+            on_lost: called once if the connection ends by itself.
+            pushes: whether a ring is needed.
+
+        Raises:
+            OSError: the server is not on this host, or there is no memory to share.
+            PushpullError: the server refused.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        lane = cls(connection, on_lost)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_DEADLINE_S):
+                connection.connect(f"\0{offer.socket_name}")
+                await lane._greet(offer.nonce)
+                if pushes:
+                    await lane._share_ring()
+        except TimeoutError:
+            lane.close()
+            raise WaitExpired("the server's Unix socket did not answer") from None
+        except BaseException:
+            lane.close()
+            raise
+        asyncio.get_running_loop().add_reader(connection.fileno(), lane._read)
+        return lane
+
+    def close(self) -> None:
+        """End the connection; the server unmaps the ring. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._ring = None
+        self.has_room.set()
+
+    # --- pushes
+
+    def place(self, name: EntryName, payload: memoryview) -> parameters_pb2.SharedPayload | None:
+        """Copy a payload into the ring; None if it is full now (see `can_place`)."""
+        if self._ring is None or self._memory is None or name in self._lent:
+            return None
+        offset = self._ring.take(payload.nbytes)
+        if offset is None:
+            self.has_room.clear()
+            return None
+        target = self._memory.array[offset : offset + payload.nbytes]
+        np.copyto(target, np.frombuffer(payload, np.uint8))
+        self._lent[name] = offset
+        return parameters_pb2.SharedPayload(
+            segment_id=self._segment_id, offset_bytes=offset, byte_count=payload.nbytes
+        )
+
+    def can_place(self, name: EntryName, byte_count: int) -> bool:
+        """Whether a payload goes into the ring, now or when others have come back."""
+        return (
+            self._ring is not None
+            and limits.LANE_MIN_PAYLOAD_BYTES <= byte_count <= limits.LANE_RING_BYTES
+            and name not in self._lent
+        )
+
+    def answered(self, replies: Iterable[parameters_pb2.EntryReply]) -> None:
+        """The server answered entries: their pieces of the ring are free."""
+        if self._ring is None or not self._lent:
+            return
+        for reply in replies:
+            name = EntryName(reply.table_id, reply.range_id, reply.sequence)
+            offset = self._lent.pop(name, None)
+            if offset is not None:
+                self._ring.give_back(offset)
+                self.has_room.set()
+
+    # --- pulls
+
+    def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
+        """Copy a part of a value out of the server's memory.
+
+        Args:
+            value: where it lies.
+            target: where to.
+            skip_bytes: where the part begins in the value.
+
+        Returns:
+            Whether the copy is whole: the value did not change meanwhile.
+
+        Raises:
+            Internal: the server named memory that it has not shared.
+        """
+        memory = self._memory_of(value)
+        begin = value.offset_bytes + skip_bytes
+        np.copyto(target, memory[begin : begin + target.nbytes])
+        at = value.stamp_offset_bytes
+        # After the copy, by the order of loads on x86-64; a server lends on no other processor.
+        return int(memory[at : at + 8].view(np.uint64)[0]) == value.stamp
+
+    def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes:
+        if value.segment_id not in self._values:
+            self._read()  # its descriptor came before the answer that names it
+        memory = self._values.get(value.segment_id)
+        end = max(value.offset_bytes + value.byte_count, value.stamp_offset_bytes + 8)
+        if memory is None or end > memory.nbytes:
+            raise Internal(
+                f"the server lends bytes up to {end} of segment {value.segment_id}, of which "
+                f"{0 if memory is None else memory.nbytes} are shared"
+            )
+        return memory
+
+    # --- the socket
+
+    async def _greet(self, nonce: bytes) -> None:
+        hello = parameters_pb2.LaneRequest(hello=parameters_pb2.LaneHello(nonce=nonce))
+        self._socket.send(hello.SerializeToString())
+        response = await self._response()
+        if not response.HasField("welcome"):
+            raise Internal("the server's Unix socket answered a hello without a welcome")
+
+    async def _share_ring(self) -> None:
+        memory = Segment("pushpull-ring", limits.LANE_RING_BYTES)
+        self._memory = memory
+        self._segment_id = next(_segment_ids)
+        shared = parameters_pb2.SharedSegment(
+            segment_id=self._segment_id, byte_count=memory.byte_count
+        )
+        request = parameters_pb2.LaneRequest(segment=shared)
+        socket.send_fds(self._socket, [request.SerializeToString()], [memory.fd])
+        while not (await self._response()).HasField("mapped"):
+            pass  # the server's own segments may come between
+        self._ring = Ring(memory.byte_count)
+        self.has_room.set()
+
+    async def _response(self) -> parameters_pb2.LaneResponse:
+        loop = asyncio.get_running_loop()
+        while True:
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._socket.fileno(), _finish, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._socket.fileno())
+            response = self._receive()
+            if response is not None:
+                return response
+
+    def _read(self) -> None:
+        """Take what came by itself: the server's segments, or the end."""
+        try:
+            while self._receive() is not None:
+                pass
+        except (OSError, PushpullError):
+            if self.is_open:
+                self.close()
+                self._on_lost()
+
+    def _receive(self) -> parameters_pb2.LaneResponse | None:
+        """The next message, its segment mapped; None if none is there."""
+        descriptors: list[int] = []
+        try:
+            message, descriptors, _, _ = socket.recv_fds(
+                self._socket, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            if not message:
+                raise ConnectionResetError("the server closed its Unix socket")
+            response = parameters_pb2.LaneResponse.FromString(message)
+            if response.HasField("error"):
+                raise error_from_proto(response.error)
+            if response.HasField("segment") and descriptors:
+                shared = response.segment
+                self._values[shared.segment_id] = map_segment(descriptors[0], shared.byte_count)
+            return response
+        except (BlockingIOError, InterruptedError):
+            return None
+        finally:
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+
+def _finish(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
