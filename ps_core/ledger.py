@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ps_core.errors import InvalidKeys, PushpullError, check
+from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.limits import MAX_LEDGER_GAP_COUNT
 
 
@@ -35,6 +35,8 @@ class Outcome(Enum):
     WITHDRAWN = "withdrawn"
     SKIPPED = "skipped"
 
+    __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
+
 
 class ReplyKind(Enum):
     """What a server says about an entry (`pushpull.v1.ReplyKind`)."""
@@ -45,6 +47,8 @@ class ReplyKind(Enum):
     GIVEN_BACK = "given_back"
     CREDIT = "credit"
     ERROR = "error"
+
+    __hash__ = object.__hash__  # as Outcome's
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class Ledger:
 
     def end(self, sequence: int, ending: Ending) -> None:
         """Record how `sequence` ended (LED-1)."""
-        check(not self.has_ended(sequence), "LED-1", f"sequence {sequence} ends twice")
+        if self.has_ended(sequence):
+            raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
         self._endings[sequence] = ending
         while self._low_water + 1 in self._endings:
             self._low_water += 1
@@ -105,6 +110,8 @@ class Ledger:
 
     def confirm(self, sequence: int) -> None:
         """Forget endings up to `sequence`, as far as they have ended; going back does nothing."""
+        if sequence <= self._confirmed:
+            return
         upto = min(sequence, self._low_water)
         for seen in range(self._confirmed + 1, upto + 1):
             del self._endings[seen]

@@ -42,6 +42,8 @@ class Codec(Enum):
     BF16 = "bf16"
     FP64 = "fp64"
 
+    __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
+
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
@@ -188,6 +190,32 @@ class OptimizerSpec:
                 )
             merged[name] = value
         return tuple(sorted(merged.items()))
+
+
+class StepNumbers:
+    """`OptimizerSpec.merged` of one table, for one step after the other.
+
+    The ranges of a seal share its terms, and their updates share what came of them: it is merged
+    once for all of them.
+    """
+
+    __slots__ = ("_last", "_spec")
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
+
+    def merged(self, given: Hyperparameters) -> Hyperparameters:
+        """See `OptimizerSpec.merged`. What is merged already is given back as it is.
+
+        Raises:
+            InvalidConfig: as there.
+        """
+        last, merged = self._last
+        if given is not last and given is not merged:
+            merged = self._spec.merged(given)
+            self._last = given, merged
+        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +403,11 @@ class Table:
         for block in range(self.block_count):
             found.setdefault(self.range_of_block(block, range_count), []).append(block)
         return {range_id: tuple(blocks) for range_id, blocks in sorted(found.items())}
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """The hyperparameters of its steps."""
+        return StepNumbers(self.spec.optimizer)
 
     @cached_property
     def _tensor_ends(self) -> tuple[int, ...]:

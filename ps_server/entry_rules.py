@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, PushpullError
-from ps_core.tables import Hyperparameters
 from ps_server.events import PushEvent, SealEvent, SealTerms
 from ps_server.range_state import RangeState, StepPart, WorkerPart
 
@@ -17,6 +16,7 @@ class EntryRules:
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
+        self._numbers = state.table.numbers
 
     def push_problem(
         self, event: PushEvent, worker: WorkerPart, step: StepPart | None
@@ -46,8 +46,12 @@ class EntryRules:
                 f"block {event.block} of table '{name}' was pushed at clock {event.clock} already, "
                 f"as sequence {step.blocks[event.block]}; name it in `replaces`"
             )
-        if event.eager is not None:
-            return self._hyperparameter_problem(event.eager)
+        if event.eager is None:
+            return None
+        try:
+            self._numbers.merged(event.eager)
+        except InvalidConfig as error:
+            return error
         return None
 
     def _clock_problem(self, clock: int, worker: WorkerPart) -> PushpullError | None:
@@ -110,38 +114,27 @@ class EntryRules:
             return InvalidConfig(
                 f"contribution_scale is {terms.contribution_scale}; expected finite and above 0"
             )
-        return self._hyperparameter_problem(terms.hyperparameters) or self._eager_problem(
-            terms, step
-        )
-
-    def _hyperparameter_problem(self, given: Hyperparameters) -> PushpullError | None:
         try:
-            self._state.table.spec.optimizer.merged(given)
+            mine = self._numbers.merged(terms.hyperparameters)
         except InvalidConfig as error:
             return error
+        if step.eager is not None and not terms.skip and step.eager != mine:
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{name}' has other hyperparameters "
+                f"({mine}) than its eager pushes ({step.eager})"
+            )
         return None
-
-    def _eager_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
-        """A seal repeats its eager pushes' numbers."""
-        mine = self._state.table.spec.optimizer.merged(terms.hyperparameters)
-        if step.eager is None or terms.skip or step.eager == mine:
-            return None
-        return InvalidConfig(
-            f"the seal of clock {terms.clock} of table '{self._state.name}' has other "
-            f"hyperparameters ({mine}) than its eager pushes ({step.eager})"
-        )
 
     def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
         """BSP: all seals of a clock carry the same numbers (skipped ones have no say)."""
         if self._state.is_asp or terms.skip:
             return None
-        merged = self._state.table.spec.optimizer.merged
-        mine = merged(terms.hyperparameters)
+        mine = self._numbers.merged(terms.hyperparameters)
         for other in self._state.by_rank.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
                 continue
-            theirs = merged(step.seal.terms.hyperparameters)
+            theirs = step.numbers
             if theirs != mine:
                 low, high = sorted(((worker.rank, mine), (other.rank, theirs)))
                 differing = ", ".join(

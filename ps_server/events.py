@@ -2,11 +2,15 @@
 
 `origin` is an opaque name of the stream that an entry came on; replies go back there. `payload` is
 opaque too: the machines never look into it.
+
+They are named tuples where the rest of the code has frozen dataclasses, because a block is about
+twelve of them from its arrival to its outcome: one of seven fields is made in 0.24 us instead of
+0.85 us.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
@@ -14,8 +18,7 @@ from ps_core.ledger import Ending, ReplyKind
 from ps_core.tables import Hyperparameters
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an entry goes, and under which epoch its sender believes that it may."""
 
     table_id: TableId
@@ -23,8 +26,7 @@ class Place:
     assignment_epoch: AssignmentEpoch
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
+class Sender(NamedTuple):
     """Who sent an entry, and on which stream."""
 
     incarnation: Incarnation
@@ -32,8 +34,7 @@ class Sender:
     origin: int
 
 
-@dataclass(frozen=True, slots=True)
-class SealTerms:
+class SealTerms(NamedTuple):
     """What a seal says, beside its place."""
 
     clock: int
@@ -43,8 +44,7 @@ class SealTerms:
     last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PushEvent:
+class PushEvent(NamedTuple):
     """A block arrived. `problem` is what is wrong with its payload, if anything."""
 
     place: Place
@@ -62,8 +62,7 @@ class PushEvent:
     eager: Hyperparameters | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SealEvent:
+class SealEvent(NamedTuple):
     """A seal arrived. `skip_if_invalid`: it came with its only push; `problem`: its terms are
     wrong.
     """
@@ -77,8 +76,7 @@ class SealEvent:
     problem: PushpullError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WithdrawEvent:
+class WithdrawEvent(NamedTuple):
     """A number is given up."""
 
     place: Place
@@ -86,8 +84,7 @@ class WithdrawEvent:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class PullEvent:
+class PullEvent(NamedTuple):
     """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
     `consistent`.
     """
@@ -100,8 +97,7 @@ class PullEvent:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyTo:
+class ReplyTo(NamedTuple):
     """Answer an entry."""
 
     sender: Sender
@@ -113,8 +109,7 @@ class ReplyTo:
     error: PushpullError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(NamedTuple):
     """Add one worker's step into the accumulator of `clock`; its payloads are staged no more."""
 
     table_id: TableId
@@ -125,8 +120,7 @@ class Fold:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Contributor:
+class Contributor(NamedTuple):
     """A worker's part in an update: the sequences that it ends."""
 
     rank: int
@@ -135,15 +129,14 @@ class Contributor:
     skip: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A decision, numbered in its (range, table): what is replicated, then committed, then
     applied.
     """
 
     table_id: TableId
     range_id: RangeId
-    index: int
+    number: int
     clock: int
     is_assign: bool
     contributors: tuple[Contributor, ...]
@@ -156,23 +149,20 @@ class Record:
         return sum(not contributor.skip for contributor in self.contributors)
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(NamedTuple):
     """The record is committed: apply the accumulator of `record.clock`."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(NamedTuple):
     """The record is committed: these are the initial values."""
 
     record: Record
     parts: tuple[tuple[int, object], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPull:
+class AnswerPull(NamedTuple):
     """The read may be answered now, before any later effect."""
 
     waiter: int
@@ -181,8 +171,7 @@ class AnswerPull:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class RefusePull:
+class RefusePull(NamedTuple):
     """The read cannot be answered."""
 
     waiter: int

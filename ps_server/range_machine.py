@@ -18,7 +18,7 @@ checks them).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TypeVar
 
 from ps_core import limits
 from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError
@@ -37,6 +37,8 @@ from ps_server.range_state import HeldPush, RangeState, Room, StepPart, WorkerPa
 from ps_server.read_gate import ReadGate
 from ps_server.room import Step
 from ps_server.update_gate import UpdateGate
+
+_Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent)
 
 
 class RangeMachine:
@@ -58,29 +60,27 @@ class RangeMachine:
 
     def push(self, event: PushEvent, now_s: float) -> list[Effect]:
         """A block arrived."""
-        return self._entry(event, now_s, lambda worker, out: self._take_push(event, worker, out))
+        return self._entry(event, event.confirmed, now_s, self._take_push)
 
     def seal(self, event: SealEvent, now_s: float) -> list[Effect]:
         """A seal arrived."""
-        return self._entry(event, now_s, lambda worker, out: self._take_seal(event, worker, out))
+        return self._entry(event, event.confirmed, now_s, self._take_seal)
 
     def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
         """A number is given up."""
-        return self._entry(
-            event, now_s, lambda worker, out: self._take_withdrawal(event, worker, out)
-        )
+        return self._entry(event, 0, now_s, self._take_withdrawal)
 
     def _entry(
         self,
-        event: PushEvent | SealEvent | WithdrawEvent,
+        event: _Entry,
+        confirmed: int,
         now_s: float,
-        take: Callable[[WorkerPart, list[Effect]], None],
+        take: Callable[[_Entry, WorkerPart, list[Effect]], None],
     ) -> list[Effect]:
         out: list[Effect] = []
         try:
             worker = self._worker(event.sender, now_s)
-            if isinstance(event, PushEvent | SealEvent):
-                worker.ledger.confirm(event.confirmed)
+            worker.ledger.confirm(confirmed)
             if worker.ledger.has_ended(event.sequence):
                 ending = worker.ledger.ending(event.sequence)
                 self.state.reply(
@@ -88,7 +88,7 @@ class RangeMachine:
                 )
                 return out
             worker.ledger.check_in_reach(event.sequence)
-            take(worker, out)
+            take(event, worker, out)
         except PushpullError as error:
             self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
             return out
@@ -122,7 +122,7 @@ class RangeMachine:
         if push is not None:
             push.sender = event.sender
         elif step.seal is not None and step.seal.sequence == event.sequence:
-            step.seal = replace(step.seal, sender=event.sender)
+            step.seal = step.seal._replace(sender=event.sender)
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
     def _take_push(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
@@ -145,7 +145,8 @@ class RangeMachine:
         if problem is not None:
             self._take_invalid(event, worker, problem, out)
             return
-        step = worker.steps.setdefault(event.clock, StepPart(event.clock))
+        if step is None:
+            step = worker.steps[event.clock] = StepPart(event.clock)
         worker.arrived(event.sequence)
         self._hold(event, worker, step, out)
 
@@ -180,7 +181,7 @@ class RangeMachine:
         step.blocks[event.block] = event.sequence
         worker.held[event.sequence] = event.clock
         if event.eager is not None:
-            step.eager = self.state.table.spec.optimizer.merged(event.eager)
+            step.eager = self.state.table.numbers.merged(event.eager)
         if event.eager is not None and self.state.is_asp and self.state.initialized:
             self._gate.record_eager(worker, step, push, event.eager, out)
             return
@@ -221,6 +222,7 @@ class RangeMachine:
         worker.steps[clock] = step
         worker.arrived(event.sequence)
         step.seal = event
+        step.numbers = self.state.table.numbers.merged(event.terms.hyperparameters)
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 

@@ -55,6 +55,7 @@ class StepPart:
     missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
     invalid: set[int] = field(default_factory=set)
     seal: SealEvent | None = None
+    numbers: Hyperparameters = ()  # the seal's, over the table's own
     skip: bool = False
     eager: Hyperparameters | None = None
 
@@ -87,7 +88,8 @@ class WorkerPart:
     def arrived(self, sequence: int) -> None:
         """What was given back has come again, or has ended (RM-1)."""
         for step in self.steps.values():
-            step.missing.pop(sequence, None)
+            if step.missing:
+                step.missing.pop(sequence, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class RangeState:
     ) -> None:
         """A fresh part: clock 0, initialised unless rank 0 is to do it."""
         self.table = table
+        self.name = table.spec.name
+        self.is_asp = table.spec.mode is Mode.ASP  # nobody waits for anybody
         self.range_id = range_id
         self.blocks = blocks
         self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
@@ -126,16 +130,6 @@ class RangeState:
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.table.spec.name
-
-    @property
-    def is_asp(self) -> bool:
-        """Whether nobody waits for anybody."""
-        return self.table.spec.mode is Mode.ASP
 
     def is_member(self, rank: int, clock: int) -> bool:
         """Whether update `clock` waits for this rank."""

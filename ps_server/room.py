@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ps_core.errors import check
+from ps_core.errors import InvariantViolation
 
 
 class Step(NamedTuple):
@@ -37,6 +37,9 @@ class Admission:
     given_back: tuple[Step, ...] = ()
 
 
+_ADMITTED = Admission(True)
+
+
 class GateRoom:
     """Room for staged steps."""
 
@@ -48,6 +51,7 @@ class GateRoom:
         self._capacity_bytes = max(capacity_bytes, step_bytes)
         self._step_bytes = step_bytes
         self._staged: dict[Step, int] = {}
+        self._staged_bytes = 0
         self._waiting: dict[Step, int] = {}
 
     def resize(self, capacity_bytes: int, step_bytes: int) -> None:
@@ -58,11 +62,17 @@ class GateRoom:
     @property
     def staged_bytes(self) -> int:
         """Bytes staged at present."""
-        return sum(self._staged.values())
+        return self._staged_bytes
 
     def admit(self, step: Step, byte_count: int) -> Admission:
         """Ask for room for one more payload of `step`."""
-        free = self._capacity_bytes - self.staged_bytes
+        free = self._capacity_bytes - self._staged_bytes
+        if free < byte_count:
+            return self._make_room(step, byte_count, free)
+        self._stage(step, byte_count)
+        return _ADMITTED
+
+    def _make_room(self, step: Step, byte_count: int, free: int) -> Admission:
         given_back: list[Step] = []
         for other in sorted((s for s in self._staged if s > step), reverse=True):
             if free >= byte_count:
@@ -75,18 +85,27 @@ class GateRoom:
             self._waiting[step] = min(asked, self._step_bytes - self._staged.get(step, 0))
             return Admission(False)
         for other in given_back:
-            self._waiting[other] = self._waiting.get(other, 0) + self._staged.pop(other)
-        self._staged[step] = self._staged.get(step, 0) + byte_count
-        self._waiting.pop(step, None)
-        check(self.staged_bytes <= self._capacity_bytes, "ROOM-1", "staged more than fits")
+            size = self._staged.pop(other)
+            self._staged_bytes -= size
+            self._waiting[other] = self._waiting.get(other, 0) + size
+        self._stage(step, byte_count)
         return Admission(True, tuple(given_back))
+
+    def _stage(self, step: Step, byte_count: int) -> None:
+        self._staged[step] = self._staged.get(step, 0) + byte_count
+        self._staged_bytes += byte_count
+        self._waiting.pop(step, None)
+        if self._staged_bytes > self._capacity_bytes:
+            raise InvariantViolation("ROOM-1", "staged more than fits")
 
     def release(self, step: Step, byte_count: int) -> None:
         """A payload of `step` is no longer staged."""
         left = self._staged.get(step, 0) - byte_count
-        check(
-            left >= 0, "ROOM-3", f"step {step} releases {byte_count} bytes that it does not stage"
-        )
+        if left < 0:
+            raise InvariantViolation(
+                "ROOM-3", f"step {step} releases {byte_count} bytes that it does not stage"
+            )
+        self._staged_bytes -= byte_count
         if left:
             self._staged[step] = left
         else:
@@ -99,6 +118,8 @@ class GateRoom:
 
     def credit(self) -> tuple[Step, ...]:
         """The waiting steps whose turn has come, in order; each is named once."""
+        if not self._waiting:
+            return ()
         turns: list[Step] = []
         promised = 0
         for step in sorted(self._waiting):

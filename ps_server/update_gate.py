@@ -20,6 +20,8 @@ record path hooks in at `_commit`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ps_core.errors import InvalidTensor, check
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
@@ -30,6 +32,9 @@ from ps_server.read_gate import ReadGate
 _NAMED_COUNT = 8
 """Invalid pushes that an error names; there may be thousands."""
 
+_APPLIED = Ending(Outcome.APPLIED)
+_SKIPPED = Ending(Outcome.SKIPPED)
+
 
 class UpdateGate:
     """The gate of one table in one range."""
@@ -37,28 +42,29 @@ class UpdateGate:
     def __init__(self, state: RangeState, reads: ReadGate) -> None:
         self._state = state
         self._reads = reads
-        self._folded_ranks: list[int] = []
+        self._next_rank = 0  # ranks below it that belong to the update in the making are folded
 
     def advance(self, worker: WorkerPart, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
+        sealed_clock = worker.sealed_clock
         while True:
             step = worker.steps.get(worker.sealed_clock + 1)
-            if (
-                step is None
-                or step.seal is None
-                or not self._is_complete(worker, step.sealed_by.sequence)
-            ):
+            if step is None or step.seal is None:
+                break
+            if not self._is_complete(worker, step.seal.sequence):
                 break
             if not self._take_effect(worker, step, step.seal, out):
                 break
-        self._progress(out)
+        if worker.sealed_clock != sealed_clock:  # else nothing can follow
+            self._progress(worker, out)
 
     @staticmethod
     def _is_complete(worker: WorkerPart, sequence: int) -> bool:
-        return all(
-            number in worker.held or worker.ledger.has_ended(number)
-            for number in range(worker.ledger.low_water + 1, sequence)
-        )
+        held, ledger = worker.held, worker.ledger
+        for number in range(ledger.low_water + 1, sequence):
+            if number not in held and not ledger.has_ended(number):
+                return False
+        return True
 
     def _take_effect(
         self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
@@ -112,18 +118,23 @@ class UpdateGate:
                     del worker.held[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
-    def _progress(self, out: list[Effect]) -> None:
-        before = (self._state.clock, self._state.record_count)
-        if not self._state.initialized:
+    def _progress(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """What follows from a seal of `worker` that took effect."""
+        state = self._state
+        before = state.record_count
+        moved: Sequence[WorkerPart] = (worker,)
+        if not state.initialized:
             self._initialize(out)
-        if self._state.initialized:
-            if self._state.is_asp:
-                for worker in self._state.by_rank.values():
-                    self._record_sealed(worker, out)
-            else:
-                while self._form(out):
-                    pass
-        if before != (self._state.clock, self._state.record_count):
+            moved = list(state.by_rank.values())
+        if not state.initialized:
+            return
+        if state.is_asp:
+            for other in moved:
+                self._record_sealed(other, out)
+        else:
+            while self._form(out):
+                pass
+        if before != state.record_count:
             self._reads.release(out)
 
     def _initialize(self, out: list[Effect]) -> None:
@@ -142,17 +153,13 @@ class UpdateGate:
         while worker.done_clock < worker.sealed_clock:
             step = worker.steps[worker.done_clock + 1]
             worker.done_clock = step.clock
-            self._record_step(worker, step, step.sealed_by, out)
+            self._record_step(worker, step, out)
 
-    def _record_step(
-        self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
-    ) -> None:
-        merged = self._state.table.spec.optimizer.merged(seal.terms.hyperparameters)
-        takes_part = step.pushes and not step.skip
-        fold = self._fold(worker, step, seal.terms.contribution_scale) if takes_part else None
-        blocks = tuple(block for block, _ in fold.parts) if fold is not None else ()
+    def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        fold = self._fold(worker, step) if step.pushes and not step.skip else None
+        blocks = tuple([block for block, _ in fold.parts]) if fold is not None else ()
         contributor = self._contributor(worker, step)
-        record = self._record(step.clock, [contributor], merged, blocks)
+        record = self._record(step.clock, [contributor], step.numbers, blocks)
         if fold is not None:
             out.append(fold)
             out.append(Apply(record))
@@ -167,7 +174,7 @@ class UpdateGate:
         out: list[Effect],
     ) -> None:
         """ASP: one block is a record of its own; the seal that follows only ends the step."""
-        merged = self._state.table.spec.optimizer.merged(hyperparameters)
+        merged = self._state.table.numbers.merged(hyperparameters)
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
@@ -188,56 +195,61 @@ class UpdateGate:
 
     def _form(self, out: list[Effect]) -> bool:
         """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
-        clock = self._state.clock + 1
-        members = [
-            rank for rank in range(self._state.worker_count) if self._state.is_member(rank, clock)
-        ]
-        for rank in members[len(self._folded_ranks) :]:
-            worker = self._state.by_rank.get(rank)
+        state = self._state
+        clock = state.clock + 1
+        for rank in range(self._next_rank, state.worker_count):
+            if not state.is_member(rank, clock):
+                continue
+            worker = state.by_rank.get(rank)
             if worker is None or worker.sealed_clock < clock:
                 return False
             step = worker.steps[clock]
             if not step.skip and step.pushes:
-                out.append(self._fold(worker, step, step.sealed_by.terms.contribution_scale))
-            self._folded_ranks.append(rank)
-        if not members:
-            return False
-        self._form_record(clock, members, out)
-        return True
+                out.append(self._fold(worker, step))
+            self._next_rank = rank + 1
+        return self._form_record(clock, out)
 
-    def _form_record(self, clock: int, members: list[int], out: list[Effect]) -> None:
-        parts = [
-            (self._state.by_rank[rank], self._state.by_rank[rank].steps[clock]) for rank in members
-        ]
-        contributors = [self._contributor(worker, step) for worker, step in parts]
-        blocks = sorted({b for _, step in parts if not step.skip for b in step.blocks})
-        terms = next(
-            (s.seal.terms.hyperparameters for _, s in parts if s.seal is not None and not s.skip),
-            (),
-        )
-        merged = self._state.table.spec.optimizer.merged(terms)
-        record = self._record(clock, contributors, merged, tuple(blocks))
-        self._state.clock = clock
-        self._folded_ranks = []
+    def _form_record(self, clock: int, out: list[Effect]) -> bool:
+        """Every member is in; False if there is none."""
+        state = self._state
+        contributors = []
+        blocks: set[int] = set()
+        numbers: Hyperparameters | None = None
+        for rank in range(state.worker_count):
+            if not state.is_member(rank, clock):
+                continue
+            worker = state.by_rank[rank]
+            step = worker.steps[clock]
+            contributors.append(self._contributor(worker, step))
+            if not step.skip:
+                blocks.update(step.blocks)
+                numbers = step.numbers if numbers is None else numbers
+        if not contributors:
+            return False
+        numbers = state.table.numbers.merged(()) if numbers is None else numbers
+        record = self._record(clock, contributors, numbers, tuple(sorted(blocks)))
+        state.clock = clock
+        self._next_rank = 0
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
-        if record.blocks or self._state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+        if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))
         self._commit(record, out)
+        return True
 
     def _take_parts(self, worker: WorkerPart, step: StepPart) -> tuple[tuple[int, object], ...]:
         """The staged payloads of a step by block; they are staged no more."""
         pushes = sorted(step.pushes.values(), key=lambda push: push.block)
-        parts = tuple((push.block, push.payload) for push in pushes)
+        parts = tuple([(push.block, push.payload) for push in pushes])
         for push in pushes:
             self._state.unstage(step, worker, push)
         return parts
 
-    def _fold(self, worker: WorkerPart, step: StepPart, scale: float) -> Fold:
-        check(self._state.initialized, "RM-3", "fold before the initial values")
+    def _fold(self, worker: WorkerPart, step: StepPart) -> Fold:
+        state = self._state
+        check(state.initialized, "RM-3", "fold before the initial values")
         parts = self._take_parts(worker, step)
-        return Fold(
-            self._state.table.table_id, self._state.range_id, step.clock, worker.rank, parts, scale
-        )
+        scale = step.sealed_by.terms.contribution_scale
+        return Fold(state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale)
 
     def _contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
         sequences = (*sorted(step.pushes), step.sealed_by.sequence)
@@ -281,16 +293,14 @@ class UpdateGate:
                 worker.own_updates[block] = worker.own_updates.get(block, 0) + 1
         for sequence in contributor.sequences:
             push = step.pushes.get(sequence)
-            worker.held.pop(sequence, None)
             if push is None:
-                self._state.end(
-                    worker, step.sealed_by.sender, sequence, Ending(Outcome.APPLIED), out
-                )
+                self._state.end(worker, step.sealed_by.sender, sequence, _APPLIED, out)
                 del worker.steps[record.clock]
                 continue
-            outcome = Outcome.SKIPPED if contributor.skip else Outcome.APPLIED
-            staleness = 0 if contributor.skip else self._staleness(worker, push)
-            ending = Ending(outcome, staleness=staleness)
+            ending = _SKIPPED
+            if not contributor.skip:
+                staleness = self._staleness(worker, push)
+                ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else _APPLIED
             self._state.end(worker, push.sender, sequence, ending, out)
 
     def _staleness(self, worker: WorkerPart, push: HeldPush) -> int:
