@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table as TextTable
+from rich.console import Console, RenderableType
 
-from benchmarks.dense import dense, dense_table
-from benchmarks.latency import latency, latency_table
-from benchmarks.optimizers import optimizers, optimizers_table
+from benchmarks.dense import dense
+from benchmarks.dense_view import dense_view
+from benchmarks.latency import latency, latency_view
+from benchmarks.memory import memory, memory_view
+from benchmarks.optimizers import optimizers, optimizers_view
+from benchmarks.sessions import sessions, sessions_view
 from benchmarks.settings import BenchSettings
-from benchmarks.train import train, train_table
+from benchmarks.train import train, train_view
 from ps_core.errors import InvalidConfig
 
 Document = dict[str, object]
@@ -28,16 +30,18 @@ class Benchmark:
 
     summary: str
     measure: Callable[[BenchSettings], Document]
-    table: Callable[[Document], TextTable]
+    view: Callable[[Document], RenderableType]
 
 
 BENCHMARKS = {
-    "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_table),
-    "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_table),
-    "train": Benchmark("a training step with and without a cluster, seconds", train, train_table),
+    "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_view),
+    "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_view),
+    "train": Benchmark("a training step with and without a cluster, seconds", train, train_view),
     "optimizers": Benchmark(
-        "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_table
+        "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_view
     ),
+    "memory": Benchmark("what a server and a worker take at most, MB", memory, memory_view),
+    "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
 }
 
 
@@ -65,12 +69,11 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
     benchmark = find(name)
     with console.status(f"{name}: starting") as status:
 
-        def on_round(number: int) -> None:
-            what = f"round {number} of {settings.round_count}" if number else "warm-up"
+        def on_progress(what: str) -> None:
             status.update(f"{name}: {what}")
 
-        document = benchmark.measure(replace(settings, on_round=on_round))
-    console.print(benchmark.table(document))
+        document = benchmark.measure(replace(settings, on_progress=on_progress))
+    console.print(benchmark.view(document))
     found = document["environment"]
     assert isinstance(found, dict)
     for warning in found["warnings"]:

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import ps_worker as ps
 from benchmarks.ceilings import TcpSender
 from benchmarks.child import Child
+
+ContenderT = TypeVar("ContenderT")
+
+
+def enter_all(
+    stack: ExitStack, contenders: Sequence[AbstractContextManager[ContenderT]]
+) -> list[ContenderT]:
+    """Start contenders at once; they end with `stack`.
+
+    Blocking: until all have started, or one has failed and the others have started.
+
+    Raises:
+        PushpullError: what the first that failed raised.
+    """
+    # The pool stays for as long: children end with the thread that forked them.
+    pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(contenders)))
+    starting = [pool.submit(stack.enter_context, contender) for contender in contenders]
+    wait(starting)
+    return [started.result() for started in starting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +52,30 @@ class Pair:
 class Cluster:
     """A pushpull cluster of one server, and workers that can be told what to do."""
 
+    lane: str
     workers: list[Child]
     server_pid: int
 
     @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The process ids of the workers."""
+        return tuple(worker.pid for worker in self.workers)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The process ids, the server's last."""
-        return (*(worker.pid for worker in self.workers), self.server_pid)
+        return (*self.worker_pids, self.server_pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What each worker of a cluster holds: a table of this size for each optimizer, and how many
+    calls it makes when it is asked for latencies.
+    """
+
+    byte_count: int
+    optimizers: tuple[str, ...] = ("sgd",)
+    call_count: int = 0
 
 
 @contextlib.contextmanager
@@ -55,7 +94,7 @@ def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
 @contextlib.contextmanager
 def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
     """A torch RPC parameter server and its trainer; `lane` is one of `benchmarks.torch_rpc`'s."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
         store = str(Path(folder) / "store")
         children = Child.start_all(
@@ -69,22 +108,20 @@ def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def cluster(
-    worker_count: int, byte_count: int, call_count: int, optimizers: tuple[str, ...]
-) -> Iterator[Cluster]:
-    """A scheduler, a server and workers, with a table for each optimizer."""
-    with contextlib.ExitStack() as stack:
+def cluster(lane: str, worker_count: int, load: Load) -> Iterator[Cluster]:
+    """A scheduler, a server, and workers that use the lane."""
+    with ExitStack() as stack:
         roles = stack.enter_context(ps.local_cluster(servers=1, workers=worker_count))
-        given = (str(byte_count), str(call_count), *optimizers)
+        given = (str(load.byte_count), str(load.call_count), *load.optimizers)
         workers = Child.start_all(
             *(
-                ("benchmarks.worker", roles.address, str(rank), *given)
+                ("benchmarks.worker", roles.address, lane, str(rank), *given)
                 for rank in range(worker_count)
             )
         )
         for worker in workers:
             stack.enter_context(worker)
-        yield Cluster(workers, roles.process_ids["server 0"])
+        yield Cluster(lane, workers, roles.process_ids["server 0"])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from rich.table import Table as TextTable
 
 from benchmarks import contenders
 from benchmarks.child import Child
+from benchmarks.contenders import Load
 from benchmarks.environment import environment
 from benchmarks.sampling import rounded
 from benchmarks.settings import BenchSettings
@@ -41,14 +42,25 @@ def latency(settings: BenchSettings) -> dict[str, object]:
     found = environment()
     call_count = QUICK_CALL_COUNT if settings.quick else CALL_COUNT
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(contenders.cluster(1, TABLE_BYTES, call_count, ("sgd",)))
-        raw = stack.enter_context(contenders.raw_grpc(TABLE_BYTES, call_count))
-        torch_rpc = stack.enter_context(contenders.torch_rpc("own", TABLE_BYTES, call_count))
-        worker = cluster.workers[0]
+        load = Load(TABLE_BYTES, call_count=call_count)
+        raw, torch_rpc = contenders.enter_all(
+            stack,
+            [
+                contenders.raw_grpc(TABLE_BYTES, call_count),
+                contenders.torch_rpc("own", TABLE_BYTES, call_count),
+            ],
+        )
+        clusters = contenders.enter_all(
+            stack, [contenders.cluster(lane, 1, load) for lane in settings.lanes]
+        )
         runs = {
             "raw_unary": _runner(raw.client, "exchange"),
             "torch_rpc": _runner(torch_rpc.client, "exchange"),
-            **{verb: _runner(worker, f"sgd {verb} latency") for verb in _VERBS},
+            **{
+                f"{cluster.lane} {verb}": _runner(cluster.workers[0], f"sgd {verb} latency")
+                for cluster in clusters
+                for verb in _VERBS
+            },
         }
         samples: dict[str, list[Percentiles]] = {name: [] for name in runs}
         for number in range(settings.round_count + 1):
@@ -71,7 +83,8 @@ def latency(settings: BenchSettings) -> dict[str, object]:
             for key in ("p50_ms", "p99_ms")
         },
         "rows": [
-            {"lane": "grpc", "call": verb, "workers": 1, "servers": 1, **figures[verb]}
+            {"lane": lane, "call": verb, "workers": 1, "servers": 1, **figures[f"{lane} {verb}"]}
+            for lane in settings.lanes
             for verb in _VERBS
         ],
     }
@@ -92,14 +105,15 @@ def _medians_ms(samples: list[Percentiles]) -> dict[str, float]:
     }
 
 
-def latency_table(document: dict[str, object]) -> TextTable:
+def latency_view(document: dict[str, object]) -> TextTable:
     """The document for a person: figures, and how they compare with the peers of the run."""
     ceilings, rows = document["ceilings"], document["rows"]
     assert isinstance(ceilings, dict)
     assert isinstance(rows, list)
     table = TextTable(title="latency: ms of a call on a 4 KB table")
-    for heading in ("", "p50", "p99", "p50 / raw gRPC", "p50 / torch RPC", "p99 / p50"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_column("", no_wrap=True)
+    for heading in ("p50", "p99", "p50 / raw gRPC", "p50 / torch RPC", "p99 / p50"):
+        table.add_column(heading, justify="right")
     figures = [
         ("raw gRPC, unary", ceilings["raw_unary_p50_ms"], ceilings["raw_unary_p99_ms"]),
         ("torch RPC", ceilings["torch_rpc_p50_ms"], ceilings["torch_rpc_p99_ms"]),

@@ -63,7 +63,7 @@ def _timed(child: Child, action: str) -> Callable[[], float]:
     return run
 
 
-def optimizers_table(document: dict[str, object]) -> TextTable:
+def optimizers_view(document: dict[str, object]) -> TextTable:
     """The document for a person: figures, and how they compare with torch.optim."""
     ceilings, rows = document["ceilings"], document["rows"]
     assert isinstance(ceilings, dict)

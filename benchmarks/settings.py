@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from benchmarks.lanes import LANES
 
 ROUND_COUNT = 5
 QUICK_ROUND_COUNT = 2
 
 
-def _nobody(number: int) -> None:
-    """The default listener: nobody watches the rounds."""
+def _nobody(what: str) -> None:
+    """The default listener: nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +21,25 @@ class BenchSettings:
 
     Attributes:
         quick: small sizes and two rounds: whether it runs, not how fast.
-        size_mb: size of the table in MiB; 0 means the benchmark's own. `dense` only.
-        on_round: hears the number of each round, 0 for the warm-up.
+        size_mb: size of the table in MiB; 0 means the benchmark's own.
+        lanes: which lanes are measured.
+        on_progress: hears what is being measured.
     """
 
     quick: bool = False
     size_mb: int = 0
-    on_round: Callable[[int], None] = _nobody
+    lanes: tuple[str, ...] = LANES
+    on_progress: Callable[[str], None] = _nobody
 
     @property
     def round_count(self) -> int:
         """Rounds that count, after the warm-up."""
         return QUICK_ROUND_COUNT if self.quick else ROUND_COUNT
+
+    def on_round(self, number: int) -> None:
+        """Say which round begins; 0 is the warm-up."""
+        self.on_progress(f"round {number} of {self.round_count}" if number else "warm-up")
+
+    def within(self, part: str) -> BenchSettings:
+        """The same settings for a part of a benchmark: its name goes before what is said."""
+        return replace(self, on_progress=lambda what: self.on_progress(f"{part}, {what}"))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table as TextTable
 
 import ps_worker as ps
 from benchmarks.child import Child
+from benchmarks.contenders import enter_all
 from benchmarks.environment import environment
+from benchmarks.lanes import AUTO, GRPC, LANES
 from benchmarks.sampling import rounded
 from benchmarks.settings import BenchSettings
 from ps_core.errors import InvalidConfig
@@ -20,12 +25,31 @@ WIDTH, BATCH, LENGTH, STEP_COUNT = 1280, 16, 128, 3
 
 QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH = 128, 4, 16
 ELEMENT_BYTES = 4
+MB = 1e6
+ALONE = ("plain", "tuned")
+"""Ways of `benchmarks.training`, which imports torch and is a process of its own."""
+
+_CEILING_NAMES = {
+    "local_step_s": "alone, default Adam",
+    "local_fused_step_s": "alone, fused Adam",
+    "local_tuned_step_s": "alone, fused, tuned malloc",
+    "bare_step_s": "alone, no update, tuned",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What is timed, by name, and the processes that train, by their way."""
+
+    timed: dict[str, Callable[[], float]]
+    trainers: dict[str, Child]
+    parameter_count: int
 
 
 def train(settings: BenchSettings) -> dict[str, object]:
     """Measure everything; the document that `--json` writes.
 
-    Blocking: a minute or two.
+    Blocking: a few minutes.
 
     Raises:
         InvalidConfig: a size was chosen.
@@ -37,24 +61,20 @@ def train(settings: BenchSettings) -> dict[str, object]:
     found = environment()
     sizes = (QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH) if settings.quick else (WIDTH, BATCH, LENGTH)
     shape = tuple(str(size) for size in (*sizes, STEP_COUNT))
+    # Left to choose, a worker finds the best lane there is; the other is then asked for by name.
+    asked = (AUTO, GRPC) if settings.lanes == LANES else settings.lanes
     with contextlib.ExitStack() as stack:
-        roles = stack.enter_context(ps.local_cluster(servers=1, workers=1))
-        worker = stack.enter_context(Child("benchmarks.training", roles.address, *shape))
-        alone = stack.enter_context(Child("benchmarks.training", "", *shape))
-        parameter_count = int(alone.do("parameters").result)
-        runs = {
-            "alone": _timed(alone, "steps"),
-            "cluster": _timed(worker, "steps"),
-            "transfer": _timed(worker, "transfer"),
-        }
-        samples: dict[str, list[float]] = {name: [] for name in runs}
+        runs = _start(stack, asked, shape)
+        samples: dict[str, list[float]] = {name: [] for name in runs.timed}
         for number in range(settings.round_count + 1):
             settings.on_round(number)
-            for name, run in runs.items():
+            for name, run in runs.timed.items():
                 seconds = run()
                 if number:
                     samples[name].append(seconds)
-    alone_s, cluster_s, transfer_s = (statistics.median(taken) for taken in samples.values())
+        found_lanes = {way: runs.trainers[way].do("lane").result for way in asked}
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    ceilings = {key: medians[key] for key in _CEILING_NAMES}
     return {
         "environment": {
             **found,
@@ -63,27 +83,64 @@ def train(settings: BenchSettings) -> dict[str, object]:
             "steps_per_run": STEP_COUNT,
             "round_count": settings.round_count,
         },
-        "ceilings": {"local_step_s": rounded(alone_s)},
+        "ceilings": {key: rounded(seconds) for key, seconds in ceilings.items()},
         "rows": [
             {
-                "lane": "grpc",
+                "lane": found_lanes[way],
+                "asked_lane": way,
                 "optimizer": "adam",
                 "workers": 1,
                 "servers": 1,
-                "parameter_count": parameter_count,
-                "bytes_per_step": 2 * ELEMENT_BYTES * parameter_count,
-                "step_s": rounded(cluster_s),
-                "of_local": rounded(alone_s / cluster_s),
-                "transfer_s": rounded(transfer_s),
-                "hidden": rounded(_hidden(alone_s, cluster_s, transfer_s)),
+                "parameter_count": runs.parameter_count,
+                "bytes_per_step": 2 * ELEMENT_BYTES * runs.parameter_count,
+                **_figures(medians[f"{way} steps"], medians[f"{way} transfer"], ceilings),
             }
+            for way in asked
         ],
     }
 
 
-def _hidden(alone_s: float, cluster_s: float, transfer_s: float) -> float:
-    """The part of the transfer that a step does not wait for, 0 to 1."""
-    return min(1.0, max(0.0, 1.0 - (cluster_s - alone_s) / transfer_s))
+def _start(stack: contextlib.ExitStack, asked: tuple[str, ...], shape: tuple[str, ...]) -> _Runs:
+    """Start what takes part; it ends with `stack`."""
+    ways = (*ALONE, *asked)
+    trainers = enter_all(stack, [_trainer(way, shape) for way in ways])
+    by_way = dict(zip(ways, trainers, strict=True))
+    timed = {
+        "local_step_s": _timed(by_way["plain"], "steps"),
+        "local_fused_step_s": _timed(by_way["plain"], "fused steps"),
+        "local_tuned_step_s": _timed(by_way["tuned"], "fused steps"),
+        "bare_step_s": _timed(by_way["tuned"], "bare steps"),
+        **{
+            f"{way} {action}": _timed(by_way[way], action)
+            for way in asked
+            for action in ("steps", "transfer")
+        },
+    }
+    return _Runs(timed, by_way, int(by_way["plain"].do("parameters").result))
+
+
+@contextlib.contextmanager
+def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
+    """A process that trains alone in one of its ways, or on a cluster over a lane."""
+    with contextlib.ExitStack() as stack:
+        scheduler = ""
+        if way not in ALONE:
+            scheduler = stack.enter_context(ps.local_cluster(servers=1, workers=1)).address
+        yield stack.enter_context(Child("benchmarks.training", way, scheduler, *shape))
+
+
+def _figures(step_s: float, transfer_s: float, ceilings: dict[str, float]) -> dict[str, float]:
+    """How a step on the cluster stands beside one alone, and what of the transfer is hidden."""
+    exposed_s = step_s - ceilings["bare_step_s"]
+    return {
+        "step_s": rounded(step_s),
+        "of_local": rounded(ceilings["local_step_s"] / step_s),
+        "of_local_fused": rounded(ceilings["local_fused_step_s"] / step_s),
+        "of_local_tuned": rounded(ceilings["local_tuned_step_s"] / step_s),
+        "transfer_s": rounded(transfer_s),
+        "exposed_s": rounded(exposed_s),
+        "hidden": rounded(min(1.0, max(0.0, 1.0 - exposed_s / transfer_s))),
+    }
 
 
 def _timed(child: Child, action: str) -> Callable[[], float]:
@@ -93,23 +150,33 @@ def _timed(child: Child, action: str) -> Callable[[], float]:
     return run
 
 
-def train_table(document: dict[str, object]) -> TextTable:
-    """The document for a person."""
-    ceilings, rows = document["ceilings"], document["rows"]
-    assert isinstance(ceilings, dict)
-    assert isinstance(rows, list)
-    table = TextTable(title="train: a step of a byte LSTM with Adam, 1 torch thread a process")
-    table.add_column("")
-    for heading in ("step s", "of local", "MB a step", "transfer alone s", "hidden"):
-        table.add_column(heading, justify="right")
-    table.add_row("plain torch", f"{ceilings['local_step_s']:.3f}", "1.00", "", "", "")
-    for row in rows:
-        table.add_row(
-            f"{row['lane']}, {row['workers']} worker, {row['servers']} server",
-            f"{row['step_s']:.3f}",
-            f"{row['of_local']:.2f}",
-            f"{row['bytes_per_step'] / 1e6:.0f}",
-            f"{row['transfer_s']:.3f}",
+def train_view(document: dict[str, Any]) -> RenderableType:
+    """The document for a person: the steps, and what of the transfer is hidden."""
+    steps = TextTable(title="train: s of a step of a byte LSTM with Adam, 1 torch thread a process")
+    steps.add_column("", no_wrap=True)
+    for heading in ("step", "of default", "of fused", "of tuned"):
+        steps.add_column(heading, justify="right")
+    for key, name in _CEILING_NAMES.items():
+        steps.add_row(name, f"{document['ceilings'][key]:.4f}")
+    transfer = TextTable(
+        title="train: what of the transfer is hidden",
+        caption="exposed: s beyond forward and backward; hidden: the rest of the transfer",
+    )
+    transfer.add_column("", no_wrap=True)
+    for heading in ("MB a step", "transfer s", "exposed s", "hidden"):
+        transfer.add_column(heading, justify="right")
+    for row in document["rows"]:
+        name = f"{row['lane']} ({row['asked_lane']}), 1 worker, 1 server"
+        steps.add_row(
+            name,
+            f"{row['step_s']:.4f}",
+            *(f"{row[key]:.2f}" for key in ("of_local", "of_local_fused", "of_local_tuned")),
+        )
+        transfer.add_row(
+            name,
+            f"{row['bytes_per_step'] / MB:.0f}",
+            f"{row['transfer_s']:.4f}",
+            f"{row['exposed_s']:.4f}",
             f"{row['hidden']:.0%}",
         )
-    return table
+    return Group(steps, transfer)

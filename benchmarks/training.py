@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,9 +13,15 @@ from torch import Tensor, nn
 
 import ps_worker as ps
 from benchmarks.child import obey, open_answers
+from benchmarks.lanes import connect, lane_of
+from ps_runtime.channels import tune_allocator
 
 BYTE_COUNT = 256
 LEARNING_RATE = 1e-3
+
+PLAIN, TUNED = "plain", "tuned"
+"""Ways to train alone: as any script does, and with the settings of the allocator that `ps_worker`
+gives its process."""
 
 
 class ByteModel(nn.Module):
@@ -33,6 +40,16 @@ class ByteModel(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a training: model, batch, and steps a run."""
+
+    width: int
+    batch: int
+    length: int
+    step_count: int
+
+
 class _Training:
     """Steps on random text; only the optimizer differs between alone and on a cluster."""
 
@@ -43,30 +60,27 @@ class _Training:
 
     def steps(self) -> float:
         """Take the steps; seconds of one of them."""
+        return self._run(self._optimizer.step)
+
+    def bare_steps(self) -> float:
+        """Forward and backward, and no update; seconds of one of them."""
+        return self._run(lambda: None)
+
+    def _run(self, update: Callable[[], object]) -> float:
         began_s = time.perf_counter()
         for _ in range(self._shape.step_count):
             text = torch.randint(BYTE_COUNT, (self._shape.batch, self._shape.length + 1))
             self._optimizer.zero_grad()
             self._model.loss(text).backward()
-            self._optimizer.step()
+            update()
         return (time.perf_counter() - began_s) / self._shape.step_count
-
-
-class Shape:
-    """The sizes of a training: model, batch, and steps a run."""
-
-    def __init__(self, width: str, batch: str, length: str, step_count: str) -> None:
-        self.width = int(width)
-        self.batch = int(batch)
-        self.length = int(length)
-        self.step_count = int(step_count)
 
 
 def _transfer(client: ps.Client, element_count: int) -> Callable[[], float]:
     """Push and pull as many values as the model has, with nothing to hide behind; seconds."""
     table = client.create_table("transfer", element_count, optimizer=ps.Adam(lr=LEARNING_RATE))
     gradient = np.full(element_count, 1e-3, dtype=np.float32)
-    values = np.zeros(element_count, dtype=np.float32)
+    values = np.full(element_count, 0, dtype=np.float32)
 
     def round_trip() -> float:
         began_s = time.perf_counter()
@@ -79,22 +93,40 @@ def _transfer(client: ps.Client, element_count: int) -> Callable[[], float]:
 
 
 def main() -> None:
-    """`SCHEDULER WIDTH BATCH LENGTH STEPS`; an empty SCHEDULER trains alone."""
-    scheduler, *sizes = sys.argv[1:]
+    """`WAY SCHEDULER WIDTH BATCH LENGTH STEPS`; the way is plain, tuned, or a lane."""
+    way, scheduler, *sizes = sys.argv[1:]
     answers = open_answers()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = Shape(*sizes)
+    shape = Shape(*(int(size) for size in sizes))
     model = ByteModel(shape.width)
     element_count = sum(parameter.numel() for parameter in model.parameters())
-    if not scheduler:
-        alone = _Training(model, torch.optim.Adam(model.parameters(), lr=LEARNING_RATE), shape)
-        obey(answers, {"steps": alone.steps, "parameters": lambda: element_count})
+    if way in (PLAIN, TUNED):
+        if way == TUNED:
+            tune_allocator()
+        plain = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+        fused = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+        obey(
+            answers,
+            {
+                "steps": _Training(model, plain, shape).steps,
+                "fused steps": _Training(model, fused, shape).steps,
+                "bare steps": _Training(model, fused, shape).bare_steps,
+                "parameters": lambda: element_count,
+            },
+        )
         return
-    with ps.connect(scheduler) as client:
+    with connect(scheduler, way) as client:
         optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=LEARNING_RATE))
         together = _Training(model, optimizer, shape)
-        obey(answers, {"steps": together.steps, "transfer": _transfer(client, element_count)})
+        obey(
+            answers,
+            {
+                "steps": together.steps,
+                "transfer": _transfer(client, element_count),
+                "lane": lambda: lane_of(client),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -153,13 +153,21 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="dense, latency, train or optimizers.")],
+    name: Annotated[
+        str, typer.Argument(help="dense, latency, train, optimizers, memory or sessions.")
+    ],
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
     ] = "",
     size_mb: Annotated[
-        int, typer.Option(min=0, help="MiB of the table of dense or optimizers; 0: their own.")
+        int,
+        typer.Option(
+            min=0, help="MiB of the table of dense, optimizers, memory or sessions; 0: their own."
+        ),
     ] = 0,
+    lane: Annotated[
+        str, typer.Option(help="Measure this lane alone: shm or grpc; by default both.")
+    ] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
     ] = False,
@@ -170,10 +178,12 @@ def bench(
     """
     # Here, so that the other commands start without numpy and what the benchmarks need.
     from benchmarks.catalogue import bench as run_bench
+    from benchmarks.lanes import chosen_lanes
     from benchmarks.settings import BenchSettings
 
     def measure(_: Output) -> int:
-        run_bench(name, BenchSettings(quick=quick, size_mb=size_mb), json_path)
+        settings = BenchSettings(quick=quick, size_mb=size_mb, lanes=chosen_lanes(lane))
+        run_bench(name, settings, json_path)
         return 0
 
     _reported(measure)

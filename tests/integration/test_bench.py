@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.lanes import LANES
+
 ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 170
+MIB = 1024 * 1024
 
 pytestmark = pytest.mark.timeout(180)
 
 ENVIRONMENT = {"cpu", "core_count", "python", "torch", "grpcio", "load_average", "warnings"}
+MOVES = ("push", "pull", "round")
 
 
-def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
     kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
     return subprocess.run(
@@ -33,18 +39,40 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def bench(name: str, *arguments: str, cwd: Path) -> dict[str, Any]:
+    """A quick run's document, which was on standard output; all of its keys are documented."""
+    run = run_cli(name, "--quick", "--json", "-", *arguments, cwd=cwd)
+    assert run.returncode == 0, run.stderr
+    document: dict[str, Any] = json.loads(run.stdout)
+    assert set(document["environment"]) >= ENVIRONMENT
+    assert name in run.stderr
+    assert not undocumented_keys(name, document)
+    return document
+
+
+def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
+    """Keys that the benchmark's section of the page does not name."""
+    page = (ROOT / "docs/PERFORMANCE.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    rows = [*document["rows"], *document.get("compared", ())]
+    keys = set(document["ceilings"]).union(*rows)
+    return keys - set(re.findall(r"`(\w+)`", section))
+
+
 def all_positive(figures: dict[str, Any]) -> bool:
     numbers = [value for value in figures.values() if isinstance(value, int | float)]
     return bool(numbers) and all(value > 0 for value in numbers)
 
 
+def rates(row: dict[str, Any]) -> dict[str, float]:
+    return {move: row[f"{move}_gb_s"] for move in MOVES}
+
+
 def test_dense_writes_rates_and_their_ceilings(tmp_path: Path) -> None:
-    run = bench("dense", "--quick", "--size-mb", "1", "--json", "dense.json", cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    document = json.loads((tmp_path / "dense.json").read_text())
-    assert set(document["environment"]) >= ENVIRONMENT
-    assert document["environment"]["table_bytes"] == 1024 * 1024
-    assert set(document["ceilings"]) == {
+    document = bench("dense", "--size-mb", "1", cwd=tmp_path)
+    assert document["environment"]["table_bytes"] == MIB
+    ceilings = document["ceilings"]
+    assert set(ceilings) == {
         "memcpy_gb_s",
         "tcp_gb_s",
         "raw_grpc_push_gb_s",
@@ -54,76 +82,137 @@ def test_dense_writes_rates_and_their_ceilings(tmp_path: Path) -> None:
         "torch_rpc_tcp_tutorial_round_gb_s",
         "torch_rpc_tcp_best_round_gb_s",
     }
-    assert all_positive(document["ceilings"])
-    rows = document["rows"]
-    assert [(row["lane"], row["optimizer"], row["workers"], row["servers"]) for row in rows] == [
-        ("grpc", "sgd", 1, 1),
-        ("grpc", "adam", 1, 1),
-        ("grpc", "sgd", 2, 1),
-    ]
-    for row in rows:
-        rates = {name: value for name, value in row.items() if name.endswith("_gb_s")}
-        assert set(rates) == {"push_gb_s", "pull_gb_s", "round_gb_s"}
-        assert all_positive(rates)
+    assert all_positive(ceilings)
+    rows = {(row["lane"], row["optimizer"], row["workers"]): row for row in document["rows"]}
+    kinds = (("sgd", 1), ("adam", 1), ("sgd", 2))
+    assert list(rows) == [(lane, *kind) for lane in LANES for kind in kinds]
+    for (lane, _, _), row in rows.items():
+        assert row["servers"] == 1
+        assert all_positive(rates(row))
         # 1 MiB may cost less than the kernel's tick of CPU time.
-        assert row["cpu_s_per_gb"] >= 0
-    assert {len(rates) for rates in document["samples_gb_s"].values()} == {2}
-    assert "raw gRPC" in run.stdout
+        assert row["cpu_s_per_gb"] == pytest.approx(
+            row["server_cpu_s_per_gb"] + row["worker_cpu_s_per_gb"], rel=0.01
+        )
+        push_ceiling = ceilings["memcpy_gb_s" if lane == "shm" else "raw_grpc_push_gb_s"]
+        assert row["push_of_ceiling"] == pytest.approx(row["push_gb_s"] / push_ceiling, rel=0.01)
+    assert [compared["lane"] for compared in document["compared"]] == list(LANES)
+    for compared in document["compared"]:
+        one, two = (rows[compared["lane"], "sgd", count] for count in (1, 2))
+        assert compared["round_over_torch_rpc_best"] == pytest.approx(
+            one["round_gb_s"] / ceilings["torch_rpc_best_round_gb_s"], rel=0.01
+        )
+        assert compared["two_workers_push_over_one"] == pytest.approx(
+            two["push_gb_s"] / one["push_gb_s"], rel=0.01
+        )
+    assert {len(taken) for taken in document["samples_gb_s"].values()} == {2}
 
 
-def test_latency_answers_on_standard_output(tmp_path: Path) -> None:
-    run = bench("latency", "--quick", "--json", "-", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    document = json.loads(run.stdout)
-    assert set(document["environment"]) >= ENVIRONMENT
+def test_latency_stands_beside_raw_grpc_and_torch_rpc(tmp_path: Path) -> None:
+    document = bench("latency", cwd=tmp_path)
     peers = ("raw_unary", "torch_rpc")
     assert set(document["ceilings"]) == {
         f"{peer}_{figure}" for peer in peers for figure in ("p50_ms", "p99_ms")
     }
     assert all_positive(document["ceilings"])
-    assert [row["call"] for row in document["rows"]] == ["push_pull", "push", "pull"]
+    calls = ("push_pull", "push", "pull")
+    found = [(row["lane"], row["call"]) for row in document["rows"]]
+    assert found == [(lane, call) for lane in LANES for call in calls]
     for row in document["rows"]:
         assert 0 < row["p50_ms"] <= row["p99_ms"]
-    assert "torch RPC" in run.stderr
 
 
-def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
-    run = bench("speed", cwd=tmp_path)
+def test_one_lane_alone_goes_to_a_file(tmp_path: Path) -> None:
+    run = run_cli(
+        "memory", "--quick", "--size-mb=1", "--lane=grpc", "--json=memory.json", cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "grpc, 1: server" in run.stdout
+    document = json.loads((tmp_path / "memory.json").read_text())
+    assert {row["lane"] for row in document["rows"]} == {"grpc"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("speed",), ("'speed'", *BENCHMARKS)),
+        (("dense", "--json", "missing/dense.json"), ("missing/dense.json",)),
+        (("dense", "--lane", "carrier"), ("'carrier'", "grpc")),
+        (("train", "--size-mb", "4"), ("4 MB",)),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    arguments: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = run_cli(*arguments, cwd=tmp_path)
     assert run.returncode == 2
-    assert "'speed'" in run.stderr
-    assert "dense" in run.stderr
-    assert "latency" in run.stderr
+    assert all(word in run.stderr for word in named)
 
 
-def test_a_figure_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    run = bench("dense", "--json", "missing/dense.json", cwd=tmp_path)
-    assert run.returncode == 2
-    assert "missing/dense.json" in run.stderr
+def test_help_names_every_benchmark(tmp_path: Path) -> None:
+    run = run_cli("--help", cwd=tmp_path)
+    assert run.returncode == 0
+    assert all(name in run.stdout for name in BENCHMARKS)
 
 
 def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
-    run = bench("train", "--quick", "--json", "-", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    document = json.loads(run.stdout)
-    assert set(document["environment"]) >= ENVIRONMENT
-    assert set(document["ceilings"]) == {"local_step_s"}
-    assert all_positive(document["ceilings"])
-    (row,) = document["rows"]
-    assert (row["lane"], row["optimizer"], row["workers"], row["servers"]) == ("grpc", "adam", 1, 1)
-    assert row["bytes_per_step"] == 8 * row["parameter_count"] > 0
-    assert row["of_local"] == pytest.approx(
-        document["ceilings"]["local_step_s"] / row["step_s"], rel=0.01
-    )
-    assert row["transfer_s"] > 0
-    assert 0 <= row["hidden"] <= 1
+    document = bench("train", cwd=tmp_path)
+    ceilings = document["ceilings"]
+    local = ("local_step_s", "local_fused_step_s", "local_tuned_step_s")
+    assert set(ceilings) == {*local, "bare_step_s"}
+    assert all_positive(ceilings)
+    assert [row["asked_lane"] for row in document["rows"]] == ["auto", "grpc"]
+    assert [row["lane"] for row in document["rows"]] == [LANES[0], "grpc"]
+    for row in document["rows"]:
+        assert (row["optimizer"], row["workers"], row["servers"]) == ("adam", 1, 1)
+        assert row["bytes_per_step"] == 8 * row["parameter_count"] > 0
+        assert row["of_local"] == pytest.approx(ceilings["local_step_s"] / row["step_s"], rel=0.01)
+        assert row["transfer_s"] > 0
+        assert 0 <= row["hidden"] <= 1
 
 
 def test_optimizers_stand_beside_torch(tmp_path: Path) -> None:
-    run = bench("optimizers", "--quick", "--json", "-", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    document = json.loads(run.stdout)
+    document = bench("optimizers", cwd=tmp_path)
     assert all_positive(document["ceilings"])
     found = {(row["optimizer"], row["kernels"]) for row in document["rows"]}
     optimizers = ("sgd", "adam", "adamw", "adagrad", "rmsprop")
     assert found == {(name, kernels) for name in optimizers for kernels in ("fast", "exact")}
     assert all(all_positive(row) for row in document["rows"])
+
+
+def test_memory_stands_beside_its_bounds(tmp_path: Path) -> None:
+    document = bench("memory", cwd=tmp_path)
+    table_bytes = document["environment"]["table_bytes"]
+    assert document["ceilings"] == {}
+    rows = {(row["lane"], row["workers"], row["role"]): row for row in document["rows"]}
+    roles = ("server", "worker")
+    assert list(rows) == [
+        (lane, count, role) for lane in LANES for count in (1, 2) for role in roles
+    ]
+    for (_, _, role), row in rows.items():
+        assert row["of_bound"] == pytest.approx(row["peak_bytes"] / row["bound_bytes"], rel=0.01)
+        if role == "server":  # which holds the table and Adam's two moments
+            assert row["bound_bytes"] == 6.25 * table_bytes + 300_000_000
+            assert row["private_bytes"] + row["shared_bytes"] > 3 * table_bytes
+        else:
+            assert row["bound_bytes"] == 256_000_000
+            assert row["peak_bytes"] > 0
+
+
+def test_sessions_stand_beside_two_workers(tmp_path: Path) -> None:
+    document = bench("sessions", cwd=tmp_path)
+    assert document["ceilings"] == {}
+    rows = {(row["lane"], row["workers"]): row for row in document["rows"]}
+    assert list(rows) == [(lane, count) for lane in LANES for count in (2, 16)]
+    for (_, worker_count), row in rows.items():
+        assert row["active"] == row["processes"] == (2 if worker_count == 2 else 4)
+        assert all_positive(rates(row))
+        assert row["server_peak_bytes"] > document["environment"]["table_bytes"]
+    for compared in document["compared"]:
+        pair, crowd = (rows[compared["lane"], count] for count in (2, 16))
+        assert compared["push_over_two_workers"] == pytest.approx(
+            crowd["push_gb_s"] / pair["push_gb_s"], rel=0.01
+        )
+        assert (
+            crowd["server_thread_count"] - pair["server_thread_count"] == compared["threads_more"]
+        )
+        assert compared["threads_more"] < 14, "a thread for each session"
