@@ -20,6 +20,7 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType
+from ps_worker.cutting import BlockPart
 from ps_worker.flat_layout import TABLE_DTYPE, FlatLayout, layout_of
 from ps_worker.optimizers import Assign
 from ps_worker.pending import Pending
@@ -173,8 +174,11 @@ class BufferTable:
             self._check(name, source, staged)
             staged.copy_(source)
         size = self.handle.spec.block_elements * self._sent.values.element_size()
-        for block in range(self.handle.table.block_count):
-            step.push_block(block, self._sent.raw[block * size : (block + 1) * size].data)
+        raw = self._sent.raw.data
+        step.push_blocks(
+            BlockPart(block, raw[block * size : (block + 1) * size])
+            for block in range(self.handle.table.block_count)
+        )
         return step
 
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,7 @@
         weights = client.pull(table)                # BSP: with clock 1 of every worker in it
 
 For `DistributedOptimizer` and other code that moves blocks itself there is a second level, which
-copies nothing: `begin_step` (a `ps_worker.steps.Step`: `push_block`, `seal`), `begin_assign`,
+copies nothing: `begin_step` (a `ps_worker.steps.Step`: `push_blocks`, `seal`), `begin_assign`,
 `start_pull` and `wait_all` (`ps_worker.connection`).
 """
 
@@ -242,8 +242,7 @@ class Client(Connection):
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         parts = _parts(table, values, slice, copy=copy)
         step = self.begin_step(table)
-        for part in parts:
-            step.push_part(part)
+        step.push_parts(parts)
         return step.seal(numbers) if seal else step.ticket
 
     def seal(
@@ -292,8 +291,7 @@ class Client(Connection):
         """
         parts = _parts(table, values, slice, copy=copy)
         step = self.begin_assign(table)
-        for part in parts:
-            step.push_part(part)
+        step.push_parts(parts)
         return step.seal() if seal else step.ticket
 
     def push_pull(

@@ -15,13 +15,15 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
 from ps_core.errors import InvalidKeys, InvalidTensor
-from ps_core.tables import Table, TensorSpec
+from ps_core.tables import Table, TensorSpec, pack_presence, unpack_presence
 from ps_worker.values import Raw, Values, element_bytes, raw_of, shape_of
 
 
@@ -48,13 +50,17 @@ class Piece:
     raw: Raw
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockPart:
-    """What a push gives of one block: its payload, and which of its segments are present."""
+class BlockPart(NamedTuple):
+    """What a push gives of one block: its payload, and which of its segments are present.
+
+    Shapes:
+        payload: C-contiguous bytes, the whole block's.
+        presence: as `ps_core.tables.pack_presence` gives it; empty means all segments.
+    """
 
     block: int
-    payload: Raw
-    present: tuple[bool, ...]
+    payload: memoryview
+    presence: bytes = b""
 
 
 def tensor_named(table: Table, name: str) -> TensorSpec:
@@ -147,60 +153,66 @@ def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockPart]:
     Raises:
         InvalidKeys: a piece begins or ends inside a segment.
     """
-    size = table.spec.block_elements
-    first = 0
-    block = -1
-    while True:
-        while first < len(pieces) and pieces[first].end <= (block + 1) * size:
+    size, element_count = table.spec.block_elements, table.spec.element_count
+    width = element_bytes(table.spec.dtype)
+    block = first = 0
+    while first < len(pieces):
+        piece = pieces[first]
+        block = max(block, piece.begin // size)
+        begin = block * size
+        end = min(begin + size, element_count)
+        if piece.end <= begin:
             first += 1
-        if first == len(pieces):
-            return
-        block = max(block + 1, pieces[first].begin // size)
-        end = block * size + table.block_length(block)
-        here = []
-        for piece in pieces[first:]:
-            if piece.begin >= end:
-                break
-            if piece.end > block * size:
-                here.append(piece)
-        yield _part(table, block, here)
+        elif piece.begin <= begin and end <= piece.end:
+            view = piece.raw.data
+            start = (begin - piece.begin) * width
+            yield BlockPart(block, view[start : start + (end - begin) * width])
+            block += 1
+        else:
+            here = takewhile(lambda piece: piece.begin < end, islice(pieces, first, None))  # noqa: B023
+            yield _assembled(table, block, here)
+            block += 1
 
 
-def _part(table: Table, block: int, pieces: Sequence[Piece]) -> BlockPart:
+def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockPart:
+    """The part of a block of which the pieces give some tensors."""
     width = element_bytes(table.spec.dtype)
     start = block * table.spec.block_elements
     length = table.block_length(block)
     segments = table.segments(block)
-    if len(pieces) == 1 and pieces[0].begin <= start and start + length <= pieces[0].end:
-        offset = (start - pieces[0].begin) * width
-        view = pieces[0].raw[offset : offset + length * width]
-        return BlockPart(block, view, (True,) * len(segments))
     payload = np.zeros(length * width, dtype=np.uint8)
     present = [False] * len(segments)
+    index = 0
     for piece in pieces:
         low, high = max(piece.begin - start, 0), min(piece.end - start, length)
         offset = (start + low - piece.begin) * width
         payload[low * width : high * width] = piece.raw[offset : offset + (high - low) * width]
-        for index, segment in enumerate(segments):
-            if low <= segment.begin and segment.end <= high:
-                present[index] = True
-            elif low < segment.end and segment.begin < high:
+        while index < len(segments) and segments[index].end <= low:
+            index += 1
+        while index < len(segments) and segments[index].begin < high:
+            segment = segments[index]
+            if segment.begin < low or high < segment.end:
                 name = table.spec.tensors[segment.tensor].name
                 raise InvalidKeys(
                     f"the push cuts tensor '{name}' inside block {block} of table "
                     f"'{table.spec.name}' at elements [{start + low}, {start + high}); expected "
                     f"the edges of blocks ({table.spec.block_elements} elements) or of tensors"
                 )
-    return BlockPart(block, payload, tuple(present))
+            present[index] = True
+            index += 1
+    return BlockPart(block, payload.data, pack_presence(tuple(present)))
 
 
 def merged(table: Table, older: BlockPart, newer: BlockPart) -> BlockPart:
     """Both parts of a block in one payload; where both are present, the newer counts."""
     width = element_bytes(table.spec.dtype)
-    payload = older.payload.copy()
-    for index, segment in enumerate(table.segments(newer.block)):
-        if newer.present[index]:
+    segments = table.segments(newer.block)
+    before = unpack_presence(older.presence, len(segments))
+    now = unpack_presence(newer.presence, len(segments))
+    payload = np.array(older.payload)  # a copy: the older part may be on its way
+    for segment, is_newer in zip(segments, now, strict=True):
+        if is_newer:
             span = slice(segment.begin * width, segment.end * width)
             payload[span] = newer.payload[span]
-    present = tuple(a or b for a, b in zip(older.present, newer.present, strict=True))
-    return BlockPart(newer.block, payload, present)
+    present = tuple(a or b for a, b in zip(before, now, strict=True))
+    return BlockPart(newer.block, payload.data, pack_presence(present))

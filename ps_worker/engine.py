@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from ps_core.cluster_view import ClusterView, Role, Session
@@ -27,7 +27,7 @@ from ps_worker.measures import MEASURES
 from ps_worker.pulls import Puller, ReadOrder
 from ps_worker.push_entries import SealTerms
 from ps_worker.pushes import PushDriver
-from ps_worker.steps import BlockSubmission
+from ps_worker.steps import PushBody
 from ps_worker.tickets import Pulled, StepResult
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 
@@ -133,9 +133,9 @@ class Engine:
         self._began_s[table.table_id] = (clock, now_s())
         self._post(self._pushes.open_step, table, clock, future)
 
-    def submit(self, submission: BlockSubmission) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""
-        self._post(self._pushes.submit, submission)
+        self._post(self._pushes.submit, table, clock, bodies, priority)
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""

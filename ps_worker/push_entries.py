@@ -1,6 +1,7 @@
 """What goes through a push window: entries on their way, and what is said about them.
 
-Values and records only; `push_window` has the rules.
+Values and records only; `push_window` has the rules. What is made for every block is a named tuple:
+that costs a third of a frozen dataclass, and its hash a fifth.
 
 Invariants:
     PW-5  Only a push has a block.
@@ -28,8 +29,7 @@ class EntryState(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class EntryKey:
+class EntryKey(NamedTuple):
     """The name of an entry: its number in the sequence of (table, range)."""
 
     table_id: TableId
@@ -59,22 +59,25 @@ class SealTerms:
 class Entry:
     """A push (`block` says of what) or a seal (`block` is None) without an outcome.
 
-    `body` is kept for a resend; `order` is (priority, submission); `inline_seal` is the sequence of
-    the seal that travels with this push; `given_up`: replaced, so a resend is a withdrawal.
+    `number` counts all entries of the window; `body` is kept for a resend; `carried` is the seal
+    that travels with this push, and `carrier` the push that this seal travels with; `given_up`:
+    replaced or refused, so a resend is a withdrawal.
     """
 
     key: EntryKey
-    clock: int
-    block: int | None
-    byte_count: int
-    body: object
-    order: tuple[int, int]
+    step: WindowStep
+    number: int
+    block: int | None = None
+    byte_count: int = 0
+    body: object = None
     replaces: int = 0
+    priority: int = 0
     state: EntryState = EntryState.QUEUED
     sent_s: float = 0.0
     sent_count: int = 0
     retry_s: float | None = None
-    inline_seal: int = 0
+    carried: Entry | None = None
+    carrier: Entry | None = None
     given_up: bool = False
 
     @property
@@ -84,25 +87,58 @@ class Entry:
             raise InvariantViolation("PW-5", f"{self.key} is a seal; a push was meant")
         return self.block
 
+    @property
+    def travels_along(self) -> bool:
+        """A seal: whether its carrier will bring it, now or by a resend."""
+        push = self.carrier
+        return push is not None and push.state is not EntryState.ENDED and not push.given_up
+
+
+class Numbering:
+    """The numbers of one (table, range): given out from 1 without gap, open until they end."""
+
+    __slots__ = ("_given", "_low_water", "open")
+
+    def __init__(self) -> None:
+        self._given = 0
+        self._low_water = 0
+        self.open: dict[int, Entry] = {}
+
+    @property
+    def low_water(self) -> int:
+        """Every number up to it has ended."""
+        return self._low_water
+
+    def number(self) -> int:
+        """The next number; its entry goes into `open` at once."""
+        self._given += 1
+        return self._given
+
+    def end(self, number: int) -> None:
+        """The number has its outcome."""
+        del self.open[number]
+        while self._low_water < self._given and self._low_water + 1 not in self.open:
+            self._low_water += 1
+
 
 @dataclass(slots=True, eq=False)
 class WindowStep:
     """One step of one table until all its entries have ended.
 
-    `awaited` are its pushes that were neither received nor ended: no seal leaves before they are.
+    `blocks` has the newest push of each block. `awaited` are its pushes that were neither received
+    nor ended: no seal leaves before they are.
     """
 
     table_id: TableId
     clock: int
-    pushes: dict[EntryKey, Entry] = field(default_factory=dict)
     blocks: dict[int, Entry] = field(default_factory=dict)
-    awaited: set[EntryKey] = field(default_factory=set)
-    seals: dict[EntryKey, Entry] = field(default_factory=dict)
+    awaited: set[Entry] = field(default_factory=set)
+    seals: list[Entry] = field(default_factory=list)
     terms: SealTerms | None = None
     seals_released: bool = False
     open_count: int = 0
     problems: list[tuple[int | None, PushpullError]] = field(default_factory=list)
-    invalid: set[EntryKey] = field(default_factory=set)
+    invalid: set[Entry] = field(default_factory=set)
     skipped: bool = False
     staleness: int = 0
 
@@ -113,9 +149,17 @@ class WindowStep:
             raise InvariantViolation("PW-6", f"clock {self.clock} is not sealed")
         return self.terms
 
+    def forget_entries(self) -> None:
+        """All have ended: entries that point to a step that points to them would be kept until
+        Python's collector comes by.
+        """
+        for entry in (*self.blocks.values(), *self.seals):
+            entry.carried = entry.carrier = None
+        self.blocks.clear()
+        self.seals.clear()
 
-@dataclass(frozen=True, slots=True)
-class SendPush:
+
+class SendPush(NamedTuple):
     """Send this push to `server` now."""
 
     server: NodeId
@@ -128,16 +172,14 @@ class SendPush:
     inline_seal: tuple[int, SealTerms] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SendWithdrawal:
+class SendWithdrawal(NamedTuple):
     """Tell `server` that this number is given up."""
 
     server: NodeId
     key: EntryKey
 
 
-@dataclass(frozen=True, slots=True)
-class SealPart:
+class SealPart(NamedTuple):
     """One range's place in a seal."""
 
     range_id: RangeId
@@ -145,8 +187,7 @@ class SealPart:
     confirmed_sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendSeal:
+class SendSeal(NamedTuple):
     """Send one seal for these ranges to `server` now."""
 
     server: NodeId
@@ -190,8 +231,7 @@ class ViewNeeded:
 Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused | ViewNeeded
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A server's word about one entry (`ending` with COMMITTED, `error` with the refusals)."""
 
     kind: ReplyKind

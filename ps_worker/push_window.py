@@ -27,17 +27,19 @@ What it deliberately does not do: touch payloads (`body` is opaque), know addres
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import Ending, Ledger, Outcome, ReplyKind
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_worker.push_entries import (
     BlockPlace,
     Effect,
     Entry,
     EntryKey,
     EntryState,
+    Numbering,
     Reply,
     SealPart,
     SealTerms,
@@ -51,6 +53,10 @@ from ps_worker.push_entries import (
 )
 
 _RETRYABLE = frozenset({"STALE_ASSIGNMENT", "NOT_OWNER", "RECOVERING", "DRAINING", "OVERLOADED"})
+
+
+_Queued = tuple[int, int, Entry]
+"""Priority, number, entry. Two of one entry compare as equal, so entries need no order."""
 
 
 class PushWindow:
@@ -72,13 +78,13 @@ class PushWindow:
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
-        self._next_sequence: dict[tuple[TableId, RangeId], int] = {}
-        self._seen: dict[tuple[TableId, RangeId], Ledger] = {}
+        self._numberings: dict[tuple[TableId, RangeId], Numbering] = {}
         self._steps: dict[tuple[TableId, int], WindowStep] = {}
-        self._open: dict[EntryKey, Entry] = {}
-        self._queue: list[tuple[tuple[int, int], int, Entry]] = []
-        self._waiting_seals: set[EntryKey] = set()
-        self._submitted = 0
+        self._queue: list[_Queued] = []
+        self._held_back: list[_Queued] = []
+        self._waiting_seals: set[Entry] = set()
+        self._submitted_count = 0
+        self._due_s = -math.inf
 
     # --- what the training loop does
 
@@ -97,15 +103,14 @@ class PushWindow:
         if previous is not None and previous.sent_count == 0:
             previous.body, previous.byte_count = body, byte_count
             return previous.key
-        entry = self._new_entry(step, at.range_id, clock)
+        entry = self._new_entry(step, at.range_id)
         entry.block, entry.body, entry.byte_count = at.block, body, byte_count
-        entry.order = (priority, entry.order[1])
+        entry.priority = priority
         if previous is not None:
             entry.replaces = previous.key.sequence
-            self._give_up(previous, step)
+            self._give_up(previous)
         step.blocks[at.block] = entry
-        step.pushes[entry.key] = entry
-        step.awaited.add(entry.key)
+        step.awaited.add(entry)
         self._enqueue(entry)
         return entry.key
 
@@ -123,44 +128,42 @@ class PushWindow:
         places = sorted(ranges)
         carrier = self._carrier(step, places)
         for range_id in places:
-            entry = self._new_entry(step, range_id, clock)
-            step.seals[entry.key] = entry
+            entry = self._new_entry(step, range_id)
+            step.seals.append(entry)
             if carrier is not None:
-                carrier.inline_seal = entry.key.sequence
+                carrier.carried, entry.carrier = entry, carrier
         step.seals_released = carrier is not None
-
-    def is_sealed(self, table_id: TableId, clock: int) -> bool:
-        """Whether the step has been sealed, or has ended."""
-        step = self._steps.get((table_id, clock))
-        return step is None or step.terms is not None
 
     @staticmethod
     def _carrier(step: WindowStep, places: Sequence[RangeId]) -> Entry | None:
         """The push that may carry the seal: the only message of the step, and not sent yet."""
-        if len(places) != 1 or len(step.pushes) != 1:
+        if len(places) != 1 or len(step.blocks) != 1:
             return None
-        (push,) = step.pushes.values()
+        (push,) = step.blocks.values()
         return push if push.sent_count == 0 else None
 
     def _open_step(self, table_id: TableId, clock: int) -> WindowStep:
-        step = self._steps.setdefault((table_id, clock), WindowStep(table_id, clock))
+        step = self._steps.get((table_id, clock))
+        if step is None:
+            step = self._steps[(table_id, clock)] = WindowStep(table_id, clock)
         if step.terms is not None:
             raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
         return step
 
-    def _new_entry(self, step: WindowStep, range_id: RangeId, clock: int) -> Entry:
+    def _new_entry(self, step: WindowStep, range_id: RangeId) -> Entry:
         """A seal, unless the caller makes it a push."""
         place = (step.table_id, range_id)
-        sequence = self._next_sequence.get(place, 1)
-        self._next_sequence[place] = sequence + 1
+        numbering = self._numberings.get(place)
+        if numbering is None:
+            numbering = self._numberings[place] = Numbering()
+        sequence = numbering.number()
+        self._submitted_count += 1
         key = EntryKey(step.table_id, range_id, sequence)
-        self._submitted += 1
-        entry = Entry(key, clock, None, 0, None, (0, self._submitted))
-        self._open[key] = entry
+        entry = numbering.open[sequence] = Entry(key, step, self._submitted_count)
         step.open_count += 1
         return entry
 
-    def _give_up(self, entry: Entry, step: WindowStep) -> None:
+    def _give_up(self, entry: Entry) -> None:
         """Another entry replaces this one; its number stays open until the server has ended it."""
         entry.given_up = True
         entry.body = None
@@ -168,20 +171,22 @@ class PushWindow:
         entry.byte_count = 0
         if entry.state is EntryState.SENT:
             entry.state = EntryState.RECEIVED
-        step.awaited.discard(entry.key)
-        step.invalid.discard(entry.key)
+        step = entry.step
+        step.awaited.discard(entry)
+        step.invalid.discard(entry)
         step.problems = [p for p in step.problems if p[0] != entry.block]
-        step.pushes.pop(entry.key, None)
 
     # --- what the network does
 
     def assign(self, owner: Mapping[RangeId, NodeId]) -> None:
         """A view says who serves which range; what was refused for it goes again."""
         self._owner = dict(owner)
+        self._let_go()
 
     def connected(self, server: NodeId) -> None:
         """A stream to `server` is there."""
         self._connected.add(server)
+        self._let_go()
 
     def disconnected(self, server: NodeId) -> None:
         """The stream to `server` broke: all that has no outcome there goes again (RECEIVED is
@@ -190,7 +195,7 @@ class PushWindow:
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
-        for entry in list(self._open.values()):
+        for entry in list(self._open()):
             if self._owner.get(entry.key.range_id) == server and entry.state in (
                 EntryState.SENT,
                 EntryState.RECEIVED,
@@ -199,18 +204,23 @@ class PushWindow:
 
     def reply(self, server: NodeId, reply: Reply, now_s: float) -> list[Effect]:
         """A server answered. Answers to entries that have ended, or are unknown, change nothing."""
-        if reply.kind is ReplyKind.CREDIT:
+        kind = reply.kind
+        if kind is ReplyKind.CREDIT:
             self._blocked.pop((server, reply.table_id), None)
+            self._let_go()
             return []
-        entry = self._open.get(EntryKey(reply.table_id, reply.range_id, reply.sequence))
-        if entry is None:
+        numbering = self._numberings.get((reply.table_id, reply.range_id))
+        entry = numbering.open.get(reply.sequence) if numbering is not None else None
+        if numbering is None or entry is None:
             return []
-        if reply.kind is ReplyKind.RECEIVED:
+        if kind is ReplyKind.RECEIVED:
             self._received(entry)
             return []
-        if reply.kind is ReplyKind.COMMITTED:
-            return self._committed(entry, reply.ending)
-        if reply.kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
+        if kind is ReplyKind.COMMITTED:
+            if reply.ending is None:
+                raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
+            return self._end(entry, reply.ending)
+        if kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
             delay_s = reply.error.retry_after_ms / 1000 if reply.error else self._resend_after_s
             self._blocked[(server, reply.table_id)] = now_s + delay_s
             self._requeue(entry)
@@ -223,24 +233,40 @@ class PushWindow:
         """
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
+            self._let_go()
+        if now_s < self._due_s:
+            return
         overdue_s = now_s - self._resend_after_s
-        for entry in list(self._open.values()):
+        self._due_s = now_s + self._resend_after_s
+        for entry in list(self._open()):
             if entry.retry_s is not None and entry.retry_s <= now_s:
                 entry.retry_s = None
                 self._requeue(entry)
+                self._let_go()
             elif entry.state is EntryState.SENT and entry.sent_s <= overdue_s:
                 self._requeue(entry)
             elif entry.state is EntryState.RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
+            self._due_s = min(self._due_s, self._entry_due_s(entry))
+
+    def _entry_due_s(self, entry: Entry) -> float:
+        if entry.retry_s is not None:
+            return entry.retry_s
+        if entry.state is EntryState.QUEUED:  # not before it has been sent
+            return math.inf
+        return entry.sent_s + self._resend_after_s
+
+    def _open(self) -> Iterator[Entry]:
+        """Every entry without an outcome."""
+        for numbering in self._numberings.values():
+            yield from numbering.open.values()
 
     def _probe(self, entry: Entry, now_s: float) -> None:
         """Held for long: a seal asks again (no payload); a push only once its seal has ended, since
         only then is an answer surely missing.
         """
-        step = self._steps[(entry.key.table_id, entry.clock)]
-        seals_ended = bool(step.seals) and all(
-            s.state is EntryState.ENDED for s in step.seals.values()
-        )
+        seals = entry.step.seals
+        seals_ended = bool(seals) and all(s.state is EntryState.ENDED for s in seals)
         if entry.block is None or seals_ended or entry.given_up:
             self._requeue(entry)
         else:
@@ -248,23 +274,18 @@ class PushWindow:
 
     def _received(self, entry: Entry) -> None:
         if entry.state is EntryState.SENT:
-            self._leave_flight(entry)
+            self._in_flight_bytes -= entry.byte_count
             entry.state = EntryState.RECEIVED
-            self._steps[(entry.key.table_id, entry.clock)].awaited.discard(entry.key)
-        self._carried(entry)
+            entry.step.awaited.discard(entry)
+        if entry.carried is not None:
+            self._arrived_with(entry, entry.carried)
 
-    def _carried(self, entry: Entry) -> None:
+    @staticmethod
+    def _arrived_with(push: Entry, seal: Entry) -> None:
         """The push arrived, and so did the seal that it carried."""
-        seal = self._open.get(EntryKey(entry.key.table_id, entry.key.range_id, entry.inline_seal))
-        if seal is not None and seal.state is EntryState.QUEUED:
+        if seal.state is EntryState.QUEUED:
             seal.state = EntryState.RECEIVED
-            seal.sent_s = entry.sent_s
-
-    def _committed(self, entry: Entry, ending: Ending | None) -> list[Effect]:
-        if ending is None:
-            raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
-        step = self._steps[(entry.key.table_id, entry.clock)]
-        return self._end(entry, ending, step)
+            seal.sent_s = push.sent_s
 
     def _failed(
         self, server: NodeId, entry: Entry, error: PushpullError | None, now_s: float
@@ -273,15 +294,14 @@ class PushWindow:
         if problem.code in _RETRYABLE:
             self._requeue(entry)
             entry.retry_s = now_s + max(problem.retry_after_ms, 50) / 1000
+            self._due_s = min(self._due_s, entry.retry_s)
             return [ViewNeeded(server)]
-        step = self._steps[(entry.key.table_id, entry.clock)]
         if entry.block is None or entry.given_up:
-            return self._end(entry, Ending(Outcome.INVALID, problem), step)
+            return self._end(entry, Ending(Outcome.INVALID, problem))
         # The refusal consumed no number: it is given up, or the step's seal would wait for it.
-        step.problems.append((entry.block, problem))
-        step.invalid.add(entry.key)
-        step.pushes.pop(entry.key)
-        step.awaited.discard(entry.key)
+        entry.step.problems.append((entry.block, problem))
+        entry.step.invalid.add(entry)
+        entry.step.awaited.discard(entry)
         entry.given_up, entry.body = True, None
         self._requeue(entry)
         entry.byte_count = 0
@@ -290,59 +310,70 @@ class PushWindow:
     # --- moving entries
 
     def _enqueue(self, entry: Entry) -> None:
-        heapq.heappush(self._queue, (entry.order, id(entry), entry))
+        heapq.heappush(self._queue, (entry.priority, entry.number, entry))
+
+    def _let_go(self) -> None:
+        """What was held back may go now, or be held back again."""
+        for item in self._held_back:
+            heapq.heappush(self._queue, item)
+        self._held_back.clear()
 
     def _requeue(self, entry: Entry) -> None:
         self._leave_flight(entry)
         entry.state = EntryState.QUEUED
         if entry.block is None:
-            step = self._steps[(entry.key.table_id, entry.clock)]
-            carried = any(push.inline_seal == entry.key.sequence for push in step.pushes.values())
             # A seal that lost its carrier's answer travels alone from now on.
-            if not carried or all(p.state is EntryState.ENDED for p in step.pushes.values()):
-                self._waiting_seals.add(entry.key)
+            if not entry.travels_along:
+                self._waiting_seals.add(entry)
         else:
             if not entry.given_up:
-                self._steps[(entry.key.table_id, entry.clock)].awaited.add(entry.key)
+                entry.step.awaited.add(entry)
             self._enqueue(entry)
 
     def _leave_flight(self, entry: Entry) -> None:
         if entry.state is EntryState.SENT:
             self._in_flight_bytes -= entry.byte_count
 
-    def _end(self, entry: Entry, ending: Ending, step: WindowStep) -> list[Effect]:
+    def _end(self, entry: Entry, ending: Ending) -> list[Effect]:
         self._leave_flight(entry)
         entry.state = EntryState.ENDED
         entry.body = None
-        del self._open[entry.key]
-        self._carried(entry)
-        self._waiting_seals.discard(entry.key)
-        seen = self._ledger(entry.key)
-        seen.end(entry.key.sequence, ending)
-        seen.confirm(seen.low_water)  # nobody asks this side again: only the mark is kept
+        key, step = entry.key, entry.step
+        if entry.carried is not None:
+            self._arrived_with(entry, entry.carried)
+        self._waiting_seals.discard(entry)
+        self._numberings[(key.table_id, key.range_id)].end(key.sequence)
         step.open_count -= 1
-        step.awaited.discard(entry.key)
-        step.staleness = max(step.staleness, ending.staleness)
+        step.awaited.discard(entry)
         refused: list[Effect] = []
-        if ending.outcome is Outcome.INVALID and not entry.given_up:
-            problem = ending.error or PushpullError("refused without saying why")
-            step.problems.append((entry.block, problem))
-            step.invalid.add(entry.key)
-            if entry.block is None:
-                refused.append(StepRefused(step.table_id, step.clock, problem))
-        if ending.outcome is Outcome.SKIPPED:
-            step.skipped = True
+        if ending.outcome is not Outcome.APPLIED:
+            refused = self._ended_otherwise(entry, ending)
+        elif ending.staleness > step.staleness:
+            step.staleness = ending.staleness
         if step.terms is None or step.open_count:
             return refused
+        return [*refused, self._end_step(step, step.terms)]
+
+    @staticmethod
+    def _ended_otherwise(entry: Entry, ending: Ending) -> list[Effect]:
+        """The entry is not in the parameters."""
+        step = entry.step
+        if ending.outcome is Outcome.SKIPPED:
+            step.skipped = True
+        if ending.outcome is not Outcome.INVALID or entry.given_up:
+            return []
+        problem = ending.error or PushpullError("refused without saying why")
+        step.problems.append((entry.block, problem))
+        step.invalid.add(entry)
+        return [StepRefused(step.table_id, step.clock, problem)] if entry.block is None else []
+
+    def _end_step(self, step: WindowStep, terms: SealTerms) -> StepEnded:
         del self._steps[(step.table_id, step.clock)]
-        skipped = step.skipped or step.terms.skip or bool(step.invalid)
-        ended = StepEnded(
+        step.forget_entries()
+        skipped = step.skipped or terms.skip or bool(step.invalid)
+        return StepEnded(
             step.table_id, step.clock, not skipped, tuple(step.problems), step.staleness
         )
-        return [*refused, ended]
-
-    def _ledger(self, key: EntryKey) -> Ledger:
-        return self._seen.setdefault((key.table_id, key.range_id), Ledger())
 
     # --- what to send
 
@@ -350,18 +381,25 @@ class PushWindow:
         """What may be sent now, in order of priority; each entry counts as sent when it is
         returned.
         """
-        effects: list[Effect] = list(self._poll_pushes(now_s))
-        effects += self._poll_seals(now_s)
+        effects: list[Effect] = []
+        if self._queue:
+            self._poll_pushes(now_s, effects)
+        for step in self._steps.values():
+            if step.terms is not None and not step.seals_released and not step.awaited:  # PW-3
+                step.seals_released = True
+                step.skipped = step.skipped or bool(step.invalid)
+                self._waiting_seals.update(step.seals)
+        if self._waiting_seals:
+            self._poll_seals(now_s, effects)
         return effects
 
-    def _poll_pushes(self, now_s: float) -> list[SendPush | SendWithdrawal]:
-        found: list[SendPush | SendWithdrawal] = []
-        held_back = []
-        while self._queue:
-            item = heapq.heappop(self._queue)
-            entry = item[2]
+    def _poll_pushes(self, now_s: float, effects: list[Effect]) -> None:
+        queue = self._queue
+        while queue:
+            entry = queue[0][2]
             if entry.state is not EntryState.QUEUED:
-                continue  # ended, or queued twice and sent by the other item
+                heapq.heappop(queue)  # ended, or queued twice and sent by the other item
+                continue
             server = self._owner.get(entry.key.range_id)
             if (
                 server is None
@@ -369,72 +407,63 @@ class PushWindow:
                 or entry.retry_s is not None
                 or (server, entry.key.table_id) in self._blocked
             ):
-                held_back.append(item)
+                self._held_back.append(heapq.heappop(queue))
                 continue
-            if self._in_flight_bytes and (
-                self._in_flight_bytes + entry.byte_count > self._window_bytes
-            ):
-                held_back.append(item)
-                break
+            in_flight_bytes = self._in_flight_bytes + entry.byte_count
+            if in_flight_bytes > self._window_bytes and self._in_flight_bytes:
+                return
+            heapq.heappop(queue)
             entry.state = EntryState.SENT
             entry.sent_s = now_s
             entry.sent_count += 1
-            self._in_flight_bytes += entry.byte_count
+            self._in_flight_bytes = in_flight_bytes
             if entry.given_up:
-                found.append(SendWithdrawal(server, entry.key))
+                effects.append(SendWithdrawal(server, entry.key))
             else:
-                found.append(self._send_push(server, entry))
-        for item in held_back:
-            heapq.heappush(self._queue, item)
-        return found
+                effects.append(self._send_push(server, entry))
 
     def _send_push(self, server: NodeId, entry: Entry) -> SendPush:
-        step = self._steps[(entry.key.table_id, entry.clock)]
         inline = None
-        if entry.inline_seal and step.terms is not None:
-            inline = (entry.inline_seal, step.terms)
+        if entry.carried is not None:
+            inline = (entry.carried.key.sequence, entry.step.sealed_with)
         return SendPush(
             server,
             entry.key,
-            entry.clock,
+            entry.step.clock,
             entry.pushed_block,
             entry.replaces,
-            self._ledger(entry.key).low_water,
+            self._confirmed(entry.key),
             entry.body,
             inline,
         )
 
-    def _poll_seals(self, now_s: float) -> list[SendSeal]:
-        for step in self._steps.values():
-            if step.terms is not None and not step.seals_released and not step.awaited:  # PW-3
-                step.seals_released = True
-                if step.invalid:
-                    step.skipped = True
-                self._waiting_seals.update(step.seals)
+    def _poll_seals(self, now_s: float, effects: list[Effect]) -> None:
         grouped: dict[tuple[NodeId, TableId, int], list[Entry]] = {}
-        for key in sorted(self._waiting_seals, key=lambda k: (k.table_id, k.range_id, k.sequence)):
-            entry = self._open[key]
+        for entry in sorted(self._waiting_seals, key=lambda seal: seal.key):
+            key = entry.key
             server = self._owner.get(key.range_id)
             if server in self._connected and entry.retry_s is None and server is not None:
-                grouped.setdefault((server, key.table_id, entry.clock), []).append(entry)
-        return [
-            self._send_seal(server, entries, now_s) for (server, _, _), entries in grouped.items()
-        ]
+                grouped.setdefault((server, key.table_id, entry.step.clock), []).append(entry)
+        for (server, _, _), entries in grouped.items():
+            effects.append(self._send_seal(server, entries, now_s))
 
     def _send_seal(self, server: NodeId, entries: list[Entry], now_s: float) -> SendSeal:
-        first = entries[0]
-        step = self._steps[(first.key.table_id, first.clock)]
+        step = entries[0].step
         terms = step.sealed_with
         if step.skipped and not terms.skip:
             terms = SealTerms(terms.hyperparameters, terms.contribution_scale, True, terms.last)
         for entry in entries:
             entry.state = EntryState.SENT
             entry.sent_s = now_s
-            self._waiting_seals.discard(entry.key)
+            self._waiting_seals.discard(entry)
         parts = tuple(
-            SealPart(e.key.range_id, e.key.sequence, self._ledger(e.key).low_water) for e in entries
+            SealPart(e.key.range_id, e.key.sequence, self._confirmed(e.key)) for e in entries
         )
-        return SendSeal(server, first.key.table_id, first.clock, parts, terms)
+        return SendSeal(server, step.table_id, step.clock, parts, terms)
+
+    def _confirmed(self, key: EntryKey) -> int:
+        """Up to where the outcomes of the key's place have been seen, without gap."""
+        return self._numberings[(key.table_id, key.range_id)].low_water
 
     # --- what it is waiting for
 
@@ -445,4 +474,4 @@ class PushWindow:
 
     def open_entries(self) -> tuple[tuple[EntryKey, EntryState], ...]:
         """Every entry without an outcome, for error messages and tests."""
-        return tuple((entry.key, entry.state) for entry in self._open.values())
+        return tuple((entry.key, entry.state) for entry in self._open())

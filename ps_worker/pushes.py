@@ -7,14 +7,16 @@ Everything belongs to the background loop. What to send, when, and again, is the
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables import Table
+from ps_core.tables import NATIVE_CODEC, Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
 from ps_runtime.errors import error_from_proto
@@ -34,9 +36,9 @@ from ps_worker.push_entries import (
     StepRefused,
 )
 from ps_worker.push_window import PushWindow
-from ps_worker.steps import BlockSubmission, PushBody
+from ps_worker.steps import PushBody
 from ps_worker.tickets import StepResult
-from pushpull.v1 import parameters_pb2
+from pushpull.v1 import parameters_pb2, types_pb2
 
 TICK_INTERVAL_S = 0.05
 """How often the window looks for retries that are due, while anything is on its way."""
@@ -56,6 +58,29 @@ _OUTCOMES = {
     parameters_pb2.OUTCOME_WITHDRAWN: Outcome.WITHDRAWN,
     parameters_pb2.OUTCOME_SKIPPED: Outcome.SKIPPED,
 }
+
+
+_KIND_OF_GRADIENT = parameters_pb2.PUSH_KIND_GRADIENT
+_KIND_OF_VALUES = parameters_pb2.PUSH_KIND_ASSIGN
+_ANSWERS_WITHOUT_ERROR = (ReplyKind.RECEIVED, ReplyKind.CREDIT)
+_APPLIED = Ending(Outcome.APPLIED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TablePlan:
+    """Where the blocks of a table live, and how their payloads are encoded."""
+
+    range_of_block: tuple[RangeId, ...]
+    ranges: tuple[RangeId, ...]
+    codec: types_pb2.Codec
+
+    @classmethod
+    def of(cls, table: Table, range_count: int) -> _TablePlan:
+        by_block = tuple(
+            table.range_of_block(block, range_count) for block in range(table.block_count)
+        )
+        codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
+        return cls(by_block, tuple(sorted(set(by_block))), codec)
 
 
 class PushListener(Protocol):
@@ -85,10 +110,9 @@ class PushDriver:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._view = view
-        self._tables: dict[TableId, Table] = {}
+        self._plans: dict[TableId, _TablePlan] = {}
         self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
         self._leaving: set[tuple[TableId, int]] = set()
-        self._ranges: dict[TableId, tuple[RangeId, ...]] = {}
         self._failure: PushpullError | None = None
         self._pump_is_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -100,36 +124,29 @@ class PushDriver:
         if self._failure is not None:
             future.set_exception(self._failure)
             return
-        self._tables[table.table_id] = table
+        if table.table_id not in self._plans:
+            self._plans[table.table_id] = _TablePlan.of(table, len(self._view.ranges))
         self._futures[(table.table_id, clock)] = future
 
-    def submit(self, submission: BlockSubmission) -> None:
-        """A block of an open step."""
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """Blocks of an open step."""
         if self._failure is not None:
             return
-        table = submission.table
-        self._window.submit(
-            BlockPlace(
-                table.table_id,
-                table.range_of_block(submission.block, len(self._view.ranges)),
-                submission.block,
-            ),
-            submission.clock,
-            submission.body,
-            byte_count=submission.body.payload.nbytes,
-            priority=submission.priority,
-        )
+        table_id, range_of_block = table.table_id, self._plans[table.table_id].range_of_block
+        for body in bodies:
+            place = BlockPlace(table_id, range_of_block[body.block], body.block)
+            self._window.submit(
+                place, clock, body, byte_count=body.payload.nbytes, priority=priority
+            )
         self._pump_soon()
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """The end of a step."""
         if self._failure is not None:
             return
-        if table.table_id not in self._ranges:
-            self._ranges[table.table_id] = tuple(table.blocks_by_range(len(self._view.ranges)))
         if terms.last:
             self._leaving.add((table.table_id, clock))
-        self._window.seal(table.table_id, clock, self._ranges[table.table_id], terms)
+        self._window.seal(table.table_id, clock, self._plans[table.table_id].ranges, terms)
         self._pump_soon()
 
     def fail(self, error: PushpullError) -> None:
@@ -164,12 +181,13 @@ class PushDriver:
 
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
         """Answers came."""
+        came_s = now_s()
         for message in response.replies:
             reply = _reply(message)
             if reply is not None:
                 if reply.error is not None and reply.kind is not ReplyKind.COMMITTED:
                     MEASURES.resent_entries.labels(reply.error.code).inc()
-                for effect in self._window.reply(server, reply, now_s()):
+                for effect in self._window.reply(server, reply, came_s):
                     self._carry_out(effect)
         self._pump_soon()
 
@@ -190,8 +208,10 @@ class PushDriver:
         self._pump_is_due = False
         if self._failure is not None:
             return
+        pushed_bytes = self._counters.pushed_bytes
         for effect in self._window.poll(now_s()):
             self._carry_out(effect)
+        MEASURES.pushed_bytes.inc(self._counters.pushed_bytes - pushed_bytes)
         if self._timer is None and self._futures:
             self._timer = self._loop.call_later(TICK_INTERVAL_S, self._tick)
 
@@ -237,12 +257,8 @@ class PushDriver:
             clock=effect.clock,
             sequence=key.sequence,
             confirmed_sequence=effect.confirmed_sequence,
-            codec=wire.codec_to_proto(body.codec),
-            kind=(
-                parameters_pb2.PUSH_KIND_ASSIGN
-                if body.is_assign
-                else parameters_pb2.PUSH_KIND_GRADIENT
-            ),
+            codec=self._plans[key.table_id].codec,
+            kind=_KIND_OF_GRADIENT if effect.clock else _KIND_OF_VALUES,
             replaces=effect.replaces,
             presence=body.presence,
             pulled_peer_version=body.pulled_peer_version,
@@ -257,7 +273,6 @@ class PushDriver:
         link = self._links.find(effect.server)
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
-            MEASURES.pushed_bytes.inc(body.payload.nbytes)
             link.send_block(message, body.payload)
 
     def _seal(
@@ -319,11 +334,16 @@ def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
     kind = _KINDS.get(message.kind)
     if kind is None:
         return None
-    error = error_from_proto(message.error) if message.HasField("error") else None
-    ending = None
+    error = ending = None
     if kind is ReplyKind.COMMITTED:
         outcome = _OUTCOMES.get(message.outcome, Outcome.INVALID)
-        ending = Ending(outcome, error, message.staleness)
+        if outcome is Outcome.INVALID and message.HasField("error"):
+            error = error_from_proto(message.error)
+        staleness = message.staleness
+        is_plain = outcome is Outcome.APPLIED and not staleness
+        ending = _APPLIED if is_plain else Ending(outcome, error, staleness)
+    elif kind not in _ANSWERS_WITHOUT_ERROR and message.HasField("error"):
+        error = error_from_proto(message.error)
     return Reply(
         kind, TableId(message.table_id), RangeId(message.range_id), message.sequence, ending, error
     )

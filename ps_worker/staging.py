@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch
 
 from ps_core.errors import InvalidTensor
-from ps_core.tables import Table
+from ps_core.tables import Table, pack_presence
 from ps_worker.cutting import BlockPart
 from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.values import Raw
@@ -321,9 +321,9 @@ class GradientStaging:
         block.is_changed = False
         width = self._buffer.values.element_size()
         start = number * self.table.spec.block_elements * width
-        payload = self._buffer.raw[start : start + self.table.block_length(number) * width]
+        payload = self._buffer.raw.data[start : start + self.table.block_length(number) * width]
         present = tuple(self._places[tensor].is_present for tensor in block.tensors)
-        return BlockPart(number, payload, present)
+        return BlockPart(number, payload, pack_presence(present))
 
     def present_names(self) -> Iterator[str]:
         """The parameters that have a gradient in the step that `take` ended."""

@@ -2,7 +2,7 @@
 
     handle = client.create_table(...)
     step = client.begin_step(handle)           # clock = last sealed clock + 1
-    step.push_block(block, payload)            # as often as a block changes; the last counts
+    step.push_blocks(parts)                    # as often as a block changes; the last counts
     ticket = step.seal(hyperparameters=...)    # the end: nothing may be pushed to it now
     client.wait(ticket)                        # every server committed it
 
@@ -17,42 +17,28 @@ What it deliberately does not do: network; everything is handed to the backgroun
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, Protocol
 
 from ps_core.codec import check_length
 from ps_core.errors import InvalidConfig
-from ps_core.tables import NATIVE_CODEC, Codec, Hyperparameters, Table, pack_presence
+from ps_core.tables import NATIVE_CODEC, Hyperparameters, Table
 from ps_worker.cutting import BlockPart, merged
 from ps_worker.push_entries import SealTerms
 from ps_worker.tickets import PushTicket, StepResult
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PushBody:
-    """What a push carries, opaque to the push window."""
+class PushBody(NamedTuple):
+    """What a push says of one block, opaque to the push window; the payload is in the table's own
+    codec.
+    """
 
-    payload: memoryview
-    codec: Codec
-    presence: bytes = b""
-    is_assign: bool = False
-    eager: Hyperparameters | None = None
-    pulled_peer_version: int | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockSubmission:
-    """One block for the push window."""
-
-    table: Table
-    clock: int
     block: int
-    body: PushBody
-    priority: int
+    payload: memoryview
+    presence: bytes
+    eager: Hyperparameters | None
+    pulled_peer_version: int | None
 
 
 class StepSink(Protocol):
@@ -61,8 +47,8 @@ class StepSink(Protocol):
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """A step begins; `future` is completed when it has ended."""
 
-    def submit(self, submission: BlockSubmission) -> None:
-        """A block of an open step."""
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """Blocks of an open step, in the order in which they shall leave."""
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """The end of a step."""
@@ -81,6 +67,10 @@ class Step:
         self._steps = steps
         self._sealed = False
         self._parts: dict[int, BlockPart] = {}
+        width = NATIVE_CODEC[table.spec.dtype].element_bytes
+        self._block_bytes = table.spec.block_elements * width
+        self._last_block = table.block_count - 1
+        self._last_bytes = table.block_length(self._last_block) * width
         future: Future[StepResult] = Future()
         self.ticket = PushTicket(table, clock, future, lambda: self._sealed)
         sink.open_step(table, clock, future)
@@ -90,60 +80,51 @@ class Step:
         """Whether the step has ended for its worker."""
         return self._sealed
 
-    def push_block(
+    def push_blocks(
         self,
-        block: int,
-        payload: memoryview,
+        parts: Iterable[BlockPart],
         *,
-        presence: bytes = b"",
-        codec: Codec | None = None,
         priority: int = 0,
         eager: Hyperparameters | None = None,
     ) -> None:
-        """Send one block; a second push of it in this step replaces the first.
+        """Send blocks; a second push of a block in this step replaces the first.
 
         Args:
-            block: the block's number in the table.
-            payload: `table.block_length(block)` elements.
-            presence: as `ps_core.tables.pack_presence` gives it; empty means all tensors.
-            codec: how the payload is encoded; None means the table's dtype.
+            parts: the blocks, in the order in which they shall leave; handed over together.
             priority: lower goes first where the window is full.
-            eager: ASP tables: the hyperparameters that the seal will repeat; the block is then
-                applied on arrival. None (default) holds it until the seal.
+            eager: ASP tables: the hyperparameters that the seal will repeat; the blocks are then
+                applied on arrival. None (default) holds them until the seal.
 
         Shapes:
-            payload: C-contiguous bytes. Not copied: it must not change before the step's ticket is
-            done, or the block has been pushed again.
+            parts: payloads in the table's own dtype. Not copied: they must not change before the
+            step's ticket is done, or the block has been pushed again.
 
         Blocking: no; the window bounds what is in flight, not what is handed over.
 
         Raises:
             InvalidConfig: the step has been sealed.
             InvalidKeys: there is no such block.
-            InvalidTensor: the payload has another length.
+            InvalidTensor: a payload has another length than its block.
         """
         self._check_open()
-        length = self.table.block_length(block)
-        codec = codec or NATIVE_CODEC[self.table.spec.dtype]
-        if payload.nbytes != length * codec.element_bytes:
-            check_length(payload.nbytes, codec, length)
-        body = PushBody(
-            payload=payload,
-            codec=codec,
-            presence=presence,
-            is_assign=self.clock == 0,
-            eager=eager,
-            pulled_peer_version=self._steps.pulled_peer_version(block),
-        )
-        self._sink.submit(BlockSubmission(self.table, self.clock, block, body, priority))
+        peer_version = self._steps.pulled_peer_version
+        bodies = []
+        for block, payload, presence in parts:
+            self._check_length(block, payload)
+            bodies.append(PushBody(block, payload, presence, eager, peer_version(block)))
+        if bodies:
+            self._sink.submit(self.table, self.clock, bodies, priority)
 
-    def push_part(self, part: BlockPart) -> None:
-        """Send some tensors of a block beside those that this step has pushed of it before."""
-        older = self._parts.get(part.block)
-        if older is not None and not all(part.present):
-            part = merged(self.table, older, part)
-        self._parts[part.block] = part
-        self.push_block(part.block, part.payload.data, presence=pack_presence(part.present))
+    def push_parts(self, parts: Iterable[BlockPart]) -> None:
+        """Send tensors of blocks, beside those that this step has pushed of them before."""
+        whole = []
+        for part in parts:
+            older = self._parts.get(part.block)
+            if older is not None and part.presence:
+                part = merged(self.table, older, part)
+            self._parts[part.block] = part
+            whole.append(part)
+        self.push_blocks(whole)
 
     def seal(
         self,
@@ -174,6 +155,12 @@ class Step:
         self._sink.seal(self.table, self.clock, terms)
         return self.ticket
 
+    def _check_length(self, block: int, payload: memoryview) -> None:
+        expected_bytes = self._last_bytes if block == self._last_block else self._block_bytes
+        if payload.nbytes != expected_bytes or not 0 <= block <= self._last_block:
+            codec = NATIVE_CODEC[self.table.spec.dtype]
+            check_length(payload.nbytes, codec, self.table.block_length(block))
+
     def _check_open(self) -> None:
         if self._sealed:
             raise InvalidConfig(
@@ -196,7 +183,7 @@ class TableSteps:
         self._open: Step | None = None
         self._assign: Step | None = None
         self._tickets: list[PushTicket] = []
-        self._peer_versions: npt.NDArray[np.int64] = np.full(table.block_count, -1, np.int64)
+        self._peer_versions: dict[int, int] = {}
 
     @property
     def clock(self) -> int:
@@ -244,5 +231,4 @@ class TableSteps:
 
     def pulled_peer_version(self, block: int) -> int | None:
         """What the last pull of the block brought; None if it was never pulled."""
-        found = int(self._peer_versions[block])
-        return None if found < 0 else found
+        return self._peer_versions.get(block)

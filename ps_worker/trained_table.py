@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.errors import GradientChangedAfterPush, InvalidTensor
-from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
+from ps_core.tables import Hyperparameters, unpack_presence
+from ps_worker.cutting import BlockPart
 from ps_worker.flat_layout import FlatLayout
 from ps_worker.optimizers import ServerOptimizer
 from ps_worker.pending import Pending
@@ -27,7 +28,6 @@ from ps_worker.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from ps_worker.client import Client
-    from ps_worker.cutting import BlockPart
     from ps_worker.tickets import Pulled, PullTicket
 
 _REMEDIES = (
@@ -112,9 +112,11 @@ class TrainedTable:
         step = self._client.begin_assign(self.handle)
         width = self._received.values.element_size()
         size = self.handle.spec.block_elements * width
-        for block in range(self.handle.table.block_count):
-            part = self._received.raw[block * size : (block + 1) * size]
-            step.push_block(block, part.data)
+        raw = self._received.raw.data
+        step.push_blocks(
+            BlockPart(block, raw[block * size : (block + 1) * size])
+            for block in range(self.handle.table.block_count)
+        )
         self._pending.add(step.seal())
 
     # --- while backward runs
@@ -131,8 +133,7 @@ class TrainedTable:
             WaitExpired: the step before could not be ended, and still cannot.
         """
         self.settle()
-        for part in self.staging.hooked(index):
-            self._push(part, hyperparameters)
+        self._push(self.staging.hooked(index), hyperparameters)
 
     def discard(self) -> None:
         """The gradients were zeroed."""
@@ -174,8 +175,7 @@ class TrainedTable:
             bad = self.staging.non_finite()
             if bad is not None:
                 return bad
-        for part in parts:
-            self._push(part, hyperparameters)
+        self._push(parts, hyperparameters)
         return None
 
     def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> None:
@@ -246,12 +246,9 @@ class TrainedTable:
         if self._staging is not None:
             self._staging.finish()
 
-    def _push(self, part: BlockPart, hyperparameters: Hyperparameters) -> None:
+    def _push(self, parts: list[BlockPart], hyperparameters: Hyperparameters) -> None:
+        if not parts:
+            return
         if self._applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
-        self._client.begin_step(self.handle).push_block(
-            part.block,
-            part.payload.data,
-            presence=pack_presence(part.present),
-            eager=self._eager,
-        )
+        self._client.begin_step(self.handle).push_blocks(parts, eager=self._eager)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables import (
+    DType,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableSpec,
+    unpack_presence,
+)
 from ps_worker.cutting import blocks_of, cut, merged, pieces_of, region_of
 from ps_worker.settings import tensors_of
 
@@ -59,9 +66,11 @@ def test_parts_of_a_mapping_give_exactly_the_named_tensors(
     }
     seen = np.zeros(found.spec.element_count, dtype=np.float32)
     for part in cut(found, pieces_of(found, given_values, None)):
-        payload = part.payload.view(np.float32)
+        payload = np.frombuffer(part.payload, np.float32)
         assert payload.size == found.block_length(part.block)
-        for segment, is_present in zip(found.segments(part.block), part.present, strict=True):
+        segments = found.segments(part.block)
+        present = unpack_presence(part.presence, len(segments))
+        for segment, is_present in zip(segments, present, strict=True):
             name = found.spec.tensors[segment.tensor].name
             assert is_present == (name in named)
             if is_present:
@@ -81,7 +90,7 @@ def test_whole_blocks_are_views_of_what_was_given() -> None:
     parts = list(cut(found, pieces_of(found, values, None)))
     assert [part.block for part in parts] == [0, 1, 2, 3]
     assert all(np.shares_memory(part.payload, values) for part in parts)
-    assert all(part.present == (True,) for part in parts)
+    assert all(part.presence == b"" for part in parts)
 
 
 def test_a_slice_at_block_edges_gives_those_blocks() -> None:
@@ -101,10 +110,10 @@ def test_a_second_push_of_a_block_joins_the_first() -> None:
     (first,) = cut(found, pieces_of(found, {"a": floats(3)}, None))
     (second,) = cut(found, pieces_of(found, {"b": floats(5, 10.0)}, None))
     both = merged(found, first, second)
-    assert both.present == (True, True)
-    assert both.payload.view(np.float32).tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
-    assert first.present == (True, False)
-    assert first.payload.view(np.float32).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert both.presence == b""
+    assert np.frombuffer(both.payload, np.float32).tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
+    assert unpack_presence(first.presence, 2) == (True, False)
+    assert np.frombuffer(first.payload, np.float32).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
