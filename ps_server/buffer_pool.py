@@ -50,5 +50,8 @@ class BufferPool:
     @property
     def held_bytes(self) -> int:
         """Bytes that wait here to be used again."""
-        sizes = list(self._free.items())  # other threads may add sizes meanwhile
-        return sum(dtype.itemsize * count * len(free) for (dtype, count), free in sizes)
+        held_bytes = 0
+        # Other threads may add sizes meanwhile.
+        for (dtype, element_count), free in tuple(self._free.items()):
+            held_bytes += dtype.itemsize * element_count * len(free)
+        return held_bytes

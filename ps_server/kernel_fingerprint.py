@@ -63,7 +63,6 @@ def _run(spec: OptimizerSpec, dtype: np.dtype[np.floating], digest: hashlib._Has
     state = BlockState(
         values=torch.from_numpy(_inputs(0, dtype)),
         bounds=np.array([0, _ELEMENT_COUNT], dtype=np.int64),
-        steps=np.zeros(1, dtype=np.int64),
     )
     for step in range(1, _STEP_COUNT + 1):
         gradient = torch.from_numpy(_inputs(step, dtype))

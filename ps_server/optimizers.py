@@ -27,10 +27,9 @@ Reference: DESIGN's measurements of torch's fused, foreach and single-tensor ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +51,15 @@ Numbers = Mapping[str, float]
 Mask = npt.NDArray[np.bool_]
 """One element for each segment of a block: whether it is present."""
 
-Steps = npt.NDArray[np.int64]
-"""One element for each segment of a block: the steps that it has taken."""
+Steps = int | npt.NDArray[np.int64]
+"""The steps that the segments of a block have taken: one number while it is the same for all of
+them, else one element for each."""
+
+StepsT = TypeVar("StepsT", int, npt.NDArray[np.int64])
+
+_MAX_RUN_COUNT = 32
+"""Runs of segments, for each step count among them, beyond which the kernel runs on the whole block
+and what it did to the others is undone: a run costs 20 us, and a step count four passes."""
 
 
 def padded_length(length: int) -> int:
@@ -69,18 +75,22 @@ class BlockState:
         values: flat, padded to a multiple of 64; owned by this object.
         slots: optimizer state by torch's name of it, each like `values`.
         bounds: segment i is elements [bounds[i], bounds[i + 1]); the last is the block's length.
-        steps: steps taken, one for each segment.
+        length: elements without the padding.
     """
 
     values: Tensor
     bounds: npt.NDArray[np.int64]
-    steps: Steps
+    steps: Steps = 0
     slots: dict[str, Tensor] = field(default_factory=dict)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = int(self.bounds[-1])
 
     @property
-    def length(self) -> int:
-        """Elements without the padding."""
-        return int(self.bounds[-1])
+    def segment_count(self) -> int:
+        """Tensors that overlap the block."""
+        return len(self.bounds) - 1
 
     @property
     def state_bytes(self) -> int:
@@ -88,8 +98,7 @@ class BlockState:
         return self.values.nbytes + sum(slot.nbytes for slot in self.slots.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one kernel call works on: equally long cuts of a block and of its gradient."""
 
     values: Tensor
@@ -110,7 +119,7 @@ class Kernel(Protocol):
         """The optimizer state that a step needs, and what each starts with."""
         ...
 
-    def steps_after(self, steps: Steps, numbers: Numbers, /) -> Steps | int:
+    def steps_after(self, steps: StepsT, numbers: Numbers, /) -> StepsT | int:
         """The step counts after one more step."""
         ...
 
@@ -146,15 +155,48 @@ class Optimizer:
         for name, fill in kernel.fills(numbers).items():
             if name not in state.slots:
                 state.slots[name] = torch.full_like(state.values, fill)
-        for begin, end, steps in _runs(state, present):
-            if kernel.is_cut_sensitive:
-                self._run_aligned(state, gradient, (begin, end, steps), numbers)
-            else:
-                kernel.run(_piece(state, gradient, (begin, end, steps)), numbers)
-        if present is None:
-            state.steps[:] = kernel.steps_after(state.steps, numbers)
+        steps = state.steps
+        if present is None and isinstance(steps, int):
+            end = state.values.numel() if kernel.is_cut_sensitive else state.length
+            kernel.run(_piece(state, gradient, (0, end, steps)), numbers)
+            state.steps = kernel.steps_after(steps, numbers)
         else:
-            state.steps[present] = kernel.steps_after(state.steps[present], numbers)
+            self._apply_in_part(state, gradient, present, numbers)
+
+    def _apply_in_part(
+        self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
+    ) -> None:
+        """One step on segments that are not all present, or have taken different steps."""
+        kernel = self._kernel
+        steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
+        here = np.ones(len(steps), dtype=np.bool_) if present is None else present
+        counts = np.where(here, steps, -1)
+        distinct = np.unique(steps[here])
+        runs = _runs(state.bounds, counts)
+        if len(runs) > _MAX_RUN_COUNT * len(distinct):
+            for count in distinct.tolist():
+                self._run_masked(state, gradient, (counts == count, count), numbers)
+        else:
+            for run in runs:
+                if kernel.is_cut_sensitive:
+                    self._run_aligned(state, gradient, run, numbers)
+                else:
+                    kernel.run(_piece(state, gradient, run), numbers)
+        steps[here] = kernel.steps_after(steps[here], numbers)
+        state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+
+    def _run_masked(
+        self, state: BlockState, gradient: Tensor, part: tuple[Mask, int], numbers: Numbers
+    ) -> None:
+        """Run the kernel on the whole block; undo what it did to segments outside the mask."""
+        mask, steps = part
+        outside = torch.ones(state.values.numel(), dtype=torch.bool)
+        outside[: state.length] = torch.from_numpy(np.repeat(~mask, np.diff(state.bounds)))
+        touched = (state.values, *state.slots.values())
+        saved = [tensor.clone() for tensor in touched]
+        self._kernel.run(_piece(state, gradient, (0, state.values.numel(), steps)), numbers)
+        for tensor, before in zip(touched, saved, strict=True):
+            torch.where(outside, before, tensor, out=tensor)
 
     def _run_aligned(
         self, state: BlockState, gradient: Tensor, run: tuple[int, int, int], numbers: Numbers
@@ -183,17 +225,15 @@ def _piece(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> Pi
     return Piece(state.values[begin:end], gradient[begin:end], slots, steps)
 
 
-def _runs(state: BlockState, present: Mask | None) -> Iterator[tuple[int, int, int]]:
-    """The maximal runs (begin, end, steps) of present neighbours with equal step counts."""
-    steps = state.steps
-    if present is None and (len(steps) == 1 or steps.min() == steps.max()):
-        yield 0, state.length, int(steps[0])
-        return
-    keys = steps if present is None else np.where(present, steps, -1)
-    cuts = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]
-    for first, last in pairwise(cuts):
-        if keys[first] >= 0:
-            yield int(state.bounds[first]), int(state.bounds[last]), int(keys[first])
+def _runs(
+    bounds: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> list[tuple[int, int, int]]:
+    """The maximal runs (begin, end, steps) of neighbours with equal step counts; those below 0 are
+    absent.
+    """
+    firsts = np.flatnonzero(np.diff(counts, prepend=-1, append=-1))
+    found = zip(bounds[firsts[:-1]], bounds[firsts[1:]], counts[firsts[:-1]], strict=True)
+    return [(int(begin), int(end), int(steps)) for begin, end, steps in found if steps >= 0]
 
 
 def _step_tensor(steps: int) -> Tensor:
@@ -208,7 +248,7 @@ class _Sgd:
     def fills(self, numbers: Numbers) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if numbers["momentum"] != 0 else {}
 
-    def steps_after(self, steps: Steps, numbers: Numbers) -> Steps | int:
+    def steps_after(self, steps: StepsT, numbers: Numbers) -> StepsT | int:
         return 1 if numbers["momentum"] != 0 else steps
 
     def _options(self, numbers: Numbers) -> dict[str, Any]:
@@ -256,7 +296,7 @@ class _Adam:
         names = ["exp_avg", "exp_avg_sq"]
         return dict.fromkeys([*names, "max_exp_avg_sq"] if self.spec.amsgrad else names, 0.0)
 
-    def steps_after(self, steps: Steps, _numbers: Numbers) -> Steps | int:
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
         return steps + 1
 
     def _tensors(self, piece: Piece, steps: int) -> _AdamTensors:
@@ -292,7 +332,7 @@ class _Adagrad:
     def fills(self, _numbers: Numbers) -> Mapping[str, float]:
         return {"sum": self.initial}
 
-    def steps_after(self, steps: Steps, _numbers: Numbers) -> Steps | int:
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
         return steps + 1
 
     def _options(self, numbers: Numbers) -> dict[str, Any]:
@@ -326,7 +366,7 @@ class _Rmsprop:
             names.append("momentum_buffer")
         return dict.fromkeys(names, 0.0)
 
-    def steps_after(self, steps: Steps, _numbers: Numbers) -> Steps | int:
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
         return steps
 
 

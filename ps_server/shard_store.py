@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation, check
 from ps_core.tables import (
     NATIVE_CODEC,
     Codec,
@@ -51,18 +51,11 @@ from ps_core.tables import (
 )
 from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
-from ps_server.contributions import Contribution
+from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
 
 _KEPT_SUM_COUNT = 2
 """AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
-
-_TORCH_DTYPE = {
-    Codec.FP32: torch.float32,
-    Codec.FP16: torch.float16,
-    Codec.BF16: torch.bfloat16,
-    Codec.FP64: torch.float64,
-}
 
 
 def arithmetic_dtype(table: Table) -> torch.dtype:
@@ -98,9 +91,11 @@ class ShardStore:
         self._dtype = arithmetic_dtype(table)
         self._home = home
         self._states = {block: self._initial_state(block) for block in sorted(blocks)}
+        self._payloads = {block: _payload_of(state) for block, state in self._states.items()}
         self._versions = dict.fromkeys(self._states, 0)
         self._forming: dict[int, dict[int, Contribution]] = {}
         self._sums: dict[int, dict[int, Contribution]] = {}
+        self._is_mean = spec.reduction is Reduction.MEAN
         self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
         has_kernel = spec.optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN)
         self._optimizer = Optimizer(spec.optimizer, self._pool) if has_kernel else None
@@ -140,22 +135,23 @@ class ShardStore:
                 holds a value that is not finite (unless the table allows it).
         """
         state = self._state(block)
-        present = self._mask(block, presence)
+        present = _mask(self._name, block, state, presence) if presence else None
         self._check_codec(codec)
         view = memoryview(payload)
-        expected = state.length * codec.element_bytes
-        if view.nbytes != expected:
+        dtype = TORCH_DTYPE[codec]
+        if view.nbytes != state.length * dtype.itemsize:
             raise InvalidTensor(
                 f"block {block} of table '{self._name}': the payload has {view.nbytes} bytes; "
-                f"expected {expected} ({state.length} elements of {codec.value})"
+                f"expected {state.length * dtype.itemsize} ({state.length} elements of "
+                f"{codec.value})"
             )
         source = contributions.view(payload, codec)
-        is_owned = is_shared or source.dtype != self._dtype or not view.readonly
+        is_owned = is_shared or dtype is not self._dtype or not view.readonly
         if is_owned:  # before the check: what is checked must not change any more
             target = contributions.take_padded(self._pool, state.length, self._dtype)
-            target[: state.length].copy_(source)
+            contributions.head(target, state.length).copy_(source)
             source = target
-        part = Contribution(block, source, present, state.bounds, is_owned)
+        part = Contribution(block, state.length, source, present, state.bounds, is_owned)
         if not self._table.spec.allow_non_finite:
             self._check_finite(part)
         return part
@@ -195,14 +191,14 @@ class ShardStore:
         Raises:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
         """
-        numbers = dict(self._table.spec.optimizer.merged(hyperparameters))
+        numbers = dict(self._table.numbers.merged(hyperparameters))
         forming = self._forming.pop(clock, {})
         check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
-        is_mean = self._table.spec.reduction is Reduction.MEAN
         reduced: dict[int, Contribution] = {}
-        for block in sorted(forming):
+        blocks = tuple(sorted(forming))
+        for block in blocks:
             total = forming[block]
-            if is_mean:
+            if self._is_mean:
                 total = contributions.averaged(total, contributor_count, self._pool)
             if self._is_aggregate:
                 reduced[block] = total
@@ -211,7 +207,7 @@ class ShardStore:
             self._versions[block] += 1
         if self._is_aggregate:
             self._keep(clock, reduced)
-        return tuple(sorted(forming))
+        return blocks
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
@@ -226,7 +222,7 @@ class ShardStore:
         """
         self._check_parts(parts)
         for block, part in parts:
-            self._replace(self._states[block], part)
+            contributions.copy_present(part, self._states[block].values)
             contributions.release(part, self._pool)
 
     def read(
@@ -241,8 +237,8 @@ class ShardStore:
                 ignore it.
 
         Shapes:
-            payload: in the table's own arithmetic a view, which the next update changes: copy it
-                before anything else happens.
+            payload: in the table's own arithmetic a read-only view, which the next update
+                changes: copy it before anything else happens.
             presence: empty if all tensors are present, and for all tables but AGGREGATE.
 
         Raises:
@@ -254,6 +250,8 @@ class ShardStore:
         codec = NATIVE_CODEC[self._table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
         if not self._is_aggregate:
+            if TORCH_DTYPE[codec] is self._dtype:
+                return self._payloads[block], b""
             return self._encode(state.values, state.length, codec), b""
         return self._read_sum(state, block, codec, clock)
 
@@ -284,7 +282,7 @@ class ShardStore:
             begin = block * self._table.spec.block_elements * codec.element_bytes
             inline = initializer.inline[begin : begin + length * codec.element_bytes]
             values[:length] = contributions.view(inline, codec)
-        return BlockState(values, bounds, np.zeros(len(segments), dtype=np.int64))
+        return BlockState(values, bounds)
 
     def _state(self, block: int) -> BlockState:
         state = self._states.get(block)
@@ -295,20 +293,6 @@ class ShardStore:
             )
         return state
 
-    def _mask(self, block: int, presence: bytes) -> Mask | None:
-        if not presence:
-            return None
-        segment_count = len(self._states[block].steps)
-        expected = presence_bytes(segment_count)
-        if len(presence) != expected:
-            raise InvalidKeys(
-                f"block {block} of table '{self._name}': presence has {len(presence)} bytes; "
-                f"expected {expected} ({segment_count} tensors) or none"
-            )
-        bits = np.unpackbits(np.frombuffer(presence, np.uint8), bitorder="little")
-        mask = bits[:segment_count].astype(np.bool_)
-        return None if mask.all() else mask
-
     def _check_codec(self, codec: Codec) -> None:
         if codec is Codec.FP64 and self._dtype is not torch.float64:
             raise InvalidTensor(
@@ -317,37 +301,31 @@ class ShardStore:
             )
 
     def _check_finite(self, part: Contribution) -> None:
-        runs = contributions.present_runs(part.bounds, part.present)
-        if all(contributions.is_finite(part.values[begin:end]) for begin, end in runs):
+        broken = contributions.first_non_finite(part)
+        if broken is None:
             return
-        for index, segment in enumerate(self._table.segments(part.block)):
-            is_here = part.present is None or bool(part.present[index])
-            if is_here and not contributions.is_finite(part.values[segment.begin : segment.end]):
-                tensor = self._table.spec.tensors[segment.tensor].name
-                contributions.release(part, self._pool)
-                raise InvalidTensor(
-                    f"non-finite gradient in tensor '{tensor}' of table '{self._name}' "
-                    f"(block {part.block}); expected finite values"
-                )
+        contributions.release(part, self._pool)
+        segment = self._table.segments(part.block)[broken]
+        raise InvalidTensor(
+            f"non-finite gradient in tensor '{self._table.spec.tensors[segment.tensor].name}' of "
+            f"table '{self._name}' (block {part.block}); expected finite values"
+        )
 
     def _check_parts(self, parts: Sequence[tuple[int, Contribution]]) -> None:
         for block, part in parts:
             self._state(block)
-            check(part.block == block, "STO-1", f"block {part.block} given as block {block}")
+            if part.block != block:
+                raise InvariantViolation("STO-1", f"block {part.block} given as block {block}")
 
     def _apply_block(
         self, state: BlockState, total: Contribution, numbers: dict[str, float]
     ) -> None:
         if self._optimizer is None:
-            self._replace(state, total)
+            contributions.copy_present(total, state.values)
         else:
             total = contributions.padded(total, self._pool)
             self._optimizer.apply(state, total.values, total.present, numbers)
         contributions.release(total, self._pool)
-
-    def _replace(self, state: BlockState, part: Contribution) -> None:
-        for begin, end in contributions.present_runs(part.bounds, part.present):
-            state.values[begin:end].copy_(part.values[begin:end])
 
     def _keep(self, clock: int, reduced: dict[int, Contribution]) -> None:
         self._sums[clock] = reduced
@@ -369,25 +347,41 @@ class ShardStore:
             )
         total = self._sums[wanted].get(block)
         if total is None:
-            nothing = bytes(presence_bytes(len(state.steps)))
+            nothing = bytes(presence_bytes(state.segment_count))
             return bytes(state.length * codec.element_bytes), nothing
         if total.present is None:
             return self._encode(total.values, state.length, codec), b""
         values = torch.zeros(state.length, dtype=self._dtype)
-        for begin, end in contributions.present_runs(total.bounds, total.present):
-            values[begin:end] = total.values[begin:end]
+        contributions.copy_present(total, values)
         return self._encode(values, state.length, codec), _packed(total.present)
 
     def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes | memoryview:
-        dtype = _TORCH_DTYPE[codec]
+        dtype = TORCH_DTYPE[codec]
         elements = values[:length]
-        if dtype == self._dtype:
+        if dtype is self._dtype:
             return elements.numpy().data.cast("B")
         buffer = self._pool.take(values.numel(), dtype)
         narrow = buffer[:length].copy_(elements)
         payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
         self._pool.give_back(buffer)
         return payload
+
+
+def _payload_of(state: BlockState) -> memoryview:
+    """The block's values as they are at any time."""
+    return state.values.numpy()[: state.length].data.cast("B").toreadonly()
+
+
+def _mask(table: str, block: int, state: BlockState, presence: bytes) -> Mask | None:
+    expected = presence_bytes(state.segment_count)
+    if len(presence) != expected:
+        raise InvalidKeys(
+            f"block {block} of table '{table}': presence has {len(presence)} bytes; "
+            f"expected {expected} ({state.segment_count} tensors) or none"
+        )
+    bits = np.unpackbits(np.frombuffer(presence, np.uint8), bitorder="little")
+    mask = bits[: state.segment_count].astype(np.bool_)
+    return None if mask.all() else mask
 
 
 def _packed(present: npt.NDArray[np.bool_]) -> bytes:

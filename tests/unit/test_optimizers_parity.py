@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -265,9 +266,35 @@ def test_fast_kernels_do_not_depend_on_the_presence_of_neighbours() -> None:
     assert torch.equal(alone.values()[: last.offset], untouched[: last.offset])
 
 
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many_absent_tensors_in_one_block_are_each_by_themselves(
+    case: Case, kernels: Kernels
+) -> None:
+    draw = torch.Generator().manual_seed(13)
+    start = [torch.randn(1 + index % 5, generator=draw) for index in range(150)]
+    numbers = case.spec(kernels).merged(())
+    # A block of 64 elements has few runs of tensors, which are taken one by one; one block for all
+    # of them has a hundred.
+    cuts = [Shards(case.spec(kernels), start, block) for block in (64, 4096)]
+    for clock in range(1, 7):
+        here = torch.rand(len(start), generator=draw) < (1.0 if clock == 5 else 0.6)
+        step = Step(
+            [
+                torch.randn(tensor.shape, generator=draw) if is_here else None
+                for tensor, is_here in zip(start, here.tolist(), strict=True)
+            ],
+            numbers,
+        )
+        for shards in cuts:
+            shards.step(clock, step)
+        assert torch.equal(cuts[0].values(), cuts[1].values()), f"step {clock}"
+    assert torch.isfinite(cuts[0].values()).all()
+
+
 def cloned(state: BlockState) -> BlockState:
     slots = {name: slot.clone() for name, slot in state.slots.items()}
-    return BlockState(state.values.clone(), state.bounds, state.steps.copy(), slots)
+    return BlockState(state.values.clone(), state.bounds, copy(state.steps), slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
