@@ -60,6 +60,13 @@ a sender that never confirms."""
 MAX_QUEUED_REPLY_COUNT = 65_536
 """Replies that wait for the reader of a push stream; beyond it the stream is not read on."""
 
+STREAM_READ_BYTES = 256 * 1024
+"""A read of at most so much is answered on the push stream; a larger one gets a stream of its own,
+with its own flow control."""
+
+MAX_STREAM_READ_COUNT = 256
+"""Reads that wait on one PushPull stream; beyond it the stream is not read on."""
+
 MAX_CLOCK_LEAD_COUNT = 64
 """How far beyond its newest seal in effect a worker may send."""
 

@@ -7,6 +7,7 @@ protobuf either way, and a message that is put together unusually goes through t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,15 @@ def kind_of(entry: Entry) -> str | None:
     return kind
 
 
+def reads_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
+    """The reads in a message of a PushPull stream."""
+    if isinstance(message, parameters_pb2.PushPullRequest):
+        if message.WhichOneof("entry") == "pull":
+            yield message.pull
+        if message.HasField("then_pull"):
+            yield message.then_pull
+
+
 def block_of(entry: Entry) -> BlockFrame:
     """The block of an entry whose kind is "block"."""
     if isinstance(entry, BlockFrame):
@@ -84,9 +94,22 @@ def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
     return parameters_pb2.PullResponse(shared=shared).SerializeToString()
 
 
-def pull_part(answer: bytes) -> bytes:
+def pull_part(answer: bytes, read_number: int = 0, *, is_last: bool = False) -> bytes:
     """A serialized PushPullResponse of a serialized PullResponse."""
-    return wrap(_PULL_IN_PART, answer)
+    beside = parameters_pb2.PushPullResponse(read_number=read_number, is_last=is_last)
+    return wrap(_PULL_IN_PART, answer) + beside.SerializeToString()
+
+
+def pull_end(read_number: int) -> bytes:
+    """A serialized PushPullResponse that says that a read has been answered in full."""
+    end = parameters_pb2.PullEnd()
+    return parameters_pb2.PushPullResponse(end=end, read_number=read_number).SerializeToString()
+
+
+def with_replies(part: bytes, replies: parameters_pb2.PushResponse) -> bytes:
+    """A serialized PushPullResponse with answers to entries beside its part."""
+    beside = parameters_pb2.PushPullResponse(with_replies=replies)
+    return part + beside.SerializeToString()
 
 
 def serialized(message: bytes | Message) -> bytes:

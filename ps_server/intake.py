@@ -176,7 +176,7 @@ def entry_events(
             yield from push_events(BlockFrame(block, memoryview(block.payload)), sender, decoder)
     elif kind == "seal" and not isinstance(message, BlockFrame):
         yield from seal_events(message.seal, sender)
-    elif kind == "withdrawal" and isinstance(message, parameters_pb2.PushRequest):
+    elif kind == "withdrawal" and not isinstance(message, BlockFrame):
         given_up = message.withdrawal
         place = Place(
             TableId(given_up.table_id),

@@ -21,15 +21,22 @@ from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
 from ps_server.events import Place, Sender
-from ps_server.frames import BlockFrame, Entry, kind_of, pull_part, shared_answer
+from ps_server.frames import (
+    BlockFrame,
+    Entry,
+    kind_of,
+    pull_end,
+    pull_part,
+    reads_of,
+    shared_answer,
+    with_replies,
+)
 from ps_server.node import AnswerPart, ParameterNode, Read, range_error
 from ps_server.stats import range_stats
-from ps_server.streams import EntryStream, Part
+from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
-
-_PULL_END = Part(end=parameters_pb2.PullEnd()).SerializeToString()
 
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 _Answer = asyncio.Future[list[AnswerPart]]
@@ -96,9 +103,9 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         async with self._stream(request_iterator) as stream:
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
             try:
-                async for batch in stream.batches():
-                    if isinstance(batch, parameters_pb2.PushResponse):
-                        yield batch
+                async for replies, _ in stream.batches():
+                    if replies is not None:
+                        yield replies
             finally:
                 await _cancelled(reader)
 
@@ -112,18 +119,19 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     @translated
     async def PushPull(
         self, request_iterator: AsyncIterator[Entry], context: Any
-    ) -> AsyncIterator[Part | bytes]:
+    ) -> AsyncIterator[parameters_pb2.PushPullResponse | bytes]:
         """See parameters.proto."""
         async with self._stream(request_iterator) as stream:
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
             try:
-                async for batch in stream.batches():
-                    if isinstance(batch, parameters_pb2.PushResponse):
-                        yield Part(replies=batch)
+                async for replies, part in stream.batches():
+                    if part is None:
+                        yield parameters_pb2.PushPullResponse(replies=replies)
                     else:
-                        yield batch
+                        yield part if replies is None else with_replies(part, replies)
             finally:
                 await _cancelled(reader)
+                await stream.reads.close()
 
     @translated
     async def GetRangeStats(
@@ -163,11 +171,12 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         try:
             async for message in messages:
                 await stream.has_room()
-                if isinstance(message, parameters_pb2.PushPullRequest) and message.HasField("pull"):
-                    await self._read_into(stream, message.pull)
-                    continue
-                for event in intake.entry_events(message, sender, self._node):
-                    self._node.entry(stream, event)
+                if kind_of(message) != "pull":
+                    for event in intake.entry_events(message, sender, self._node):
+                        self._node.entry(stream, event)
+                for request in reads_of(message):
+                    read = self._read_into(stream, request)
+                    await stream.reads.start(request.read_number, read)
         except asyncio.CancelledError:
             raise
         except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
@@ -176,9 +185,16 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             stream.end_input()
 
     async def _read_into(self, stream: EntryStream, request: parameters_pb2.PullRequest) -> None:
+        number = request.read_number
+        held: bytes | None = None
         async for response in self._read(request, stream.session):
-            await stream.put_part(pull_part(response))
-        await stream.put_part(_PULL_END)
+            if held is not None:
+                await stream.put_part(pull_part(held, number))
+            held = response
+        if held is not None:
+            await stream.put_part(pull_part(held, number, is_last=number > 0))
+        if held is None or not number:
+            await stream.put_part(pull_end(number))
 
     # --- reads
 

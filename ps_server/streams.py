@@ -1,12 +1,14 @@
 """One push stream's way back: replies gather here and leave in batches.
 
 Invariants:
-    STR-1  A half-closed stream ends once every entry that it carried has its last reply.
+    STR-1  A half-closed stream ends once every entry that it carried has its last reply, and every
+           read its last part.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 
 from ps_core import limits
@@ -14,6 +16,7 @@ from ps_core.cluster_view import Session
 from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import errors
 from ps_server.events import ReplyTo
+from ps_server.stream_reads import StreamReads
 from pushpull.v1 import parameters_pb2
 
 _KIND = {
@@ -34,8 +37,6 @@ _OUTCOME = {
 _MAX_BATCH_COUNT = 1024
 _MAX_PART_COUNT = 8
 
-Part = parameters_pb2.PushPullResponse
-
 
 class EntryStream:
     """The server's end of a Push or PushPull stream."""
@@ -44,8 +45,9 @@ class EntryStream:
         self.origin = origin
         self.session = session
         self.pending: dict[tuple[int, int, int], float] = {}
+        self.reads = StreamReads(self._read_ended)
         self._replies: list[parameters_pb2.EntryReply] = []
-        self._parts: list[bytes] = []
+        self._parts: deque[bytes] = deque()
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._input_has_ended = False
@@ -107,22 +109,29 @@ class EntryStream:
         self._failure = failure
         self._ready.set()
 
-    async def batches(self) -> AsyncIterator[parameters_pb2.PushResponse | bytes]:
-        """What to send, until the stream has nothing more to say (STR-1)."""
+    async def batches(
+        self,
+    ) -> AsyncIterator[tuple[parameters_pb2.PushResponse | None, bytes | None]]:
+        """What to send, until the stream has nothing more to say (STR-1): answers, a part of a
+        read, or both together.
+        """
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while self._replies:
-                batch, self._replies = (
-                    self._replies[:_MAX_BATCH_COUNT],
-                    self._replies[_MAX_BATCH_COUNT:],
-                )
-                yield parameters_pb2.PushResponse(replies=batch)
-            parts, self._parts = self._parts, []
-            self._drained.set()
-            for part in parts:
-                yield part
+            while self._replies or self._parts:
+                replies = None
+                if self._replies:
+                    replies = parameters_pb2.PushResponse(replies=self._replies[:_MAX_BATCH_COUNT])
+                    del self._replies[:_MAX_BATCH_COUNT]
+                part = self._parts.popleft() if self._parts else None
+                self._drained.set()
+                yield replies, part
             if self._failure is not None:
                 raise self._failure
-            if self._input_has_ended and not (self.pending or self._replies or self._parts):
+            if self._input_has_ended and not (self.pending or self.reads.count):
                 return
+
+    def _read_ended(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self._failure = failure
+        self._ready.set()

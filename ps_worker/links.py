@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.envelope import split
 from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_core.keys import NodeId
 from ps_runtime import logs
@@ -23,9 +24,12 @@ from ps_runtime.channels import aio_channel
 from ps_runtime.clock import now_s
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
+from ps_worker.entry_stream import EntryStream
 from ps_worker.lane import SharedLane
-from ps_worker.outbox import Outbox
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
+
+Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
+"""A part of a read's answer: a block without its payload and the payload, or anything else."""
 
 SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
@@ -33,6 +37,8 @@ MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, will not get better."""
 
 _SERVICE = "/pushpull.v1.ParameterService/"
+_BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
+_PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 
 
 class LinkListener(Protocol):
@@ -76,11 +82,11 @@ class ServerLink:
         self._listener = listener
         self._channel = aio_channel(node.address)
         self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
-        self._push: grpc.aio.StreamStreamMultiCallable[bytes, parameters_pb2.PushResponse] = (
+        self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
             self._channel.stream_stream(
-                f"{_SERVICE}Push",
+                f"{_SERVICE}PushPull",
                 request_serializer=None,  # the outbox writes messages around their payloads
-                response_deserializer=parameters_pb2.PushResponse.FromString,
+                response_deserializer=None,
             )
         )
         self._pull: grpc.aio.UnaryStreamMultiCallable[parameters_pb2.PullRequest, bytes] = (
@@ -91,8 +97,7 @@ class ServerLink:
             )
         )
         self._view_number = 0
-        self._outbox = Outbox()
-        self._features: frozenset[str] = frozenset()
+        self._stream: EntryStream | None = None
         self._offer: parameters_pb2.SameHostOffer | None = None
         self._lane: SharedLane | None = None
         self._task: asyncio.Task[None] | None = None
@@ -120,15 +125,17 @@ class ServerLink:
         if self._task is None:
             self._task = asyncio.create_task(self._keep_stream(view_number))
 
-    def send(self, request: parameters_pb2.PushRequest) -> None:
-        """Write a seal or a withdrawal to the push stream, after what came before it; lost if the
-        stream breaks.
+    def send(self, entry: parameters_pb2.Seal | parameters_pb2.Withdrawal) -> None:
+        """Write an entry to the push stream, after what came before it; lost if the stream breaks,
+        or is not there.
         """
-        self._outbox.put((request, None))
+        if self._stream is not None:
+            self._stream.put((entry, None))
 
     def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
         """Write a block, whose `message` leaves out the payload; otherwise as `send`."""
-        self._outbox.put((message, payload))
+        if self._stream is not None:
+            self._stream.put((message, payload))
 
     async def close(self) -> None:
         """End the stream and the channel."""
@@ -174,24 +181,33 @@ class ServerLink:
         )
         with _translated():
             response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
-        self._features = frozenset(response.features)
         self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
 
     async def pull(
-        self, request: parameters_pb2.PullRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """The parts of the answer, as serialized PullResponse messages.
+        self, request: parameters_pb2.PullRequest, timeout_s: float, *, is_small: bool
+    ) -> AsyncGenerator[Answer, None]:
+        """The parts of the answer. A small one comes on the push stream, if there is one: opening a
+        stream costs more than such an answer.
 
         Raises:
             PushpullError: the call failed as a whole.
         """
+        if is_small and self._stream is not None:
+            async with contextlib.aclosing(self._stream.read(request, timeout_s)) as responses:
+                async for response in responses:
+                    yield _small_answer(response)
+            return
         request.session.CopyFrom(self._identity)
         call = self._pull(request, timeout=timeout_s)
         try:
             with _translated():
-                async for part in call:
-                    yield part
+                async for raw in call:
+                    found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
+                    if found is None:
+                        yield parameters_pb2.PullResponse.FromString(raw)
+                    else:
+                        yield parameters_pb2.BlockValue.FromString(found[0]), found[1]
         except PushpullError as error:
             if isinstance(error, Recovering):
                 self._troubled(error)
@@ -241,37 +257,23 @@ class ServerLink:
 
     async def _run_stream(self) -> None:
         lane = await self._new_lane()
-        call = self._push()
-        self._outbox.clear()  # of a former stream; the push window sends again what counts
-        writer: asyncio.Task[None] | None = None
-        try:
-            header = parameters_pb2.PushRequest(
-                header=parameters_pb2.StreamHeader(session=self._identity)
-            )
-            await call.write(header.SerializeToString())
-            self._listener.stream_opened(self.node.node_id)
-            writer = asyncio.create_task(self._write_entries(call, lane))
-            async for response in call:
-                if lane is not None:
-                    lane.answered(response.replies)
-                self._listener.replies(self.node.node_id, response)
-        finally:
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-            call.cancel()
-            self._listener.stream_closed(self.node.node_id)
+        server = self.node.node_id
+        stream = EntryStream(self._push_pull(), lane)
 
-    async def _write_entries(
-        self,
-        call: grpc.aio.StreamStreamCall[bytes, parameters_pb2.PushResponse],
-        lane: SharedLane | None,
-    ) -> None:
-        """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
-        batches = "batch" in self._features
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            while True:
-                await call.write(await self._outbox.next_message(lane, batches=batches))
+        def opened() -> None:
+            self._stream = stream
+            self._listener.stream_opened(server)
+
+        try:
+            await stream.run(
+                parameters_pb2.StreamHeader(session=self._identity),
+                opened,
+                lambda replies: self._listener.replies(server, replies),
+            )
+        finally:
+            # What was on its way is the push window's to send again.
+            self._stream = None
+            self._listener.stream_closed(server)
 
     # --- the lane
 
@@ -390,6 +392,12 @@ class ServerLinks:
         """Close all links."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
+
+
+def _small_answer(response: parameters_pb2.PullResponse) -> Answer:
+    if response.HasField("block"):
+        return response.block, memoryview(response.block.payload)
+    return response
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""What waits to be written to a push stream, and the messages that it leaves in.
+"""What waits to be written to a PushPull stream, and the messages that it leaves in.
 
 Rules:
-    - Entries leave in the order in which they came.
+    - Entries and reads leave in the order in which they came.
     - Blocks whose payloads are in shared memory, or small, leave several to a message: a message
       costs about as much as a hundred kilobytes of payload. A large payload that travels as bytes
       has a message of its own, written around it with one copy.
+    - A read that follows an entry at once travels in its message.
     - Where the ring is full, everything waits for the server's answers, which do not wait for us.
 """
 
@@ -18,18 +19,29 @@ from ps_core.envelope import join, wrap
 from ps_worker.lane import EntryName, SharedLane
 from pushpull.v1 import parameters_pb2
 
-Frame = tuple[parameters_pb2.PushRequest | parameters_pb2.BlockPush, memoryview | None]
-"""A message of a push stream, or a block that leaves out its payload, and the payload."""
+Entry = (
+    parameters_pb2.BlockPush
+    | parameters_pb2.Seal
+    | parameters_pb2.Withdrawal
+    | parameters_pb2.PullRequest
+)
+Frame = tuple[Entry, memoryview | None]
+"""What leaves; a block leaves out its payload, which comes beside it."""
 
-_BLOCK_FIELD = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
-_BATCH_FIELD = parameters_pb2.PushRequest.BATCH_FIELD_NUMBER
+_REQUEST = parameters_pb2.PushPullRequest
+_FIELD: dict[type[Entry], int] = {
+    parameters_pb2.BlockPush: _REQUEST.BLOCK_FIELD_NUMBER,
+    parameters_pb2.Seal: _REQUEST.SEAL_FIELD_NUMBER,
+    parameters_pb2.Withdrawal: _REQUEST.WITHDRAWAL_FIELD_NUMBER,
+    parameters_pb2.PullRequest: _REQUEST.PULL_FIELD_NUMBER,
+}
 _BLOCKS_FIELD = parameters_pb2.BlockBatch.BLOCKS_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
 _PADDING_FIELD = parameters_pb2.BlockPush.PADDING_FIELD_NUMBER
 
 
 class Outbox:
-    """The entries of one link that wait for its push stream."""
+    """What one stream has still to write."""
 
     def __init__(self) -> None:
         self._frames: deque[Frame] = deque()
@@ -40,61 +52,71 @@ class Outbox:
         self._frames.append(frame)
         self._has_frames.set()
 
-    def clear(self) -> None:
-        """Forget all that waits."""
-        self._frames.clear()
-
-    async def next_message(self, lane: SharedLane | None, *, batches: bool) -> bytes:
+    async def next_message(self, lane: SharedLane | None) -> bytes:
         """The next message for the stream, serialized; waits for one.
 
         Args:
             lane: where payloads may lie instead of in the message.
-            batches: whether the server takes several blocks in a message.
         """
         while True:
             while not self._frames:
                 self._has_frames.clear()
                 await self._has_frames.wait()
-            message = self._batch(lane) if batches else self._single()
+            message = self._next(lane)
             if message is not None:
                 return message
             if lane is not None:
                 await lane.has_room.wait()
 
-    def _single(self) -> bytes:
-        message, payload = self._frames.popleft()
-        serialized = message.SerializeToString()
-        if payload is None:
-            return serialized
-        return join(_BLOCK_FIELD, serialized, _PAYLOAD_FIELD, payload, _PADDING_FIELD)
+    def _next(self, lane: SharedLane | None) -> bytes | None:
+        """Blocks that go together, or one entry, and a read behind; None: the ring is full."""
+        entry, payload = self._frames[0]
+        if payload is None or not isinstance(entry, parameters_pb2.BlockPush):
+            self._frames.popleft()
+            message = wrap(_FIELD[type(entry)], entry.SerializeToString())
+        else:
+            blocks = self._small_blocks(lane)
+            if blocks is None:
+                return None
+            if not blocks:
+                self._frames.popleft()
+                rest = entry.SerializeToString()
+                return join(
+                    _REQUEST.BLOCK_FIELD_NUMBER, rest, _PAYLOAD_FIELD, payload, _PADDING_FIELD
+                )
+            if len(blocks) == 1:
+                message = wrap(_REQUEST.BLOCK_FIELD_NUMBER, blocks[0])
+            else:
+                batch = b"".join(wrap(_BLOCKS_FIELD, block) for block in blocks)
+                message = wrap(_REQUEST.BATCH_FIELD_NUMBER, batch)
+        if self._frames and isinstance(self._frames[0][0], parameters_pb2.PullRequest):
+            pull, _ = self._frames.popleft()
+            message += wrap(_REQUEST.THEN_PULL_FIELD_NUMBER, pull.SerializeToString())
+        return message
 
-    def _batch(self, lane: SharedLane | None) -> bytes | None:
-        """As many blocks as go together, or one entry; None if the ring is full."""
+    def _small_blocks(self, lane: SharedLane | None) -> list[bytes] | None:
+        """Blocks that can share a message, serialized; none if the first cannot; None: it could,
+        but the ring is full.
+        """
         blocks: list[bytes] = []
         byte_count = 0
         while self._frames and len(blocks) < limits.MAX_BATCH_COUNT:
-            message, payload = self._frames[0]
-            if payload is None or not isinstance(message, parameters_pb2.BlockPush):
+            entry, payload = self._frames[0]
+            if payload is None or not isinstance(entry, parameters_pb2.BlockPush):
                 break
             if byte_count + payload.nbytes > limits.LANE_BATCH_BYTES and blocks:
                 break
-            name = EntryName(message.table_id, message.range_id, message.sequence)
+            name = EntryName(entry.table_id, entry.range_id, entry.sequence)
             if lane is not None and lane.can_place(name, payload.nbytes):
                 shared = lane.place(name, payload)
-                if shared is None and not blocks:
-                    return None
                 if shared is None:
-                    break
-                message.shared_payload.CopyFrom(shared)
+                    return blocks or None
+                entry.shared_payload.CopyFrom(shared)
             elif payload.nbytes < limits.LANE_MIN_PAYLOAD_BYTES:
-                message.payload = bytes(payload)
+                entry.payload = bytes(payload)
             else:
                 break
-            blocks.append(message.SerializeToString())
+            blocks.append(entry.SerializeToString())
             byte_count += payload.nbytes
             self._frames.popleft()
-        if not blocks:
-            return self._single()
-        if len(blocks) == 1:
-            return wrap(_BLOCK_FIELD, blocks[0])
-        return wrap(_BATCH_FIELD, b"".join(wrap(_BLOCKS_FIELD, block) for block in blocks))
+        return blocks

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.envelope import split
 from ps_core.errors import (
     AlreadyPast,
     Internal,
@@ -31,7 +31,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import NATIVE_CODEC, Table
+from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
 from ps_runtime.errors import error_from_proto
@@ -39,7 +39,7 @@ from ps_runtime.retry import Backoff, is_retryable
 from ps_worker.counters import Counters
 from ps_worker.cutting import Region, blocks_of
 from ps_worker.lane import SharedLane
-from ps_worker.links import ServerLink, ServerLinks
+from ps_worker.links import Answer, ServerLink, ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.steps import TableSteps
 from ps_worker.tickets import Pulled
@@ -54,9 +54,6 @@ _CALL_GRACE_S = 5.0
 
 _MAX_TORN_COUNT = 3
 """Attempts to copy values that change meanwhile; then they are asked for as bytes."""
-
-_BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
-_PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 
 
 _Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
@@ -260,36 +257,35 @@ class Puller:
         errors: list[PushpullError] = []
         try:
             link = self._link(server)
-            lane = link.lane if reading.torn_count < _MAX_TORN_COUNT else None
+            lane = self._lane(link, reading)
             request.shared = lane is not None
-            parts = link.pull(request, wait_s + _CALL_GRACE_S)
+            is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
+            parts = link.pull(request, wait_s + _CALL_GRACE_S, is_small=is_small)
             async with contextlib.aclosing(parts):
-                async for raw in parts:
-                    errors += self._take(reading, view, raw, lane)
+                async for answer in parts:
+                    errors += self._take(reading, view, answer, lane)
         except PushpullError as error:
             errors.append(error)
         return errors
 
     def _take(
-        self, reading: _Reading, view: ClusterView, raw: bytes, lane: SharedLane | None
+        self, reading: _Reading, view: ClusterView, answer: Answer, lane: SharedLane | None
     ) -> list[PushpullError]:
         """Copy what came to its place; what could not be had is an error."""
-        found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
-        if found is not None:
-            value = parameters_pb2.BlockValue.FromString(found[0])
-            length = self._expected(reading, view, value, found[1].nbytes)
+        if isinstance(answer, tuple):
+            value, payload = answer
+            length = self._expected(reading, view, value, payload.nbytes)
             if length:
-                payload = np.frombuffer(found[1], np.uint8)
                 target, skip_bytes = _target(reading.order, value.block, length)
-                np.copyto(target, payload[skip_bytes : skip_bytes + target.nbytes])
+                source = np.frombuffer(payload, np.uint8, target.nbytes, skip_bytes)
+                np.copyto(target, source)
                 self._note(reading, value)
                 if value.presence:
                     reading.presence[value.block] = value.presence
             return []
-        response = parameters_pb2.PullResponse.FromString(raw)
-        if lane is None or not response.HasField("shared"):
-            return [error_from_proto(response.error.error)]
-        for lent in response.shared.values:
+        if lane is None or not answer.HasField("shared"):
+            return [error_from_proto(answer.error.error)]
+        for lent in answer.shared.values:
             length = self._expected(reading, view, lent, lent.byte_count)
             if not length:
                 continue
@@ -299,6 +295,16 @@ class Puller:
             else:
                 reading.torn_count += 1  # asked for again: it is still wanted
         return []
+
+    @staticmethod
+    def _lane(link: ServerLink, reading: _Reading) -> SharedLane | None:
+        """Where values may be read; None for tables that are not lent as they are here."""
+        spec = reading.order.table.spec
+        may_be_lent = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
+            DType.FLOAT32,
+            DType.FLOAT64,
+        )
+        return link.lane if may_be_lent and reading.torn_count < _MAX_TORN_COUNT else None
 
     def _expected(
         self, reading: _Reading, view: ClusterView, value: _Value, byte_count: int

@@ -225,7 +225,7 @@ class PushDriver:
             self._send_push(effect)
         elif isinstance(effect, SendSeal):
             seal = self._seal(effect.table_id, effect.clock, effect.parts, effect.terms)
-            self._send(effect.server, parameters_pb2.PushRequest(seal=seal))
+            self._send(effect.server, seal)
         elif isinstance(effect, SendWithdrawal):
             withdrawal = parameters_pb2.Withdrawal(
                 table_id=effect.key.table_id,
@@ -233,7 +233,7 @@ class PushDriver:
                 assignment_epoch=self._epoch(effect.key.range_id),
                 sequence=effect.key.sequence,
             )
-            self._send(effect.server, parameters_pb2.PushRequest(withdrawal=withdrawal))
+            self._send(effect.server, withdrawal)
         elif isinstance(effect, StepEnded):
             self._step_ended(effect)
         elif isinstance(effect, StepRefused):
@@ -241,10 +241,10 @@ class PushDriver:
             self._finish(effect.table_id, effect.clock, effect.error)
         # ViewNeeded: views come by themselves, and the window tries again by its own clock.
 
-    def _send(self, server: NodeId, request: parameters_pb2.PushRequest) -> None:
+    def _send(self, server: NodeId, entry: parameters_pb2.Seal | parameters_pb2.Withdrawal) -> None:
         link = self._links.find(server)
         if link is not None:
-            link.send(request)
+            link.send(entry)
 
     def _send_push(self, effect: SendPush) -> None:
         body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies

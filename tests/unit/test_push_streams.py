@@ -10,7 +10,6 @@ from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_server.events import ReplyTo, Sender
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
@@ -28,9 +27,10 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
         assert not done
         stream.end_input()
         sent_count = 0
-        async for batch in stream.batches():
-            assert isinstance(batch, parameters_pb2.PushResponse)
-            sent_count += len(batch.replies)
+        async for replies, part in stream.batches():
+            assert part is None
+            assert replies is not None
+            sent_count += len(replies.replies)
         assert sent_count == limits.MAX_QUEUED_REPLY_COUNT
         await waiting
 

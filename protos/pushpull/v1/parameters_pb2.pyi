@@ -282,7 +282,7 @@ class RangePull(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared")
+    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +291,7 @@ class PullRequest(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CONSISTENT_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    READ_NUMBER_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     table_id: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangePull]
@@ -299,7 +300,8 @@ class PullRequest(_message.Message):
     codec: _types_pb2.Codec
     consistent: bool
     shared: bool
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ...) -> None: ...
+    read_number: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ..., read_number: _Optional[int] = ...) -> None: ...
 
 class BlockValue(_message.Message):
     __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "payload")
@@ -368,32 +370,42 @@ class PullResponse(_message.Message):
     def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ..., shared: _Optional[_Union[SharedValues, _Mapping]] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
-    __slots__ = ("header", "block", "seal", "pull", "batch")
+    __slots__ = ("header", "block", "seal", "pull", "batch", "withdrawal", "then_pull")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    THEN_PULL_FIELD_NUMBER: _ClassVar[int]
     header: StreamHeader
     block: BlockPush
     seal: Seal
     pull: PullRequest
     batch: BlockBatch
-    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ...) -> None: ...
+    withdrawal: Withdrawal
+    then_pull: PullRequest
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., then_pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class PullEnd(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PushPullResponse(_message.Message):
-    __slots__ = ("replies", "pull", "end")
+    __slots__ = ("replies", "pull", "end", "read_number", "with_replies", "is_last")
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    READ_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WITH_REPLIES_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     replies: PushResponse
     pull: PullResponse
     end: PullEnd
-    def __init__(self, replies: _Optional[_Union[PushResponse, _Mapping]] = ..., pull: _Optional[_Union[PullResponse, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ...) -> None: ...
+    read_number: int
+    with_replies: PushResponse
+    is_last: bool
+    def __init__(self, replies: _Optional[_Union[PushResponse, _Mapping]] = ..., pull: _Optional[_Union[PullResponse, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ..., read_number: _Optional[int] = ..., with_replies: _Optional[_Union[PushResponse, _Mapping]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class GetRangeStatsRequest(_message.Message):
     __slots__ = ("table_id",)

@@ -1,0 +1,136 @@
+"""One PushPull stream to a server: entries and small reads go out, answers come back.
+
+Rules:
+    - Entries leave in the order in which they were put.
+    - A read has a number of its own and waits for nothing but its answer; if the stream breaks it
+      fails with Recovering.
+
+Everything belongs to the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+import grpc.aio
+
+from ps_core.errors import PushpullError, Recovering, WaitExpired
+from ps_worker.lane import SharedLane
+from ps_worker.outbox import Frame, Outbox
+from pushpull.v1 import parameters_pb2
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+_Parts = asyncio.Queue[parameters_pb2.PushPullResponse | PushpullError]
+
+
+class EntryStream:
+    """A stream that is open, or about to be; `run` carries it.
+
+    Args:
+        call: the call, of serialized messages.
+        lane: where payloads may lie; None sends them all.
+    """
+
+    def __init__(self, call: Call, lane: SharedLane | None) -> None:
+        self.lane = lane
+        self._call = call
+        self._outbox = Outbox()
+        self._reads: dict[int, _Parts] = {}
+        self._numbers = itertools.count(1)
+        self._end: PushpullError | None = None
+
+    def put(self, frame: Frame) -> None:
+        """Write a frame after those before it; lost if the stream breaks."""
+        self._outbox.put(frame)
+
+    async def run(
+        self,
+        header: parameters_pb2.StreamHeader,
+        on_open: Callable[[], None],
+        on_replies: Callable[[parameters_pb2.PushResponse], None],
+    ) -> None:
+        """Carry the stream until it ends.
+
+        Raises:
+            grpc.RpcError: it broke.
+        """
+        writer: asyncio.Task[None] | None = None
+        try:
+            first = parameters_pb2.PushPullRequest(header=header)
+            await self._call.write(first.SerializeToString())
+            on_open()
+            writer = asyncio.create_task(self._write())
+            async for raw in self._call:
+                self._take(parameters_pb2.PushPullResponse.FromString(raw), on_replies)
+        finally:
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            self._call.cancel()
+            self._end = Recovering("the push stream to the server ended")
+            for parts in self._reads.values():
+                parts.put_nowait(self._end)
+
+    async def read(
+        self, request: parameters_pb2.PullRequest, timeout_s: float
+    ) -> AsyncGenerator[parameters_pb2.PullResponse, None]:
+        """The parts of a read's answer.
+
+        Raises:
+            Recovering: the stream ended first.
+            WaitExpired: the server did not answer in time.
+        """
+        if self._end is not None:
+            raise self._end
+        number = request.read_number = next(self._numbers)
+        parts: _Parts = asyncio.Queue()
+        self._reads[number] = parts
+        self._outbox.put((request, None))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    part = await parts.get()
+                    if isinstance(part, PushpullError):
+                        raise part
+                    if part.HasField("pull"):
+                        yield part.pull
+                    if part.is_last or part.HasField("end"):
+                        return
+        except TimeoutError:
+            raise WaitExpired(f"a server did not answer a read within {timeout_s:.1f} s") from None
+        finally:
+            del self._reads[number]
+
+    def _take(
+        self,
+        response: parameters_pb2.PushPullResponse,
+        on_replies: Callable[[parameters_pb2.PushResponse], None],
+    ) -> None:
+        kind = response.WhichOneof("part")
+        if kind == "replies":
+            self._answered(response.replies, on_replies)
+            return
+        if response.HasField("with_replies"):
+            self._answered(response.with_replies, on_replies)
+        parts = self._reads.get(response.read_number)
+        if parts is not None:  # else nobody waits for it any more
+            parts.put_nowait(response)
+
+    def _answered(
+        self,
+        replies: parameters_pb2.PushResponse,
+        on_replies: Callable[[parameters_pb2.PushResponse], None],
+    ) -> None:
+        if self.lane is not None:
+            self.lane.answered(replies.replies)
+        on_replies(replies)
+
+    async def _write(self) -> None:
+        """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._outbox.next_message(self.lane))
