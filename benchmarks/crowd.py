@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import ps_worker as ps
 from benchmarks.child import obey, open_answers
-from benchmarks.lanes import connect
 from benchmarks.moves import OPTIMIZERS, Buffers, Moves
 
 TABLE = OPTIMIZER = "sgd"
@@ -33,7 +32,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         members = []
         for rank in ranks:
-            client = stack.enter_context(connect(scheduler, lane, int(rank)))
+            client = stack.enter_context(ps.connect(scheduler, rank=int(rank), lane=lane))
             table = client.create_table(
                 TABLE,
                 buffers.element_count,

@@ -7,6 +7,7 @@ another's: it is in the process's resident set, and is taken out of it here.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from dataclasses import dataclass
@@ -73,9 +74,8 @@ class PeakWatch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name=f"memory of {pid}", daemon=True)
         self.before = resident(pid)
-        self.borrowed_before_bytes = borrowed_bytes(pid)
         self.highest = self.before
-        self.borrowed_bytes = self.borrowed_before_bytes
+        self.borrowed_bytes = borrowed_bytes(pid)
         self._peak_bytes = self.before.total_bytes
 
     @property
@@ -85,8 +85,11 @@ class PeakWatch:
 
     @property
     def growth_bytes(self) -> int:
-        """By how much its own memory rose above what it was when the watch began."""
-        return self.peak_bytes - (self.before.total_bytes - self.borrowed_before_bytes)
+        """By how much its own memory rose above the unshared part of what it had before.
+
+        So memory that it shares counts whenever it was made: a worker makes its ring as it joins.
+        """
+        return self.peak_bytes - (self.before.total_bytes - self.before.shared_bytes)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -95,6 +98,8 @@ class PeakWatch:
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._thread.join()
+        if exception[0] is not None:  # the process may be gone, which is not the news
+            return
         self._look()
         self.borrowed_bytes = borrowed_bytes(self._pid)
         self._peak_bytes = self.highest.total_bytes
@@ -102,8 +107,10 @@ class PeakWatch:
             self._peak_bytes = max(self._peak_bytes, _status(self._pid)["VmHWM"])
 
     def _sample(self) -> None:
-        while not self._stopped.wait(_SAMPLE_INTERVAL_S):
-            self._look()
+        # A process that has ended has no sizes any more; whoever waits for it says that it ended.
+        with contextlib.suppress(OSError, KeyError):
+            while not self._stopped.wait(_SAMPLE_INTERVAL_S):
+                self._look()
 
     def _look(self) -> None:
         found = resident(self._pid)

@@ -49,7 +49,7 @@ class _Crowd:
 PAIR, CROWD = _Crowd(2, 1, 32), _Crowd(8, 8, 8)
 """Both move as much in a sample; in the crowd's, every session has one turn."""
 
-QUICK_PAIR, QUICK_CROWD = _Crowd(2, 1, 8), _Crowd(4, 4, 4)
+QUICK_PAIR, QUICK_CROWD = _Crowd(2, 1, 4), _Crowd(2, 4, 4)
 
 
 def sessions(settings: BenchSettings) -> dict[str, object]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import ps_worker as ps
 from benchmarks.child import obey, open_answers
-from benchmarks.lanes import connect, lane_of
 from ps_runtime.channels import tune_allocator
 
 BYTE_COUNT = 256
@@ -116,7 +115,7 @@ def main() -> None:
             },
         )
         return
-    with connect(scheduler, way) as client:
+    with ps.connect(scheduler, lane=way) as client:
         optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=LEARNING_RATE))
         together = _Training(model, optimizer, shape)
         obey(
@@ -124,7 +123,7 @@ def main() -> None:
             {
                 "steps": together.steps,
                 "transfer": _transfer(client, element_count),
-                "lane": lambda: lane_of(client),
+                "lane": lambda: client.progress().lane,
             },
         )
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import ps_worker as ps
 from benchmarks.child import obey, open_answers
-from benchmarks.lanes import connect
 from benchmarks.moves import OPTIMIZERS, Buffers, Moves
 from benchmarks.sampling import percentile
 
@@ -27,7 +27,7 @@ def main() -> None:
     scheduler, lane, rank, size, calls, *optimizers = sys.argv[1:]
     answers = open_answers()
     buffers = Buffers(int(size))
-    with connect(scheduler, lane, int(rank)) as client:
+    with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
         actions: dict[str, Callable[[], object]] = {}
         for optimizer in optimizers:
             table = client.create_table(

@@ -101,6 +101,7 @@ class Client(Connection):
             waiting_for=counters.waiting_for,
             planned_step_count=counters.planned_step_count,
             clocks={handle.name: handle.clock for handle in list(self._handles.values())},
+            lane=self.engine.lane,
         )
 
     def report(

@@ -18,6 +18,8 @@ class Progress:
     planned_step_count: int
     clocks: dict[str, int]
     """The steps sealed on each table, by the table's name."""
+    lane: str
+    """How payloads travel: shm, grpc, or mixed; empty before any server was met."""
 
 
 @dataclass(slots=True)

@@ -114,6 +114,11 @@ class Engine:
         return self._pushes.in_flight_bytes
 
     @property
+    def lane(self) -> str:
+        """How payloads travel: shm, grpc, or mixed; empty before any server was met. Any thread."""
+        return self._links.lane
+
+    @property
     def view_number(self) -> int:
         """The newest view that came. Any thread."""
         return self._view.view_number
