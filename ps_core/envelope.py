@@ -26,8 +26,14 @@ ALIGNMENT_BYTES = 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
+_SHORT = tuple(bytes((number,)) for number in range(0x80))
+"""The varints of one byte: most of those that are written."""
+
+
 def varint(number: int) -> bytes:
     """`number` (0 or more) as a base-128 varint."""
+    if number < 0x80:
+        return _SHORT[number]
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

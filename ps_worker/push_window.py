@@ -55,6 +55,12 @@ from ps_worker.push_entries import (
 _RETRYABLE = frozenset({"STALE_ASSIGNMENT", "NOT_OWNER", "RECOVERING", "DRAINING", "OVERLOADED"})
 
 
+# To find a member through its class costs Python 3.11 ten times as much as a name of the module
+# does, and every block needs a score of them.
+_QUEUED, _SENT, _RECEIVED, _ENDED = EntryState
+_SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
+_SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
+
 _Queued = tuple[int, int, Entry]
 """Priority, number, entry. Two of one entry compare as equal, so entries need no order."""
 
@@ -169,8 +175,8 @@ class PushWindow:
         entry.body = None
         self._leave_flight(entry)
         entry.byte_count = 0
-        if entry.state is EntryState.SENT:
-            entry.state = EntryState.RECEIVED
+        if entry.state is _SENT:
+            entry.state = _RECEIVED
         step = entry.step
         step.awaited.discard(entry)
         step.invalid.discard(entry)
@@ -197,26 +203,26 @@ class PushWindow:
             del self._blocked[place]
         for entry in list(self._open()):
             if self._owner.get(entry.key.range_id) == server and entry.state in (
-                EntryState.SENT,
-                EntryState.RECEIVED,
+                _SENT,
+                _RECEIVED,
             ):
                 self._requeue(entry)
 
     def reply(self, server: NodeId, reply: Reply, now_s: float) -> list[Effect]:
         """A server answered. Answers to entries that have ended, or are unknown, change nothing."""
         kind = reply.kind
-        if kind is ReplyKind.CREDIT:
+        if kind is _SAYS_CREDIT:
             self._blocked.pop((server, reply.table_id), None)
             self._let_go()
             return []
         numbering = self._numberings.get((reply.table_id, reply.range_id))
         entry = numbering.open.get(reply.sequence) if numbering is not None else None
-        if numbering is None or entry is None:
+        if entry is None:
             return []
-        if kind is ReplyKind.RECEIVED:
+        if kind is _SAYS_RECEIVED:
             self._received(entry)
             return []
-        if kind is ReplyKind.COMMITTED:
+        if kind is _SAYS_COMMITTED:
             if reply.ending is None:
                 raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
             return self._end(entry, reply.ending)
@@ -243,16 +249,16 @@ class PushWindow:
                 entry.retry_s = None
                 self._requeue(entry)
                 self._let_go()
-            elif entry.state is EntryState.SENT and entry.sent_s <= overdue_s:
+            elif entry.state is _SENT and entry.sent_s <= overdue_s:
                 self._requeue(entry)
-            elif entry.state is EntryState.RECEIVED and entry.sent_s <= overdue_s:
+            elif entry.state is _RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
             self._due_s = min(self._due_s, self._entry_due_s(entry))
 
     def _entry_due_s(self, entry: Entry) -> float:
         if entry.retry_s is not None:
             return entry.retry_s
-        if entry.state is EntryState.QUEUED:  # not before it has been sent
+        if entry.state is _QUEUED:  # not before it has been sent
             return math.inf
         return entry.sent_s + self._resend_after_s
 
@@ -266,16 +272,16 @@ class PushWindow:
         only then is an answer surely missing.
         """
         seals = entry.step.seals
-        seals_ended = bool(seals) and all(s.state is EntryState.ENDED for s in seals)
+        seals_ended = bool(seals) and all(s.state is _ENDED for s in seals)
         if entry.block is None or seals_ended or entry.given_up:
             self._requeue(entry)
         else:
             entry.sent_s = now_s
 
     def _received(self, entry: Entry) -> None:
-        if entry.state is EntryState.SENT:
+        if entry.state is _SENT:
             self._in_flight_bytes -= entry.byte_count
-            entry.state = EntryState.RECEIVED
+            entry.state = _RECEIVED
             entry.step.awaited.discard(entry)
         if entry.carried is not None:
             self._arrived_with(entry, entry.carried)
@@ -283,8 +289,8 @@ class PushWindow:
     @staticmethod
     def _arrived_with(push: Entry, seal: Entry) -> None:
         """The push arrived, and so did the seal that it carried."""
-        if seal.state is EntryState.QUEUED:
-            seal.state = EntryState.RECEIVED
+        if seal.state is _QUEUED:
+            seal.state = _RECEIVED
             seal.sent_s = push.sent_s
 
     def _failed(
@@ -320,7 +326,7 @@ class PushWindow:
 
     def _requeue(self, entry: Entry) -> None:
         self._leave_flight(entry)
-        entry.state = EntryState.QUEUED
+        entry.state = _QUEUED
         if entry.block is None:
             # A seal that lost its carrier's answer travels alone from now on.
             if not entry.travels_along:
@@ -331,12 +337,12 @@ class PushWindow:
             self._enqueue(entry)
 
     def _leave_flight(self, entry: Entry) -> None:
-        if entry.state is EntryState.SENT:
+        if entry.state is _SENT:
             self._in_flight_bytes -= entry.byte_count
 
     def _end(self, entry: Entry, ending: Ending) -> list[Effect]:
         self._leave_flight(entry)
-        entry.state = EntryState.ENDED
+        entry.state = _ENDED
         entry.body = None
         key, step = entry.key, entry.step
         if entry.carried is not None:
@@ -346,7 +352,7 @@ class PushWindow:
         step.open_count -= 1
         step.awaited.discard(entry)
         refused: list[Effect] = []
-        if ending.outcome is not Outcome.APPLIED:
+        if ending.outcome is not _APPLIED:
             refused = self._ended_otherwise(entry, ending)
         elif ending.staleness > step.staleness:
             step.staleness = ending.staleness
@@ -397,7 +403,7 @@ class PushWindow:
         queue = self._queue
         while queue:
             entry = queue[0][2]
-            if entry.state is not EntryState.QUEUED:
+            if entry.state is not _QUEUED:
                 heapq.heappop(queue)  # ended, or queued twice and sent by the other item
                 continue
             server = self._owner.get(entry.key.range_id)
@@ -413,7 +419,7 @@ class PushWindow:
             if in_flight_bytes > self._window_bytes and self._in_flight_bytes:
                 return
             heapq.heappop(queue)
-            entry.state = EntryState.SENT
+            entry.state = _SENT
             entry.sent_s = now_s
             entry.sent_count += 1
             self._in_flight_bytes = in_flight_bytes
@@ -453,7 +459,7 @@ class PushWindow:
         if step.skipped and not terms.skip:
             terms = SealTerms(terms.hyperparameters, terms.contribution_scale, True, terms.last)
         for entry in entries:
-            entry.state = EntryState.SENT
+            entry.state = _SENT
             entry.sent_s = now_s
             self._waiting_seals.discard(entry)
         parts = tuple(

@@ -62,7 +62,7 @@ _OUTCOMES = {
 
 _KIND_OF_GRADIENT = parameters_pb2.PUSH_KIND_GRADIENT
 _KIND_OF_VALUES = parameters_pb2.PUSH_KIND_ASSIGN
-_ANSWERS_WITHOUT_ERROR = (ReplyKind.RECEIVED, ReplyKind.CREDIT)
+_RECEIVED, _COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _APPLIED = Ending(Outcome.APPLIED)
 
 
@@ -259,10 +259,12 @@ class PushDriver:
             confirmed_sequence=effect.confirmed_sequence,
             codec=self._plans[key.table_id].codec,
             kind=_KIND_OF_GRADIENT if effect.clock else _KIND_OF_VALUES,
-            replaces=effect.replaces,
-            presence=body.presence,
             pulled_peer_version=body.pulled_peer_version,
         )
+        if effect.replaces:
+            message.replaces = effect.replaces
+        if body.presence:
+            message.presence = body.presence
         if body.eager is not None:
             message.eager.SetInParent()
             message.eager.hyperparameters.extend(wire.hyperparameters_to_proto(body.eager))
@@ -332,18 +334,22 @@ class PushDriver:
 def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
     """The server's word as the window takes it; None for a kind that this version does not know."""
     kind = _KINDS.get(message.kind)
-    if kind is None:
-        return None
     error = ending = None
-    if kind is ReplyKind.COMMITTED:
-        outcome = _OUTCOMES.get(message.outcome, Outcome.INVALID)
-        if outcome is Outcome.INVALID and message.HasField("error"):
-            error = error_from_proto(message.error)
-        staleness = message.staleness
-        is_plain = outcome is Outcome.APPLIED and not staleness
-        ending = _APPLIED if is_plain else Ending(outcome, error, staleness)
-    elif kind not in _ANSWERS_WITHOUT_ERROR and message.HasField("error"):
-        error = error_from_proto(message.error)
+    if kind is _COMMITTED:
+        outcome, staleness = message.outcome, message.staleness
+        if outcome == parameters_pb2.OUTCOME_APPLIED and not staleness:
+            ending = _APPLIED
+        else:
+            error = _error(message)
+            ending = Ending(_OUTCOMES.get(outcome, Outcome.INVALID), error, staleness)
+    elif kind is None:
+        return None
+    elif kind is not _RECEIVED:
+        error = _error(message)
     return Reply(
         kind, TableId(message.table_id), RangeId(message.range_id), message.sequence, ending, error
     )
+
+
+def _error(message: parameters_pb2.EntryReply) -> PushpullError | None:
+    return error_from_proto(message.error) if message.HasField("error") else None
