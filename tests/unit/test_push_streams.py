@@ -19,9 +19,9 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
     async def whole() -> None:
         stream = EntryStream(1, SESSION)
         for _ in range(limits.MAX_QUEUED_REPLY_COUNT - 1):
-            stream.reply(RECEIVED, 0.0)
+            stream.reply(RECEIVED)
         await stream.has_room()
-        stream.reply(RECEIVED, 0.0)
+        stream.reply(RECEIVED)
         waiting = asyncio.create_task(stream.has_room())
         done, _ = await asyncio.wait({waiting}, timeout=0)
         assert not done

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from ps_core import errors as tree
 from ps_runtime import clock, logs, metrics
@@ -141,6 +141,18 @@ def test_all_metrics_live_in_one_registry_and_have_pushpull_names_and_help() -> 
     ours = [m for m in registry.collect() if not m.name.startswith(("python_", "process_"))]
     assert len(ours) > 20
     assert all(m.name.startswith("pushpull_") and m.documentation.endswith(".") for m in ours)
+
+
+def test_a_loop_histogram_shows_what_a_histogram_shows() -> None:
+    texts = []
+    for kind in (metrics.LoopHistogram, Histogram):
+        registry = CollectorRegistry()
+        histogram = kind("waits_seconds", "Waits.", buckets=(0, 0.5, 2), registry=registry)
+        for value in (0, 0.25, 0.5, 0.75, 7):
+            histogram.observe(value)
+        lines = generate_latest(registry).decode().splitlines()
+        texts.append([line for line in lines if "_created" not in line])
+    assert texts[0] == texts[1]
 
 
 def test_the_ready_file_appears_whole_and_alone(tmp_path: Path) -> None:
