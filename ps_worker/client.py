@@ -242,9 +242,10 @@ class Client(Connection):
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         parts = _parts(table, values, slice, copy=copy)
-        step = self.begin_step(table)
-        step.push_parts(parts)
-        return step.seal(numbers) if seal else step.ticket
+        with self._loop.together():
+            step = self.begin_step(table)
+            step.push_parts(parts)
+            return step.seal(numbers) if seal else step.ticket
 
     def seal(
         self,
@@ -313,8 +314,9 @@ class Client(Connection):
         Raises:
             PushpullError: as `push`, `pull` and `wait`.
         """
-        ticket = self.push(table, values, hyperparameters=hyperparameters)
-        pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
+        with self._loop.together():
+            ticket = self.push(table, values, hyperparameters=hyperparameters)
+            pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
         self.wait_all([ticket, pulled], timeout_s)
         return pulled.future.result()
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
@@ -54,7 +55,7 @@ class Engine:
         self._view = view
         self._post = post
         self._failure: PushpullError | None = None
-        self._reads: set[asyncio.Task[Pulled]] = set()
+        self._reads: set[asyncio.Task[Any]] = set()
         self._clocks: dict[TableId, int] = {}
         self._began_s: dict[TableId, tuple[int, float]] = {}
         self._assigned: set[TableId] = set()
@@ -232,17 +233,16 @@ class Engine:
     async def read(self, order: ReadOrder) -> Pulled:
         """Read what `order` says; fails at once with whatever ends the session."""
         self.check_alive()
-        task = asyncio.create_task(self._puller.read(order))
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._reads.add(task)
-        task.add_done_callback(self._reads.discard)
         try:
-            pulled = await task
+            pulled = await self._puller.read(order)
         except asyncio.CancelledError:
-            if self._failure is not None and task.cancelled():
+            if self._failure is not None:
                 raise self._failure from None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             raise
+        finally:
+            self._reads.discard(task)
         clock, began_s = self._began_s.get(order.table.table_id, (-1, 0.0))
         if clock == order.clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)

@@ -7,11 +7,13 @@ It is a daemon thread, stopped when the interpreter exits, after the clients hav
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from ps_core.errors import InvalidConfig
@@ -23,12 +25,19 @@ ResultT = TypeVar("ResultT")
 _STOP_DEADLINE_S = 5.0
 
 
+class _Held(threading.local):
+    """What a thread collects under `BackgroundLoop.together`; None outside."""
+
+    calls: list[Callable[[], object]] | None = None
+
+
 class BackgroundLoop:
     """An event loop on a thread of its own."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._loop = new_event_loop()
+        self._held = _Held()
         self._thread = threading.Thread(target=self._run, name="pushpull-client", daemon=True)
         self._thread.start()
 
@@ -39,11 +48,54 @@ class BackgroundLoop:
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call `function` on the loop, soon; in the order of the calls of `post`."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        call = partial(function, *arguments)
+        if self._held.calls is None:
+            self._loop.call_soon_threadsafe(call)
+        else:
+            self._held.calls.append(call)
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Run a coroutine on the loop; the future has its result, and cancels it if cancelled."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[ResultT] = Future()
+        self.post(self._begin, work, future)
+        return future
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread posts and starts meanwhile happens in one turn of the loop, afterwards.
+
+        One turn is one wake-up of the loop's thread, and what it sends can share a message.
+        """
+        if self._held.calls is not None:
+            yield
+            return
+        calls = self._held.calls = []
+        try:
+            yield
+        finally:
+            self._held.calls = None
+            self._loop.call_soon_threadsafe(_call_all, calls)
+
+    def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
+        task = self._loop.create_task(work)
+
+        def ended(task: asyncio.Task[ResultT]) -> None:
+            if task.cancelled():
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                return
+            failure = task.exception()
+            if failure is None:
+                future.set_result(task.result())
+            else:
+                future.set_exception(failure)
+
+        def given_up(future: Future[ResultT]) -> None:
+            if future.cancelled():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(ended)
+        future.add_done_callback(given_up)
 
     def stop(self) -> None:
         """End the thread. Idempotent.
@@ -63,6 +115,11 @@ class BackgroundLoop:
                 task.cancel()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+
+def _call_all(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 _lock = threading.Lock()

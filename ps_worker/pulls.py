@@ -228,6 +228,9 @@ class Puller:
         by_server: dict[NodeId | None, list[RangeId]] = {}
         for range_id in sorted(reading.wanted):
             by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)
+        if len(by_server) == 1:  # the common case of a small table, without a task
+            ((server, ranges),) = by_server.items()
+            return await self._ask(reading, view, server, ranges)
         pending = {
             asyncio.create_task(self._ask(reading, view, server, ranges))
             for server, ranges in by_server.items()
