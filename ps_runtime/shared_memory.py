@@ -7,20 +7,23 @@ Rules:
     - A segment is sealed against growing, shrinking and further seals before anybody else sees it,
       so that no mapping of it can ever lie beyond its end (SIGBUS).
     - Its pages are reserved when it is made: a machine without memory refuses then, and not at the
-      first write.
-    - After the owner has mapped it, nobody can map it for writing.
-    - Whoever maps another's segment checks the first two rules first.
+      first access.
+    - After its owner has mapped it, it is sealed against future writes: nobody can map it for
+      writing, and nobody, its owner included, can punch holes into it and so take pages away.
+    - Whoever maps another's segment checks all of that first, and the seals before the rest, which
+      nobody can change behind them.
 
 Reference: memfd_create(2), fcntl(2) on file sealing.
 """
 
 from __future__ import annotations
 
+import array
 import errno
 import fcntl
 import mmap
 import os
-import stat
+import socket
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,11 @@ from ps_core.errors import InvalidConfig
 Bytes = npt.NDArray[np.uint8]
 
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_GROW") else 0
+_SEALS = (
+    fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+    if hasattr(fcntl, "F_SEAL_GROW")
+    else 0
+)
 _BLOCK_BYTES = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
@@ -57,8 +64,7 @@ class Segment:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             # Unmapped with the last array that looks into it.
             memory = mmap.mmap(self.fd, byte_count, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-            seals = _FIXED_SIZE | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(self.fd)
             raise
@@ -85,20 +91,20 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
         InvalidConfig: it is no sealed memfd of that size with all pages reserved.
         OSError: it cannot be mapped.
     """
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != byte_count or byte_count <= 0:
-        raise InvalidConfig(
-            f"a shared segment has {status.st_size} bytes (mode {status.st_mode:o}); its owner "
-            f"said {byte_count}"
-        )
+    # First the seals: they hold what comes after, and a file system of its owner's is not asked.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
-    if seals & _FIXED_SIZE != _FIXED_SIZE or not seals & fcntl.F_SEAL_SEAL:
+    if seals & _SEALS != _SEALS:
         raise InvalidConfig(
-            f"a shared segment has seals {seals:#x}; expected a memfd that is sealed against "
-            "growing, shrinking and further seals"
+            f"a shared segment has seals {seals:#x}; expected a memfd with {_SEALS:#x}: sealed "
+            "against growing, shrinking, future writes and further seals"
+        )
+    status = os.fstat(fd)
+    if status.st_size != byte_count or byte_count <= 0:
+        raise InvalidConfig(
+            f"a shared segment has {status.st_size} bytes; its owner said {byte_count}"
         )
     reserved_bytes = status.st_blocks * _BLOCK_BYTES
     if reserved_bytes < byte_count:
@@ -109,3 +115,28 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     memory: Any = mmap.mmap(fd, byte_count, flags, mmap.PROT_READ)
     return np.frombuffer(memory, np.uint8)
+
+
+def receive(connection: socket.socket, byte_count: int, *, takes_file: bool) -> tuple[bytes, int]:
+    """The next message of a Unix socket, and the file descriptor that came with it.
+
+    As `socket.recv_fds`, which leaves the descriptors open in programs that this process starts.
+
+    Args:
+        connection: the socket, of a type that keeps messages apart.
+        byte_count: the most that a message has; what is beyond is lost.
+        takes_file: whether to take a descriptor at all; what is not taken is closed by the system.
+
+    Returns:
+        The message, empty at the connection's end, and the descriptor, which is the caller's to
+        close; -1 for none.
+
+    Raises:
+        OSError: the connection is broken, or nothing is there.
+    """
+    space = socket.CMSG_LEN(array.array("i").itemsize) if takes_file else 0
+    message, extras, _, _ = connection.recvmsg(byte_count, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in extras:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and content:
+            return message, array.array("i", content)[0]
+    return message, -1

@@ -37,13 +37,15 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation
 from ps_runtime import errors, logs
-from ps_runtime.shared_memory import Bytes, Segment, map_segment
+from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
 from pushpull.v1 import parameters_pb2
 
 _NONCE_BYTES = 16
 _MESSAGE_BYTES = 4096
 _BACKLOG_COUNT = 128
 _PAYLOAD_ALIGNMENT_BYTES = 16
+_ACCEPT_PAUSE_S = 1.0
+"""After a connection that could not be accepted, which stays in the queue."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +84,7 @@ class SharedLanes:
             listener.close()
             raise
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._listen()
 
     def close(self) -> None:
         """End every connection. Idempotent."""
@@ -134,7 +136,7 @@ class SharedLanes:
 
         Raises:
             Recovering: the connection that shared it has ended: the payload must be sent itself.
-            InvalidTensor: it lies outside what is shared, or not aligned.
+            InvalidTensor: it lies in what was never shared, outside of it, or not aligned.
         """
         connection = self._connections.get(incarnation)
         if connection is None:
@@ -145,6 +147,12 @@ class SharedLanes:
             )
         segment = connection.segments.get(shared.segment_id)
         if segment is None:
+            if shared.segment_id <= self._last_ids.get(incarnation, 0):
+                raise Recovering(  # of a connection before this one, on a stream that outlived it
+                    f"a payload lies in segment {shared.segment_id}, whose connection has ended: "
+                    "send the payload itself",
+                    retry_after_ms=0,
+                )
             raise InvalidTensor(
                 f"a payload lies in segment {shared.segment_id}, which is not shared; this session "
                 f"shares {', '.join(map(str, connection.segments)) or 'none'}"
@@ -177,6 +185,10 @@ class SharedLanes:
 
     # --- connections
 
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         if self._listener is None:
             return
@@ -184,8 +196,11 @@ class SharedLanes:
             stranger, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptors left: the session takes the other lane
+        except OSError as error:  # no descriptors left: whoever waits takes the other lane
             logs.warning("lane_not_accepted", error=str(error))
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(_ACCEPT_PAUSE_S, self._listen)
             return
         stranger.setblocking(False)
         if len(self._strangers) >= limits.MAX_LANE_STRANGER_COUNT:
@@ -215,15 +230,16 @@ class SharedLanes:
             timer.cancel()
 
     def _read(self, connection: _Connection) -> None:
-        descriptors: list[int] = []
+        descriptor = -1
         try:
-            message, descriptors, _, _ = socket.recv_fds(
-                connection.socket, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            # A stranger's descriptor is not even taken: to close some kinds of file is to wait.
+            message, descriptor = receive(
+                connection.socket, _MESSAGE_BYTES, takes_file=connection.incarnation is not None
             )
             if not message:
                 self._end(connection)
                 return
-            answer = self._answer(connection, message, descriptors)
+            answer = self._answer(connection, message, descriptor)
         except (BlockingIOError, InterruptedError):
             return
         except PushpullError as error:
@@ -236,13 +252,13 @@ class SharedLanes:
             self._end(connection)
             return
         finally:
-            for descriptor in descriptors:
+            if descriptor >= 0:
                 os.close(descriptor)
         if not self._send(connection, answer):
             self._end(connection)
 
     def _answer(
-        self, connection: _Connection, message: bytes, descriptors: list[int]
+        self, connection: _Connection, message: bytes, descriptor: int
     ) -> parameters_pb2.LaneResponse:
         try:
             request = parameters_pb2.LaneRequest.FromString(message)
@@ -252,9 +268,9 @@ class SharedLanes:
             return self._welcome(connection, request)
         if not request.HasField("segment"):
             raise InvalidConfig("a message on the Unix socket holds no segment; expected one")
-        if not descriptors:
+        if descriptor < 0:
             raise InvalidConfig("a shared segment came without its file descriptor")
-        self._map(connection, connection.incarnation, request.segment, descriptors[0])
+        self._map(connection, connection.incarnation, request.segment, descriptor)
         mapped = parameters_pb2.SegmentMapped(segment_id=request.segment.segment_id)
         return parameters_pb2.LaneResponse(mapped=mapped)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import check
+from ps_core.keys import TableId
 from ps_core.tables import Codec, OptimizerKind, Table
 from ps_runtime import logs
 from ps_runtime.shared_memory import Segment
@@ -53,7 +54,7 @@ class LentValues:
     """The values of some blocks of one table, in one shared segment.
 
     Args:
-        name: the table's, for people.
+        table_id: the table's, for people.
         segment_id: the server's number for the segment.
         lengths: block -> its elements.
         dtype: of the values.
@@ -64,7 +65,7 @@ class LentValues:
 
     def __init__(
         self,
-        name: str,
+        table_id: TableId,
         segment_id: int,
         lengths: Mapping[int, int],
         dtype: torch.dtype,
@@ -79,7 +80,7 @@ class LentValues:
             self._places[block] = LentPlace(at, length * dtype.itemsize, number)
             self._ends[block] = at + padded_length(length) * dtype.itemsize
             at = _aligned(self._ends[block])
-        self.segment = Segment(f"pushpull-{name}"[:200], at)
+        self.segment = Segment(f"pushpull-table-{table_id}", at)
         stamps = self.segment.array[: len(lengths) * _STAMP_BYTES]
         self._stamps = stamps.view(np.uint64)
 
@@ -123,7 +124,7 @@ def lent_values(table: Table, segment_id: int, blocks: Sequence[int]) -> LentVal
         return None
     lengths = {block: table.block_length(block) for block in sorted(blocks)}
     try:
-        return LentValues(table.spec.name, segment_id, lengths, arithmetic_dtype(table))
+        return LentValues(table.table_id, segment_id, lengths, arithmetic_dtype(table))
     except OSError as error:
         logs.warning("values_not_lent", table=table.spec.name, error=str(error))
         return None

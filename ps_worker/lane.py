@@ -7,8 +7,8 @@ Rules:
     - A piece of the ring is lent to the server from the moment that its descriptor is written until
       the first answer to that entry on the same stream. A stream's ring ends with the stream: what
       a broken stream may still hold is never written to again.
-    - The descriptor of an entry is written once. What is sent again while its piece is lent carries
-      its bytes.
+    - What is sent again while its piece is lent carries its bytes, then and ever after on this
+      stream: of two answers to come nobody could say which of them frees a new piece.
     - A copy of a value counts only if its stamp is unchanged afterwards.
 
 Everything belongs to the background loop.
@@ -17,7 +17,6 @@ Everything belongs to the background loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import socket
@@ -25,16 +24,18 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from ps_core import limits
-from ps_core.errors import Internal, PushpullError, WaitExpired
+from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.errors import error_from_proto
-from ps_runtime.shared_memory import Bytes, Segment, map_segment
+from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
 from ps_worker.ring import Ring
 from pushpull.v1 import parameters_pb2
 
 _MESSAGE_BYTES = 4096
 _HANDSHAKE_DEADLINE_S = 5.0
+_STAMP_BYTES = 8
 _segment_ids = itertools.count(1)
 """A segment's number is used once in the life of the process, so once in any session."""
 
@@ -57,6 +58,7 @@ class SharedLane:
         self._memory: Segment | None = None
         self._segment_id = 0
         self._lent: dict[EntryName, int] = {}
+        self._sent_twice: set[EntryName] = set()
         self._values: dict[int, Bytes] = {}
         self.is_open = True
         self.has_room = asyncio.Event()
@@ -109,7 +111,7 @@ class SharedLane:
 
     def place(self, name: EntryName, payload: memoryview) -> parameters_pb2.SharedPayload | None:
         """Copy a payload into the ring; None if it is full now (see `can_place`)."""
-        if self._ring is None or self._memory is None or name in self._lent:
+        if self._ring is None or self._memory is None:
             return None
         offset = self._ring.take(payload.nbytes)
         if offset is None:
@@ -123,12 +125,17 @@ class SharedLane:
         )
 
     def can_place(self, name: EntryName, byte_count: int) -> bool:
-        """Whether a payload goes into the ring, now or when others have come back."""
-        return (
-            self._ring is not None
-            and limits.LANE_MIN_PAYLOAD_BYTES <= byte_count <= limits.LANE_RING_BYTES
-            and name not in self._lent
-        )
+        """Whether a payload goes into the ring, now or when others have come back.
+
+        One that does not is sent as bytes, which is remembered where it was lent already.
+        """
+        if self._ring is None or not (
+            limits.LANE_MIN_PAYLOAD_BYTES <= byte_count <= limits.LANE_RING_BYTES
+        ):
+            return False
+        if name in self._lent:
+            self._sent_twice.add(name)
+        return name not in self._sent_twice
 
     def answered(self, replies: Iterable[parameters_pb2.EntryReply]) -> None:
         """The server answered entries: their pieces of the ring are free."""
@@ -155,20 +162,27 @@ class SharedLane:
             Whether the copy is whole: the value did not change meanwhile.
 
         Raises:
+            Recovering: the connection has ended, and the memory was not shared before.
             Internal: the server named memory that it has not shared.
         """
         memory = self._memory_of(value)
         begin = value.offset_bytes + skip_bytes
         np.copyto(target, memory[begin : begin + target.nbytes])
-        at = value.stamp_offset_bytes
+        return self.is_unchanged(value)
+
+    def is_unchanged(self, value: parameters_pb2.SharedValue) -> bool:
+        """Whether a value that was copied is still what the server answered."""
         # After the copy, by the order of loads on x86-64; a server lends on no other processor.
-        return int(memory[at : at + 8].view(np.uint64)[0]) == value.stamp
+        stamps = self._values[value.segment_id].view(np.uint64)
+        return int(stamps[value.stamp_offset_bytes // _STAMP_BYTES]) == value.stamp
 
     def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes:
         if value.segment_id not in self._values:
             self._read()  # its descriptor came before the answer that names it
         memory = self._values.get(value.segment_id)
-        end = max(value.offset_bytes + value.byte_count, value.stamp_offset_bytes + 8)
+        if memory is None and not self.is_open:
+            raise Recovering("the server's Unix socket was closed before it had shared its values")
+        end = max(value.offset_bytes + value.byte_count, value.stamp_offset_bytes + _STAMP_BYTES)
         if memory is None or end > memory.nbytes:
             raise Internal(
                 f"the server lends bytes up to {end} of segment {value.segment_id}, of which "
@@ -224,26 +238,29 @@ class SharedLane:
 
     def _receive(self) -> parameters_pb2.LaneResponse | None:
         """The next message, its segment mapped; None if none is there."""
-        descriptors: list[int] = []
+        descriptor = -1
         try:
-            message, descriptors, _, _ = socket.recv_fds(
-                self._socket, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            message, descriptor = receive(self._socket, _MESSAGE_BYTES, takes_file=True)
             if not message:
                 raise ConnectionResetError("the server closed its Unix socket")
             response = parameters_pb2.LaneResponse.FromString(message)
             if response.HasField("error"):
                 raise error_from_proto(response.error)
-            if response.HasField("segment") and descriptors:
+            if response.HasField("segment"):
+                if descriptor < 0:
+                    raise ConnectionResetError("no file descriptor is left for the server's memory")
                 shared = response.segment
-                self._values[shared.segment_id] = map_segment(descriptors[0], shared.byte_count)
+                if shared.byte_count % _STAMP_BYTES:
+                    raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
+                self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
             return response
         except (BlockingIOError, InterruptedError):
             return None
+        except DecodeError:
+            raise Internal("the server's Unix socket sent what is no LaneResponse") from None
         finally:
-            for descriptor in descriptors:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def _finish(readable: asyncio.Future[None]) -> None:

@@ -1,0 +1,241 @@
+"""Segments: their seals, what is refused in place of one, and how long the memory lives."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ps_core.errors import InvalidConfig
+from ps_runtime.shared_memory import Segment, map_segment, receive
+
+SIZE = 4 * mmap.PAGESIZE
+FUTURE_WRITE = 0x10
+FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+ALL_SEALS = FIXED_SIZE | FUTURE_WRITE | fcntl.F_SEAL_SEAL
+KEEP_SIZE_AND_PUNCH_HOLE = 3  # of fallocate(2)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment("test", SIZE)
+    yield made
+    made.close()
+
+
+def _open_files() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+def _mapped(fd: int, byte_count: int, protection: int) -> mmap.mmap:
+    return mmap.mmap(fd, byte_count, mmap.MAP_SHARED, protection)
+
+
+def _punch(fd: int, byte_count: int) -> int:
+    """Give pages of a file back; 0, or what the system says against it."""
+    failed = _libc.fallocate(
+        fd, KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(byte_count)
+    )
+    return ctypes.get_errno() if failed else 0
+
+
+# --- the owner's side
+
+
+def test_a_segment_is_zeros_that_only_its_owner_writes(segment: Segment) -> None:
+    theirs = map_segment(segment.fd, SIZE)
+    assert theirs.shape == (SIZE,)
+    assert not theirs.any()
+    segment.array[:] = 7
+    assert (theirs == 7).all()
+    assert not theirs.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        theirs[0] = 1
+
+
+def test_a_segment_keeps_its_size_and_its_pages(segment: Segment) -> None:
+    for byte_count in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, byte_count)
+    assert _punch(segment.fd, SIZE) == errno.EPERM
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == ALL_SEALS
+    assert os.fstat(segment.fd).st_blocks * 512 >= SIZE
+
+
+def test_nobody_else_gets_to_write(segment: Segment) -> None:
+    segment.array[:] = 7
+    again = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR)
+    try:
+        for fd in (segment.fd, again):
+            with pytest.raises(PermissionError):
+                _mapped(fd, SIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+            with pytest.raises(PermissionError):
+                os.pwrite(fd, b"x", 0)
+        with _mapped(again, SIZE, mmap.PROT_READ) as theirs:
+            address = ctypes.c_void_p(np.frombuffer(theirs, np.uint8).ctypes.data)
+            both = mmap.PROT_READ | mmap.PROT_WRITE
+            assert _libc.mprotect(address, ctypes.c_size_t(SIZE), both) != 0
+            del address
+    finally:
+        os.close(again)
+    assert (segment.array == 7).all()
+
+
+def test_the_memory_outlives_its_file_and_its_owner(segment: Segment) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    source = (
+        "import socket, sys; from ps_runtime.shared_memory import Segment\n"
+        f"made = Segment('child', {SIZE}); made.array[:] = 9\n"
+        "line = socket.socket(fileno=int(sys.argv[1]))\n"
+        "socket.send_fds(line, [b'here'], [made.fd])\n"
+        "line.recv(1); import os; os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", source, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child, ours:
+        theirs.close()
+        message, fd = receive(ours, 100, takes_file=True)
+        assert (message, fd >= 0) == (b"here", True)
+        assert not os.get_inheritable(fd), "a program that is started would keep the memory"
+        memory = map_segment(fd, SIZE)
+        os.close(fd)
+        ours.send(b"x")
+        assert child.wait(20) == -9
+    assert (memory == 9).all()
+    segment.array[:] = 5
+    segment.close()
+    segment.close()
+    assert (segment.array == 5).all()
+
+
+def test_a_segment_has_no_name_in_any_file_system(segment: Segment) -> None:
+    assert os.fstat(segment.fd).st_nlink == 0
+    (line,) = re.findall(r".*memfd:test.*", Path("/proc/self/maps").read_text(encoding="utf-8"))
+    assert line.endswith("/memfd:test (deleted)")
+
+
+def test_a_segment_goes_with_the_last_view_of_it() -> None:
+    made = Segment("gone", SIZE)
+    view = map_segment(made.fd, SIZE)[mmap.PAGESIZE :]
+    made.close()
+    del made
+    maps = Path("/proc/self/maps")
+    assert "memfd:gone" in maps.read_text(encoding="utf-8")
+    del view
+    assert "memfd:gone" not in maps.read_text(encoding="utf-8")
+
+
+def test_without_memory_a_segment_is_refused_when_it_is_made() -> None:
+    source = (
+        "import os, resource; from ps_runtime.shared_memory import Segment\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({SIZE - 1}, {SIZE - 1}))\n"
+        "before = os.listdir('/proc/self/fd')\n"
+        "try:\n"
+        f"    Segment('large', {SIZE})\n"
+        "except OSError as error:\n"
+        "    print(error.errno, before == os.listdir('/proc/self/fd'))\n"
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    command = [sys.executable, "-c", source]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert said.stdout.split() == [str(errno.EFBIG), "True"]
+
+
+# --- what is no segment
+
+
+def _memfd(byte_count: int, seals: int, *, reserve: bool = True) -> int:
+    fd = os.memfd_create("bad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, byte_count)
+    if reserve and byte_count:
+        os.posix_fallocate(fd, 0, byte_count)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _pipe() -> int:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    return read_end
+
+
+def _file() -> int:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(SIZE))
+        file.flush()
+        return os.dup(file.fileno())
+
+
+NO_SEGMENTS: dict[str, tuple[Callable[[], int], str]] = {
+    "pipe": (_pipe, "seals 0x0; expected a memfd"),
+    "socket": (lambda: socket.socket().detach(), "seals 0x0; expected a memfd"),
+    "folder": (lambda: os.open("/", os.O_RDONLY), "seals 0x0; expected a memfd"),
+    "file": (_file, "expected a memfd"),
+    "memfd without seals": (lambda: _memfd(SIZE, 0), "seals 0x0"),
+    "it may grow": (lambda: _memfd(SIZE, ALL_SEALS & ~fcntl.F_SEAL_GROW), "seals 0x13"),
+    "it may shrink": (lambda: _memfd(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SHRINK), "seals 0x15"),
+    "its pages may go": (lambda: _memfd(SIZE, ALL_SEALS & ~FUTURE_WRITE), "seals 0x7"),
+    "seals may come": (lambda: _memfd(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SEAL), "seals 0x16"),
+    "too small": (lambda: _memfd(SIZE - 1, ALL_SEALS), f"{SIZE - 1} bytes; its owner said {SIZE}"),
+    "too large": (lambda: _memfd(SIZE + 1, ALL_SEALS), f"{SIZE + 1} bytes; its owner said {SIZE}"),
+    "empty": (lambda: _memfd(0, ALL_SEALS), f"0 bytes; its owner said {SIZE}"),
+    "sparse": (lambda: _memfd(SIZE, ALL_SEALS, reserve=False), "has pages for 0"),
+}
+
+
+@pytest.mark.parametrize("case", NO_SEGMENTS)
+def test_what_is_no_segment_is_refused(case: str) -> None:
+    make, words = NO_SEGMENTS[case]
+    fd = make()
+    try:
+        with pytest.raises(InvalidConfig, match=re.escape(words)):
+            map_segment(fd, SIZE)
+        os.fstat(fd)  # it is the caller's to close
+    finally:
+        os.close(fd)
+
+
+def test_a_segment_of_no_bytes_is_refused() -> None:
+    fd = _memfd(0, ALL_SEALS)
+    try:
+        with pytest.raises(InvalidConfig, match="0 bytes"):
+            map_segment(fd, 0)
+    finally:
+        os.close(fd)
+
+
+# --- what comes with a message
+
+
+def test_a_descriptor_that_is_not_wanted_is_not_taken() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(theirs, [b"unasked"], [0, 1, 2])
+        before = _open_files()
+        assert receive(ours, 100, takes_file=False) == (b"unasked", -1)
+        assert _open_files() == before
+        socket.send_fds(theirs, [b"three"], [0, 1, 2])
+        message, fd = receive(ours, 100, takes_file=True)
+        os.close(fd)
+        assert message == b"three"
+        assert _open_files() == before, "one is taken, the others are closed"
+        theirs.send(b"plain")
+        assert receive(ours, 100, takes_file=True) == (b"plain", -1)
+        theirs.close()
+        assert receive(ours, 100, takes_file=True) == (b"", -1)
