@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, NotOwner, Overloaded
+from ps_core.errors import (
+    Draining,
+    InvalidConfig,
+    InvalidKeys,
+    InvalidTensor,
+    NotOwner,
+    Overloaded,
+)
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_worker.push_entries import (
@@ -213,6 +220,65 @@ def test_a_refusal_that_consumed_no_number_gives_it_up(window: PushWindow) -> No
     (seal,) = window.poll(0.0)
     assert isinstance(seal, SendSeal)
     assert seal.terms.skip
+
+
+def test_a_push_beside_a_refused_one_carries_no_seal(window: PushWindow) -> None:
+    refused = _push(window)
+    window.poll(0.0)
+    _say(window, ReplyKind.ERROR, refused, error=InvalidKeys("no such block"))
+    kept = _push(window, block=1)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    withdrawal, push = window.poll(0.0)
+    assert withdrawal == SendWithdrawal(NEAR, refused)
+    assert isinstance(push, SendPush)
+    assert push.inline_seal is None
+    _say(window, ReplyKind.RECEIVED, kept)
+    (seal,) = window.poll(0.0)
+    assert isinstance(seal, SendSeal)
+    assert seal.terms.skip
+
+
+def test_entries_are_overdue_by_their_own_time_not_by_the_last_tick(window: PushWindow) -> None:
+    early = _push(window)
+    window.poll(0.0)
+    window.tick(0.0)
+    late = _push(window, block=1)
+    window.poll(3.0)
+    sent = []
+    for now_s in (4.9, 5.0, 7.9, 8.0):
+        window.tick(now_s)
+        sent += [(now_s, e.key) for e in window.poll(now_s) if isinstance(e, SendPush)]
+    assert sent == [(5.0, early), (8.0, late)]
+
+
+def test_a_retry_comes_in_its_time_between_two_looks_for_overdue_entries(
+    window: PushWindow,
+) -> None:
+    window.tick(0.0)
+    key = _push(window)
+    window.poll(0.0)
+    away = Draining("back soon", retry_after_ms=200)
+    _say(window, ReplyKind.ERROR, key, at_s=0.1, error=away)
+    for now_s, expected in ((0.1, []), (0.2, []), (0.4, [key])):
+        window.tick(now_s)
+        assert [e.key for e in window.poll(now_s) if isinstance(e, SendPush)] == expected
+
+
+def test_what_is_confirmed_has_no_gap(window: PushWindow) -> None:
+    first, second = _push(window, block=0), _push(window, block=1)
+    window.poll(0.0)
+    _commit(window, second)
+    third = _push(window, block=2)
+    _commit(window, first)
+    fourth = _push(window, block=3)
+    sent = {e.key: e.confirmed_sequence for e in window.poll(0.0) if isinstance(e, SendPush)}
+    assert sent == {third: 2, fourth: 2}
+    _commit(window, fourth)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    _say(window, ReplyKind.RECEIVED, third)
+    (seal,) = window.poll(0.0)
+    assert isinstance(seal, SendSeal)
+    assert [(part.sequence, part.confirmed_sequence) for part in seal.parts] == [(5, 2)]
 
 
 def test_a_refused_seal_is_told_at_once(window: PushWindow) -> None:
