@@ -4,6 +4,10 @@ Rules:
     - What fails in a way that a later attempt may cure (another primary, a server that restarts, a
       wait that expired) is asked for again, until the read's own deadline.
     - A block of an older epoch than the view's is dropped and asked for again (S5).
+    - Values that are read where they lie count range by range: once all of a range are copied, none
+      of them may have changed since the answer. Otherwise the range is asked for again, a few times
+      so, then as bytes. A consistent read takes bytes at once: what it asks for may be past before
+      it is copied.
     - A consistent read names one clock for every range: the newest that any range reports. Where a
       range is past it already, it asks further ahead, by a margin that grows.
 
@@ -53,7 +57,7 @@ _CALL_GRACE_S = 5.0
 """How much longer than its request's deadline a call may take: a paused server is noticed so."""
 
 _MAX_TORN_COUNT = 3
-"""Attempts to copy values that change meanwhile; then they are asked for as bytes."""
+"""Answers whose values changed while they were copied; then a read goes on with bytes."""
 
 
 _Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
@@ -89,6 +93,17 @@ class _Reading:
 
     def pulled(self) -> Pulled:
         return Pulled(self.lowest_clock or 0, self.versions, self.presence)
+
+
+@dataclass(slots=True, eq=False)
+class _Asking:
+    """One request to one server, and the values copied from its memory, range by range."""
+
+    reading: _Reading
+    view: ClusterView
+    lane: SharedLane | None
+    copied: dict[RangeId, dict[int, parameters_pb2.SharedValue]] = field(default_factory=dict)
+    torn: set[RangeId] = field(default_factory=set)
 
 
 class Puller:
@@ -168,12 +183,15 @@ class Puller:
         reading = self._begin(order, clock, deadline_s)
         backoff = Backoff()
         while True:
+            torn_count = reading.torn_count
             errors = await self._ask_all(reading)
             if not reading.wanted:
                 return reading.pulled()
             for error in errors:
                 if not _is_curable(error):
                     raise error
+            if not errors and reading.torn_count > torn_count:
+                continue  # there is nothing to wait for
             error = errors[0] if errors else Recovering("a server ended its answer early")
             self._counters.waits[order] = error.message
             await self._pause(order, backoff, error, deadline_s)
@@ -260,21 +278,21 @@ class Puller:
         errors: list[PushpullError] = []
         try:
             link = self._link(server)
-            lane = self._lane(link, reading)
-            request.shared = lane is not None
+            asking = _Asking(reading, view, self._lane(link, reading))
+            request.shared = asking.lane is not None
             is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
             parts = link.pull(request, wait_s + _CALL_GRACE_S, is_small=is_small)
             async with contextlib.aclosing(parts):
                 async for answer in parts:
-                    errors += self._take(reading, view, answer, lane)
+                    errors += self._take(asking, answer)
+            reading.torn_count += bool(asking.torn)
         except PushpullError as error:
             errors.append(error)
         return errors
 
-    def _take(
-        self, reading: _Reading, view: ClusterView, answer: Answer, lane: SharedLane | None
-    ) -> list[PushpullError]:
+    def _take(self, asking: _Asking, answer: Answer) -> list[PushpullError]:
         """Copy what came to its place; what could not be had is an error."""
+        reading, view = asking.reading, asking.view
         if isinstance(answer, tuple):
             value, payload = answer
             length = self._expected(reading, view, value, payload.nbytes)
@@ -286,28 +304,44 @@ class Puller:
                 if value.presence:
                     reading.presence[value.block] = value.presence
             return []
-        if lane is None or not answer.HasField("shared"):
+        if asking.lane is None or not answer.HasField("shared"):
             return [error_from_proto(answer.error.error)]
         for lent in answer.shared.values:
-            length = self._expected(reading, view, lent, lent.byte_count)
-            if not length:
-                continue
-            target, skip_bytes = _target(reading.order, lent.block, length)
-            if lane.copy(lent, target, skip_bytes):
-                self._note(reading, lent)
-            else:
-                reading.torn_count += 1  # asked for again: it is still wanted
+            self._copy(asking, asking.lane, lent)
         return []
+
+    def _copy(self, asking: _Asking, lane: SharedLane, value: parameters_pb2.SharedValue) -> None:
+        """Copy a value from where it lies; its range counts when it is whole."""
+        reading = asking.reading
+        range_id = reading.order.table.range_of_block(value.block, len(asking.view.ranges))
+        length = self._expected(reading, asking.view, value, value.byte_count)
+        if not length or range_id in asking.torn:
+            return
+        target, skip_bytes = _target(reading.order, value.block, length)
+        if not lane.copy(value, target, skip_bytes):
+            asking.torn.add(range_id)
+            return
+        copied = asking.copied.setdefault(range_id, {})
+        copied[value.block] = value
+        if len(copied) < len(reading.wanted[range_id]):
+            return
+        if len(copied) == 1 or all(lane.is_unchanged(part) for part in copied.values()):
+            for part in copied.values():
+                self._note(reading, part)
+        else:
+            asking.torn.add(range_id)
 
     @staticmethod
     def _lane(link: ServerLink, reading: _Reading) -> SharedLane | None:
         """Where values may be read; None for tables that are not lent as they are here."""
         spec = reading.order.table.spec
+        if reading.order.consistent or reading.torn_count >= _MAX_TORN_COUNT:
+            return None
         may_be_lent = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
             DType.FLOAT32,
             DType.FLOAT64,
         )
-        return link.lane if may_be_lent and reading.torn_count < _MAX_TORN_COUNT else None
+        return link.lane if may_be_lent else None
 
     def _expected(
         self, reading: _Reading, view: ClusterView, value: _Value, byte_count: int
