@@ -236,8 +236,9 @@ def _runs(
     return [(int(begin), int(end), int(steps)) for begin, end, steps in found if steps >= 0]
 
 
-def _step_tensor(steps: int) -> Tensor:
-    return torch.tensor(float(steps), dtype=torch.float32)
+def _scalar() -> Tensor:
+    """Where torch reads a step count from; filling it again costs a third of making it."""
+    return torch.zeros((), dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,7 @@ _AdamTensors = tuple[
 class _Adam:
     spec: OptimizerSpec
     is_cut_sensitive: bool
+    step: Tensor = field(default_factory=_scalar)
 
     def fills(self, _numbers: Numbers) -> Mapping[str, float]:
         names = ["exp_avg", "exp_avg_sq"]
@@ -302,7 +304,7 @@ class _Adam:
     def _tensors(self, piece: Piece, steps: int) -> _AdamTensors:
         largest = [piece.slots["max_exp_avg_sq"]] if self.spec.amsgrad else []
         moments = [piece.slots["exp_avg"]], [piece.slots["exp_avg_sq"]], largest
-        return [piece.values], [piece.gradient], *moments, [_step_tensor(steps)]
+        return [piece.values], [piece.gradient], *moments, [self.step.fill_(steps)]
 
     def _options(self, numbers: Numbers) -> dict[str, Any]:
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
@@ -328,6 +330,7 @@ class _Adagrad:
     spec: OptimizerSpec
     is_cut_sensitive: bool
     initial: float
+    step: Tensor = field(default_factory=_scalar)
 
     def fills(self, _numbers: Numbers) -> Mapping[str, float]:
         return {"sum": self.initial}
@@ -343,13 +346,15 @@ class _Adagrad:
 class _AdagradExact(_Adagrad):
     def run(self, piece: Piece, numbers: Numbers) -> None:
         tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        adagrad(*tensors, [_step_tensor(piece.steps)], foreach=False, **self._options(numbers))
+        adagrad(*tensors, [self.step.fill_(piece.steps)], foreach=False, **self._options(numbers))
 
 
 class _AdagradFast(_Adagrad):
     def run(self, piece: Piece, numbers: Numbers) -> None:
         tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        torch._fused_adagrad_(*tensors, [_step_tensor(piece.steps + 1)], **self._options(numbers))
+        torch._fused_adagrad_(
+            *tensors, [self.step.fill_(piece.steps + 1)], **self._options(numbers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +362,7 @@ class _Rmsprop:
     spec: OptimizerSpec
     pool: BufferPool
     is_cut_sensitive: bool = False
+    step: Tensor = field(default_factory=_scalar)
 
     def fills(self, numbers: Numbers) -> Mapping[str, float]:
         names = ["square_avg"]
@@ -379,7 +385,7 @@ class _RmspropExact(_Rmsprop):
             [slots["square_avg"]],
             [slots["grad_avg"]] if self.spec.centered else [],
             [slots["momentum_buffer"]] if numbers["momentum"] > 0 else [],
-            [_step_tensor(0)],
+            [self.step.fill_(0)],
             foreach=False,
             maximize=self.spec.maximize,
             centered=self.spec.centered,

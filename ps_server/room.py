@@ -119,7 +119,7 @@ class GateRoom:
     def credit(self) -> tuple[Step, ...]:
         """The waiting steps whose turn has come, in order; each is named once."""
         if not self._waiting:
-            return ()
+            return ()  # as nearly always
         turns: list[Step] = []
         promised = 0
         for step in sorted(self._waiting):

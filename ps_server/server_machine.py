@@ -14,7 +14,6 @@ does).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ps_core import limits
@@ -103,12 +102,13 @@ class TableRoom:
         """Remember where to send credit."""
         self._senders[sender.rank] = sender
 
-    def credits(self) -> Iterator[ReplyTo]:
+    def credits(self, out: list[Effect]) -> None:
         """Tell those whose turn has come."""
         for step in self._room.credit():
             sender = self._senders.get(step.rank)
             if sender is not None:
-                yield ReplyTo(sender, ReplyKind.CREDIT, self._table.table_id, RangeId(0), 0)
+                reply = ReplyTo(sender, ReplyKind.CREDIT, self._table.table_id, RangeId(0), 0)
+                out.append(reply)
 
 
 class ServerMachine:
@@ -193,15 +193,15 @@ class ServerMachine:
             return [self._refusal(event, error)]
         room = self._rooms[event.place.table_id]
         room.heard(event.sender)
-        if isinstance(event, PushEvent) and isinstance(event.problem, Recovering):
-            return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
         if isinstance(event, PushEvent):
+            if isinstance(event.problem, Recovering):  # the payload is lost, not wrong
+                return [self._refusal(event, event.problem)]
             effects = part.push(event, now_s)
         elif isinstance(event, SealEvent):
             effects = part.seal(event, now_s)
         else:
             effects = part.withdraw(event, now_s)
-        effects.extend(room.credits())
+        room.credits(effects)
         return effects
 
     @staticmethod
