@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks.child import together
 from benchmarks.contenders import Cluster, Load, Pair
 from benchmarks.environment import environment
 from benchmarks.lanes import SHARED_MEMORY
-from benchmarks.sampling import MIB, Measured, Operation, rounded, take_turns
+from benchmarks.sampling import MIB, Measured, Operation, joined, rounded, take_turns
 from benchmarks.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 256
@@ -59,26 +60,21 @@ def dense(settings: BenchSettings) -> dict[str, object]:
     found = environment()
     size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
     byte_count = size_mb * MIB
+    rows: list[_Row] = []
+    legs = []
     with contextlib.ExitStack() as stack:
-        raw, torch_own, torch_tcp = contenders.enter_all(
-            stack,
-            [
-                contenders.raw_grpc(byte_count, 0),
-                contenders.torch_rpc("own", byte_count, 0),
-                contenders.torch_rpc("tcp", byte_count, 0),
-            ],
-        )
-        tcp = stack.enter_context(contenders.tcp_loopback(byte_count))
-        rows = _rows(stack, settings.lanes, byte_count)
-        operations = [
-            Operation("memcpy", memcpy(byte_count), byte_count),
-            Operation("tcp", tcp.send, byte_count),
-            *_pair_operations("raw", raw, ("push", "pull"), byte_count),
-            *(operation for row in rows for operation in _row_operations(row, byte_count)),
-            *_pair_operations("torch", torch_own, ("tutorial", "best"), byte_count),
-            *_pair_operations("torch TCP", torch_tcp, ("tutorial", "best"), byte_count),
-        ]
-        measured = take_turns(operations, settings.round_count, settings.on_round)
+        peers = _peer_operations(stack, byte_count)
+        # One lane's clusters at a time: with those of both the benchmark would need 16 GB. What
+        # they are held against takes its turn beside each.
+        for lane in settings.lanes:
+            with contextlib.ExitStack() as lane_stack:
+                lane_rows = _rows(lane_stack, lane, byte_count)
+                own = [_row_operations(row, byte_count) for row in lane_rows]
+                operations = list(itertools.chain(peers, *own))
+                listener = settings.within(lane).on_round
+                legs.append(take_turns(operations, settings.round_count, listener))
+            rows += lane_rows
+    measured = joined(legs)
     ceilings = {key: rounded(measured[name].gb_s) for key, name in _CEILINGS.items()}
     figures = [_figures(row, measured, ceilings) for row in rows]
     return {
@@ -95,21 +91,37 @@ def dense(settings: BenchSettings) -> dict[str, object]:
     }
 
 
-def _rows(stack: contextlib.ExitStack, lanes: tuple[str, ...], byte_count: int) -> list[_Row]:
-    """The rows of all lanes; their clusters end with `stack`."""
-    loads = {1: Load(byte_count, ("sgd", "adam")), 2: Load(byte_count, ("sgd",))}
-    clusters = contenders.enter_all(
+def _peer_operations(stack: contextlib.ExitStack, byte_count: int) -> list[Operation]:
+    """What the lanes are held against; its processes end with `stack`."""
+    raw, torch_own, torch_tcp = contenders.enter_all(
         stack,
         [
-            contenders.cluster(lane, worker_count, load)
-            for lane in lanes
-            for worker_count, load in loads.items()
+            contenders.raw_grpc(byte_count, 0),
+            contenders.torch_rpc("own", byte_count, 0),
+            contenders.torch_rpc("tcp", byte_count, 0),
         ],
+    )
+    tcp = stack.enter_context(contenders.tcp_loopback(byte_count))
+    return [
+        Operation("memcpy", memcpy(byte_count), byte_count),
+        Operation("tcp", tcp.send, byte_count),
+        *_pair_operations("raw", raw, ("push", "pull"), byte_count),
+        *_pair_operations("torch", torch_own, ("tutorial", "best"), byte_count),
+        *_pair_operations("torch TCP", torch_tcp, ("tutorial", "best"), byte_count),
+    ]
+
+
+def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]:
+    """The rows of one lane; their clusters end with `stack`."""
+    loads = (Load(byte_count, ("sgd", "adam")), Load(byte_count, ("sgd",)))
+    clusters = contenders.enter_all(
+        stack,
+        [contenders.cluster(lane, count, load) for count, load in enumerate(loads, start=1)],
     )
     return [
         _Row(optimizer, cluster)
-        for cluster in clusters
-        for optimizer in loads[len(cluster.workers)].optimizers
+        for cluster, load in zip(clusters, loads, strict=True)
+        for optimizer in load.optimizers
     ]
 
 

@@ -87,6 +87,15 @@ def take_turns(
     return measured
 
 
+def joined(legs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
+    """All samples of each operation: some take turns in several legs of a benchmark."""
+    found: dict[str, Measured] = {}
+    for leg in legs:
+        for name, measured in leg.items():
+            found.setdefault(name, Measured(measured.operation)).samples.extend(measured.samples)
+    return found
+
+
 def process_cpu_s(pid: int) -> float:
     """User and system time of a process, all its threads, dead ones included.
 
