@@ -188,15 +188,15 @@ class OptimizerSpec:
                 raise InvalidConfig(
                     f"hyperparameter '{name}' is {value}; expected at least {low}, below {high}"
                 )
-            merged[name] = value
+            merged[name] = value + 0.0  # -0.0 is 0.0: equal numbers are the same bits
         return tuple(sorted(merged.items()))
 
 
 class StepNumbers:
     """`OptimizerSpec.merged` of one table, for one step after the other.
 
-    The ranges of a seal share its terms, and their updates share what came of them: it is merged
-    once for all of them.
+    The ranges of a seal have the same numbers, and so have most often its workers: they are merged
+    once for all of them. What is merged already is given back as it is.
     """
 
     __slots__ = ("_last", "_spec")
@@ -206,13 +206,13 @@ class StepNumbers:
         self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """See `OptimizerSpec.merged`. What is merged already is given back as it is.
+        """See `OptimizerSpec.merged`.
 
         Raises:
             InvalidConfig: as there.
         """
         last, merged = self._last
-        if given is not last and given is not merged:
+        if given != last and given != merged:
             merged = self._spec.merged(given)
             self._last = given, merged
         return merged

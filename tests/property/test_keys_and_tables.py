@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +18,10 @@ from ps_core.limits import SLOT_COUNT
 from ps_core.tables import (
     Codec,
     DType,
+    Hyperparameters,
     OptimizerKind,
     OptimizerSpec,
+    StepNumbers,
     Table,
     TableSpec,
     TensorSpec,
@@ -146,3 +149,32 @@ def test_a_spec_that_contradicts_itself_is_refused(change: dict[str, object], wo
     }
     with pytest.raises(InvalidConfig, match=words):
         TableSpec(**settings).validated()  # type: ignore[arg-type]
+
+
+_GIVEN = st.lists(
+    st.tuples(
+        st.sampled_from(("lr", "momentum", "weight_decay", "beta1")),
+        st.sampled_from((0.0, -0.0, 0.5, 1.0, -1.0, math.nan, 1e300)),
+    ),
+    max_size=2,
+    unique_by=lambda pair: pair[0],
+).map(lambda pairs: tuple(sorted(pairs)))
+
+
+def _merged(numbers: OptimizerSpec | StepNumbers, given_numbers: Hyperparameters) -> str:
+    try:
+        return str(numbers.merged(given_numbers))
+    except InvalidConfig as error:
+        return str(error)
+
+
+@given(st.lists(_GIVEN, max_size=6), st.booleans())
+def test_what_is_remembered_of_merged_numbers_changes_nothing(
+    course: list[Hyperparameters], fed_back: bool
+) -> None:
+    spec = OptimizerSpec(OptimizerKind.SGD, (("lr", 0.25),))
+    numbers = StepNumbers(spec)
+    for given_numbers in course:
+        assert _merged(numbers, given_numbers) == _merged(spec, given_numbers)
+        if fed_back and _merged(spec, given_numbers).startswith("("):
+            assert numbers.merged(spec.merged(given_numbers)) == spec.merged(given_numbers)
