@@ -38,6 +38,10 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
+_TURN_S = 0.002
+"""How long the entries of one message may keep the loop from all else: a seal of a large table
+applies hundreds of blocks."""
+
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 _Answer = asyncio.Future[list[AnswerPart]]
 
@@ -168,12 +172,16 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
         session = stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin)
+        turn_end_s = 0.0
         try:
             async for message in messages:
                 await stream.has_room()
                 if kind_of(message) != "pull":
                     for event in intake.entry_events(message, sender, self._node):
                         self._node.entry(stream, event)
+                        if self._node.now() >= turn_end_s:
+                            await asyncio.sleep(0)  # let others in, and what is answered out
+                            turn_end_s = self._node.now() + _TURN_S
                 for request in reads_of(message):
                     read = self._read_into(stream, request)
                     await stream.reads.start(request.read_number, read)
