@@ -159,7 +159,7 @@ class SharedLane:
             skip_bytes: where the part begins in the value.
 
         Returns:
-            Whether the copy is whole: the value did not change meanwhile.
+            Whether the copy counts: the value is still as it was when the server answered.
 
         Raises:
             Recovering: the connection has ended, and the memory was not shared before.
@@ -168,13 +168,9 @@ class SharedLane:
         memory = self._memory_of(value)
         begin = value.offset_bytes + skip_bytes
         np.copyto(target, memory[begin : begin + target.nbytes])
-        return self.is_unchanged(value)
-
-    def is_unchanged(self, value: parameters_pb2.SharedValue) -> bool:
-        """Whether a value that was copied is still what the server answered."""
         # After the copy, by the order of loads on x86-64; a server lends on no other processor.
-        stamps = self._values[value.segment_id].view(np.uint64)
-        return int(stamps[value.stamp_offset_bytes // _STAMP_BYTES]) == value.stamp
+        stamp = memory.view(np.uint64)[value.stamp_offset_bytes // _STAMP_BYTES]
+        return int(stamp) == value.stamp
 
     def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes:
         if value.segment_id not in self._values:

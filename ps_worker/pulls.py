@@ -4,10 +4,10 @@ Rules:
     - What fails in a way that a later attempt may cure (another primary, a server that restarts, a
       wait that expired) is asked for again, until the read's own deadline.
     - A block of an older epoch than the view's is dropped and asked for again (S5).
-    - Values that are read where they lie count range by range: once all of a range are copied, none
-      of them may have changed since the answer. Otherwise the range is asked for again, a few times
-      so, then as bytes. A consistent read takes bytes at once: what it asks for may be past before
-      it is copied.
+    - Values that are read where they lie count range by range: all of a range, as they were when it
+      was answered. If one of them has changed since, the range is asked for again, a few times so,
+      then as bytes. A consistent read takes bytes at once: what it asks for may be past before it
+      is copied.
     - A consistent read names one clock for every range: the newest that any range reports. Where a
       range is past it already, it asks further ahead, by a margin that grows.
 
@@ -325,11 +325,8 @@ class Puller:
         copied[value.block] = value
         if len(copied) < len(reading.wanted[range_id]):
             return
-        if len(copied) == 1 or all(lane.is_unchanged(part) for part in copied.values()):
-            for part in copied.values():
-                self._note(reading, part)
-        else:
-            asking.torn.add(range_id)
+        for part in copied.values():
+            self._note(reading, part)
 
     @staticmethod
     def _lane(link: ServerLink, reading: _Reading) -> SharedLane | None:
