@@ -380,8 +380,8 @@ class ServerLinks:
 
     @property
     def lane(self) -> str:
-        """How payloads travel: shm, grpc, or mixed; empty before any server was met."""
-        found = {link.lane_name for link in self._links.values() if link.lane_name}
+        """How payloads travel: shm, grpc, or mixed; empty before any server was met. Any thread."""
+        found = {link.lane_name for link in list(self._links.values()) if link.lane_name}
         return found.pop() if len(found) == 1 else "mixed" if found else ""
 
     def troubles(self) -> list[str]:
