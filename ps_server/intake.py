@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, NotPermitted, PushpullError
+from ps_core.errors import InvalidConfig, InvalidTensor, NotPermitted, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime import wire
@@ -84,6 +84,11 @@ def push_events(
         if message.HasField("eager"):
             eager = wire.hyperparameters_from_proto(message.eager.hyperparameters)
         if message.HasField("shared_payload"):
+            if frame.payload.nbytes:
+                raise InvalidTensor(
+                    f"a push has a payload of {frame.payload.nbytes} bytes and a shared payload; "
+                    "expected one of them"
+                )
             payload = decoder.decode_shared(place, sender, message, codec)
         else:
             payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)

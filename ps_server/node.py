@@ -19,7 +19,6 @@ from ps_core.errors import (
     Draining,
     Fenced,
     InvalidKeys,
-    InvalidTensor,
     InvariantViolation,
     PushpullError,
     Unauthenticated,
@@ -98,6 +97,7 @@ class ParameterNode:
         self.shards: dict[tuple[TableId, RangeId], ShardStore] = {}
         self.lanes = SharedLanes()
         self._lent: dict[tuple[TableId, RangeId], LentValues] = {}
+        self._homes: dict[TableId, list[LentValues | None]] = {}
         self._segment_ids = itertools.count(1)
         self.now = now
         self.metrics = metrics
@@ -186,6 +186,7 @@ class ParameterNode:
         if self.lanes.is_open:
             blocks = [block for part in parts for block in part.blocks]
             lent = lent_values(table, next(self._segment_ids), blocks)
+        self._homes.setdefault(table.table_id, []).append(lent)
         for part in parts:
             place = (part.table.table_id, part.range_id)
             home = None if lent is None else lent.values
@@ -222,8 +223,6 @@ class ParameterNode:
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
     ) -> Contribution:
         """See `intake.Decoder`."""
-        if message.payload:
-            raise InvalidTensor("a push has a payload and a shared payload; expected one of them")
         shard = self._shard(place)
         payload = self.lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
@@ -266,10 +265,17 @@ class ParameterNode:
         self.carry_out(self.machine.pull(event, self.now()))
         return number
 
-    def lends(self, session: Session, table_id: TableId) -> bool:
-        """Whether the session takes the table's values from where they lie."""
-        return self.lanes.is_here(session.incarnation) and any(
-            lent_table == table_id for lent_table, _ in self._lent
+    def lends(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
+        """Whether the session takes all of the table's values, as `codec`, from where they lie."""
+        homes = self._homes.get(table_id)
+        if homes is None:
+            return False
+        codec = codec or NATIVE_CODEC[self.machine.table(table_id).spec.dtype]
+        return all(
+            home is not None
+            and codec is home.codec
+            and self.lanes.lend(session.incarnation, home.segment_id, home.segment)
+            for home in homes
         )
 
     def end_read(self, number: int) -> None:

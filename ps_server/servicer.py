@@ -17,6 +17,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.tables import Codec
 from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
@@ -217,7 +218,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         problems = _read_problems(request)
         # An answer in bytes is made when its turn comes, since a table's bytes are many; what is
         # lent costs nothing to keep.
-        is_lent = request.shared and node.lends(session, TableId(request.table_id))
+        is_lent = (
+            request.shared
+            and not problems
+            and node.lends(session, TableId(request.table_id), _codec_of(request))
+        )
         batch_count = len(pulls) if request.consistent or is_lent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):
             answers = [
@@ -249,17 +254,21 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         if problem is not None:
             on_answer([range_error(part.range_id, problem)])
             return answer, 0
-        codec = wire.codec_from_proto(request.codec) if request.codec else None
         place = Place(
             TableId(request.table_id),
             RangeId(part.range_id),
             AssignmentEpoch(part.assignment_epoch),
         )
-        read = Read(place, part.blocks, codec, session, request.shared, on_answer)
+        codec, is_shared = _codec_of(request), request.shared
+        read = Read(place, part.blocks, codec, session, is_shared, on_answer)
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=until_s
         )
         return answer, waiter
+
+
+def _codec_of(request: parameters_pb2.PullRequest) -> Codec | None:
+    return wire.codec_from_proto(request.codec) if request.codec else None
 
 
 def _read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullError]:
@@ -278,11 +287,10 @@ def _read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullErr
                 f"the read of range {part.range_id} names {len(part.blocks)} blocks, of which "
                 f"{len(set(part.blocks))} differ; expected each once"
             )
-        if request.codec:
-            try:
-                wire.codec_from_proto(request.codec)
-            except PushpullError as error:
-                found[number] = error
+        try:
+            _codec_of(request)
+        except PushpullError as error:
+            found[number] = error
     return found
 
 
@@ -290,14 +298,17 @@ async def _grouped(answers: Iterable[_Answer]) -> AsyncIterator[bytes]:
     """The answers in order; values that are lent leave together, as many as are there."""
     values: list[parameters_pb2.SharedValue] = []
     for answer in answers:
-        if values and (len(values) >= limits.MAX_BATCH_COUNT or not answer.done()):
+        if values and not answer.done():
             yield shared_answer(values)
             values = []
         for part in await answer:
             if isinstance(part, bytes):
                 yield part
-            else:
-                values.append(part)
+                continue
+            values.append(part)
+            if len(values) == limits.MAX_BATCH_COUNT:
+                yield shared_answer(values)
+                values = []
     if values:
         yield shared_answer(values)
 
