@@ -173,10 +173,10 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
         session = stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin)
-        turn_end_s = 0.0
         try:
             async for message in messages:
                 await stream.has_room()
+                turn_end_s = self._node.now() + _TURN_S
                 if kind_of(message) != "pull":
                     for event in intake.entry_events(message, sender, self._node):
                         self._node.entry(stream, event)

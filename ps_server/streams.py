@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from itertools import islice
 
 from ps_core import limits
 from ps_core.cluster_view import Session
@@ -46,7 +47,7 @@ class EntryStream:
         self.session = session
         self.pending: dict[tuple[int, int, int], float] = {}
         self.reads = StreamReads(self._read_ended)
-        self._replies: list[ReplyTo] = []
+        self._replies: dict[tuple[int, int, int], ReplyTo] = {}
         self._parts: deque[bytes] = deque()
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
@@ -58,16 +59,17 @@ class EntryStream:
         self.pending.setdefault(entry, now_s)
 
     def reply(self, effect: ReplyTo) -> float | None:
-        """Queue an answer; it leaves with the next batch.
+        """Queue an answer; it leaves with the next batch, in place of an earlier one to the same
+        entry that has not left: what is received and committed at once is said to be committed.
 
         Returns:
             When the entry arrived, if this is its last reply.
         """
-        self._replies.append(effect)
+        entry = (effect.table_id, effect.range_id, effect.sequence)
+        self._replies.pop(entry, None)
+        self._replies[entry] = effect
         self._ready.set()
-        if effect.kind is ReplyKind.RECEIVED:
-            return None
-        return self.pending.pop((effect.table_id, effect.range_id, effect.sequence), None)
+        return None if effect.kind is ReplyKind.RECEIVED else self.pending.pop(entry, None)
 
     def settle(self, entry: tuple[int, int, int]) -> None:
         """The entry's outcome went out on another stream."""
@@ -107,8 +109,8 @@ class EntryStream:
             while self._replies or self._parts:
                 replies = None
                 if self._replies:
-                    replies = push_response(self._replies[:_MAX_BATCH_COUNT])
-                    del self._replies[:_MAX_BATCH_COUNT]
+                    leaving = list(islice(self._replies, _MAX_BATCH_COUNT))
+                    replies = push_response([self._replies.pop(entry) for entry in leaving])
                 part = self._parts.popleft() if self._parts else None
                 self._drained.set()
                 yield replies, part

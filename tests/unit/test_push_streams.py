@@ -7,9 +7,10 @@ import asyncio
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_core.ledger import ReplyKind
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_server.events import ReplyTo, Sender
 from ps_server.streams import EntryStream
+from pushpull.v1 import parameters_pb2
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
@@ -18,10 +19,10 @@ RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1),
 def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
     async def whole() -> None:
         stream = EntryStream(1, SESSION)
-        for _ in range(limits.MAX_QUEUED_REPLY_COUNT - 1):
-            stream.reply(RECEIVED)
+        for sequence in range(1, limits.MAX_QUEUED_REPLY_COUNT):
+            stream.reply(RECEIVED._replace(sequence=sequence))
         await stream.has_room()
-        stream.reply(RECEIVED)
+        stream.reply(RECEIVED._replace(sequence=limits.MAX_QUEUED_REPLY_COUNT))
         waiting = asyncio.create_task(stream.has_room())
         done, _ = await asyncio.wait({waiting}, timeout=0)
         assert not done
@@ -33,5 +34,24 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
             sent_count += len(replies.replies)
         assert sent_count == limits.MAX_QUEUED_REPLY_COUNT
         await waiting
+
+    asyncio.run(whole())
+
+
+def test_an_outcome_takes_the_place_of_what_has_not_left() -> None:
+    async def whole() -> None:
+        stream = EntryStream(1, SESSION)
+        other = RECEIVED._replace(sequence=RECEIVED.sequence + 1)
+        ended = RECEIVED._replace(kind=ReplyKind.COMMITTED, ending=Ending(Outcome.APPLIED))
+        for reply in (RECEIVED, other, ended):
+            stream.reply(reply)
+        stream.end_input()
+        sent = [
+            reply async for replies, _ in stream.batches() if replies for reply in replies.replies
+        ]
+        assert [(reply.sequence, reply.kind) for reply in sent] == [
+            (other.sequence, parameters_pb2.REPLY_KIND_RECEIVED),
+            (ended.sequence, parameters_pb2.REPLY_KIND_COMMITTED),
+        ]
 
     asyncio.run(whole())
