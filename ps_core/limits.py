@@ -65,7 +65,7 @@ STREAM_READ_BYTES = 256 * 1024
 with its own flow control."""
 
 MAX_STREAM_READ_COUNT = 256
-"""Reads that wait on one PushPull stream; beyond it the stream is not read on."""
+"""Reads that wait on one PushPull stream; beyond it those with a number are refused."""
 
 MAX_CLOCK_LEAD_COUNT = 64
 """How far beyond its newest seal in effect a worker may send."""

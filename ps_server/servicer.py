@@ -12,6 +12,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import (
     InvalidConfig,
     InvalidKeys,
+    Overloaded,
     PushpullError,
     Recovering,
     WaitExpired,
@@ -43,6 +44,7 @@ _TURN_S = 0.002
 """How long the entries of one message may keep the loop from all else: a seal of a large table
 applies hundreds of blocks."""
 
+_READ_RETRY_MS = 500
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 _Answer = asyncio.Future[list[AnswerPart]]
 
@@ -184,8 +186,12 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
                             await asyncio.sleep(0)  # let others in, and what is answered out
                             turn_end_s = self._node.now() + _TURN_S
                 for request in reads_of(message):
-                    read = self._read_into(stream, request)
-                    await stream.reads.start(request.read_number, read)
+                    number = request.read_number
+                    if number and stream.reads.is_full:
+                        await self._put(stream, number, _refused(request))
+                    else:
+                        answer = self._read(request, session)
+                        await stream.reads.start(number, self._put(stream, number, answer))
         except asyncio.CancelledError:
             raise
         except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
@@ -193,10 +199,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         else:
             stream.end_input()
 
-    async def _read_into(self, stream: EntryStream, request: parameters_pb2.PullRequest) -> None:
-        number = request.read_number
+    @staticmethod
+    async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:
+        """Send the parts of a read's answer on the stream that it came by."""
         held: bytes | None = None
-        async for response in self._read(request, stream.session):
+        async for response in answer:
             if held is not None:
                 await stream.put_part(pull_part(held, number))
             held = response
@@ -265,6 +272,16 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             read, request.clock, consistent=request.consistent, deadline_s=until_s
         )
         return answer, waiter
+
+
+async def _refused(request: parameters_pb2.PullRequest) -> AsyncIterator[bytes]:
+    """The answer to a read that is one too many on its stream."""
+    error = Overloaded(
+        f"{limits.MAX_STREAM_READ_COUNT} reads wait on this stream already",
+        retry_after_ms=_READ_RETRY_MS,
+    )
+    for part in request.ranges:
+        yield range_error(part.range_id, error)
 
 
 def _codec_of(request: parameters_pb2.PullRequest) -> Codec | None:

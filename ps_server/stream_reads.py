@@ -2,7 +2,7 @@
 
 Rules:
     - A read with a number is answered as soon as it may be: one that waits for other workers holds
-      up nothing behind it.
+      up nothing behind it. Where too many wait, the next is refused.
     - Reads without a number are answered one after the other, in the order in which they came.
     - Entries never wait for reads: what a read waits for may come behind it on the same stream.
 """
@@ -33,9 +33,14 @@ class StreamReads:
         """Reads that have not been answered in full."""
         return len(self._tasks)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a read with a number must be refused."""
+        return len(self._tasks) >= limits.MAX_STREAM_READ_COUNT
+
     async def start(self, number: int, read: Coroutine[Any, Any, None]) -> None:
-        """Begin a read; waits while too many are on their way."""
-        while len(self._tasks) >= limits.MAX_STREAM_READ_COUNT:
+        """Begin a read; one without a number waits for its turn while too many are on their way."""
+        while self.is_full and not number:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         if number:
             task = asyncio.create_task(read)
