@@ -57,6 +57,7 @@ class EntryStream:
 
         Raises:
             grpc.RpcError: it broke.
+            Exception: what kept it from being written, a bug.
         """
         writer: asyncio.Task[None] | None = None
         try:
@@ -66,6 +67,12 @@ class EntryStream:
             writer = asyncio.create_task(self._write())
             async for raw in self._call:
                 self._take(parameters_pb2.PushPullResponse.FromString(raw), on_replies)
+        except asyncio.CancelledError:
+            has_failed = writer is not None and writer.done() and not writer.cancelled()
+            bug = writer.exception() if writer is not None and has_failed else None
+            if bug is not None:
+                raise bug from None
+            raise
         finally:
             if writer is not None:
                 writer.cancel()
@@ -131,6 +138,10 @@ class EntryStream:
 
     async def _write(self) -> None:
         """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            while True:
-                await self._call.write(await self._outbox.next_message(self.lane))
+        try:
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                while True:
+                    await self._call.write(await self._outbox.next_message(self.lane))
+        except Exception:
+            self._call.cancel()  # else nobody would notice that nothing is written any more
+            raise

@@ -26,6 +26,7 @@ from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
 from ps_worker.entry_stream import EntryStream
 from ps_worker.lane import SharedLane
+from ps_worker.measures import MEASURES
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
@@ -100,6 +101,7 @@ class ServerLink:
         self._stream: EntryStream | None = None
         self._offer: parameters_pb2.SameHostOffer | None = None
         self._lane: SharedLane | None = None
+        self._lane_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._trouble = ""
         self._trouble_since_s = 0.0
@@ -143,6 +145,7 @@ class ServerLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._drop_lane()
+        self._chose("", "closed")
         await self._channel.close()
 
     # --- calls
@@ -161,8 +164,8 @@ class ServerLink:
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
                 self._reached()
-                if not self._setting.pushes and self.lane is None:
-                    await self._new_lane()
+                if not self._setting.pushes:
+                    await self._keep_lane()
                 return
             except PushpullError as error:
                 if not (is_retryable(error) or isinstance(error, WaitExpired)):
@@ -282,6 +285,12 @@ class ServerLink:
         """Memory shared with the server; None where payloads travel as bytes."""
         return self._lane if self._lane is not None and self._lane.is_open else None
 
+    async def _keep_lane(self) -> None:
+        """For a client without a push stream: open a lane if none is there."""
+        async with self._lane_lock:  # a server keeps one connection of a session
+            if self.lane is None:
+                await self._new_lane()
+
     async def _new_lane(self) -> SharedLane | None:
         """Share memory with the server, if both may; what was shared before is given up.
 
@@ -318,9 +327,15 @@ class ServerLink:
         self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str) -> None:
-        if lane != self.lane_name:
-            self.lane_name = lane
+        """How payloads travel from now on; empty for not at all."""
+        if lane == self.lane_name:
+            return
+        if self.lane_name:
+            MEASURES.lanes.labels(lane=self.lane_name).dec()
+        if lane:
+            MEASURES.lanes.labels(lane=lane).inc()
             logs.info("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
+        self.lane_name = lane
 
     # --- one log line per transition
 
