@@ -19,8 +19,14 @@ from pushpull.v1 import parameters_pb2, scheduler_pb2
 ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
 
 
+LANES = ("shm", "grpc", "mixed")
+"""How a client's payloads travel: in memory shared with its servers, as bytes, or some so."""
+
+
 class NodeEntry(TypedDict):
-    """One node; `rank` and `clocks` (by table name) are a worker's, else null and empty."""
+    """One node; `rank` and `clocks` (by table name) are a worker's, else null and empty; `lane`
+    (one of `LANES`) is a worker's or a reader's that has met a server, else null.
+    """
 
     node_id: int
     incarnation: int
@@ -37,6 +43,7 @@ class NodeEntry(TypedDict):
     staleness: int
     pushed_bytes: int
     pulled_bytes: int
+    lane: str | None
     waiting_for: str
 
 
@@ -162,6 +169,7 @@ def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
         staleness=said.staleness,
         pushed_bytes=said.pushed_bytes,
         pulled_bytes=said.pulled_bytes,
+        lane=said.lane if said.lane in LANES else None,
         waiting_for=said.waiting_for,
     )
 

@@ -91,7 +91,7 @@ def _spans(server: ServerEntry) -> str:
 
 def _clients(nodes: Sequence[NodeEntry]) -> Table:
     table = _grid(
-        "  node", "role", "rank", "state", "heard", "steps", "clocks", "loss", "staleness"
+        "  node", "role", "rank", "state", "lane", "heard", "steps", "clocks", "loss", "staleness"
     )
     for node in nodes:
         if node["role"] == "server":
@@ -103,6 +103,7 @@ def _clients(nodes: Sequence[NodeEntry]) -> Table:
             node["role"],
             _count(node["rank"]) if node["rank"] is not None else "",
             node["state"],
+            "" if node["lane"] is None else f"lane={node['lane']}",
             f"{node['last_heard_s']:.1f} s ago",
             f"{node['step_count']}{planned}",
             clocks,

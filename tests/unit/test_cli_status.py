@@ -65,6 +65,7 @@ def cluster() -> scheduler_pb2.GetClusterStatusResponse:
         tables=[scheduler_pb2.TableProgress(table_id=1, clock=7)],
         step_count=7,
         loss=0.5,
+        lane="mixed",
         waiting_for="worker 1 (clock 6)",
     )
     statuses = [
@@ -124,6 +125,14 @@ def test_a_workers_clock_is_named_by_its_table() -> None:
     assert worker["last_heard_s"] == 0.25
 
 
+def test_a_lane_is_said_by_those_who_use_one() -> None:
+    made = document({})
+    assert [entry["lane"] for entry in made["nodes"]] == [None, None, "mixed"]
+    answer = cluster()
+    answer.nodes[2].progress.lane = "[bold]made up"
+    assert status_document(answer, {})["nodes"][2]["lane"] is None
+
+
 def test_what_a_silent_server_would_have_said_is_unknown_not_zero() -> None:
     made = document({1: stats(6), 2: Recovering("connection refused")})
     assert made["servers"][1]["block_count"] is None
@@ -150,6 +159,7 @@ def test_the_view_shows_roles_tables_and_waits() -> None:
         "4 (0-2, 5)",
         "connection refused",
         "model 7",
+        "lane=mixed",
         "adam lr 0.001",
         "worker 0: worker 1 (clock 6)",
     ):
