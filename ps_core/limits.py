@@ -98,13 +98,21 @@ and a fraction of the ring, so that both ends work at once."""
 LANE_MIN_PAYLOAD_BYTES = 16 * 1024
 """A smaller payload travels in its message: it costs less there than a place in the ring."""
 
+LANE_BUFFER_BATCH_BYTES = 16 * 1024 * 1024
+"""The same where payloads are not copied into a ring: nobody waits for a piece to come back."""
+
 MAX_BATCH_COUNT = 64
 """Blocks in one message."""
 
 MAX_LANE_SEGMENT_COUNT = 16
 """Segments that one session shares with a server."""
 
-MAX_LANE_SEGMENT_BYTES = 256 * 1024 * 1024
+MAX_LANE_SEGMENT_BYTES = 64 * 1024**3
+"""Virtual: the memory is the client's."""
+
+LANE_ALIGNMENT_BYTES = 16
+"""Of payloads in shared memory: no element is wider."""
+
 MAX_LANE_STRANGER_COUNT = 256
 """Connections on a server's Unix socket that have not said who they are."""
 

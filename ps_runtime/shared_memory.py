@@ -43,8 +43,8 @@ _BLOCK_BYTES = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
 
-class Segment:
-    """Memory of this process that others may read.
+def allocate(name: str, byte_count: int) -> tuple[int, mmap.mmap]:
+    """New memory of this process that others may map for reading: its file, and its mapping.
 
     Args:
         name: for people, in /proc; it names nothing.
@@ -53,27 +53,40 @@ class Segment:
     Raises:
         OSError: there is no memory for it, or the system has no such files.
     """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, byte_count)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(fd, byte_count, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, memory
+
+
+def release(fd: int) -> None:
+    """Drop the file; the memory stays as long as anybody has it mapped."""
+    os.close(fd)
+
+
+class Segment:
+    """Memory of this process that others may read, as an array; unmapped with its last view.
+
+    Args, Raises: as `allocate`.
+    """
 
     def __init__(self, name: str, byte_count: int) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memfd")
         self.byte_count = byte_count
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(self.fd, 0, byte_count)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            # Unmapped with the last array that looks into it.
-            memory = mmap.mmap(self.fd, byte_count, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self.fd, memory = allocate(name, byte_count)
         self.array: Bytes = np.frombuffer(memory, np.uint8)
 
     def close(self) -> None:
-        """Drop the file; the memory stays as long as anybody has it mapped. Idempotent."""
+        """Drop the file. Idempotent."""
         if self.fd >= 0:
-            os.close(self.fd)
+            release(self.fd)
             self.fd = -1
 
 
@@ -112,8 +125,7 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
             f"a shared segment of {byte_count} bytes has pages for {reserved_bytes}; expected all "
             "of them to be reserved"
         )
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    memory: Any = mmap.mmap(fd, byte_count, flags, mmap.PROT_READ)
+    memory: Any = mmap.mmap(fd, byte_count, mmap.MAP_SHARED, mmap.PROT_READ)
     return np.frombuffer(memory, np.uint8)
 
 

@@ -43,7 +43,6 @@ from pushpull.v1 import parameters_pb2
 _NONCE_BYTES = 16
 _MESSAGE_BYTES = 4096
 _BACKLOG_COUNT = 128
-_PAYLOAD_ALIGNMENT_BYTES = 16
 _ACCEPT_PAUSE_S = 1.0
 """After a connection that could not be accepted, which stays in the queue."""
 
@@ -158,11 +157,11 @@ class SharedLanes:
                 f"shares {', '.join(map(str, connection.segments)) or 'none'}"
             )
         begin, end = shared.offset_bytes, shared.offset_bytes + shared.byte_count
-        if end > segment.nbytes or begin % _PAYLOAD_ALIGNMENT_BYTES:
+        if end > segment.nbytes or begin % limits.LANE_ALIGNMENT_BYTES:
             raise InvalidTensor(
                 f"a payload lies at bytes [{begin}, {end}) of segment {shared.segment_id}; "
-                f"expected a beginning at a multiple of {_PAYLOAD_ALIGNMENT_BYTES} and an end of "
-                f"at most {segment.nbytes}"
+                f"expected a beginning at a multiple of {limits.LANE_ALIGNMENT_BYTES} and an end "
+                f"of at most {segment.nbytes}"
             )
         return segment[begin:end].data
 

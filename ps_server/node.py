@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
@@ -234,11 +234,15 @@ class ParameterNode:
             raise InvalidKeys(f"range {place.range_id} holds no block of table {place.table_id}")
         return shard
 
-    def entry(self, stream: EntryStream, event: Event) -> None:
-        """An entry arrived on `stream`."""
-        place, now_s = event.place, self.now()
-        stream.expect((place.table_id, place.range_id, event.sequence), now_s)
-        self.carry_out(self.machine.entry(event, now_s))
+    def entries(self, stream: EntryStream, events: Iterable[Event]) -> None:
+        """Entries arrived on `stream`."""
+        now_s = self.now()
+        effects: list[Effect] = []
+        for event in events:
+            place = event.place
+            stream.expect((place.table_id, place.range_id, event.sequence), now_s)
+            effects += self.machine.entry(event, now_s)
+        self.carry_out(effects)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -305,11 +309,12 @@ class ParameterNode:
     # --- effects
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """Do what the machine wants done, in order."""
+        """Do what the machine wants done, in order; then answer."""
+        replies = []
         for effect in effects:
             match effect:
                 case ReplyTo():
-                    self._reply(effect)
+                    replies.append(effect)
                 case Fold():
                     shard = self.shards[effect.table_id, effect.range_id]
                     shard.fold(effect.clock, _contributions(effect.parts), effect.scale)
@@ -321,6 +326,8 @@ class ParameterNode:
                     self._answer(effect)
                 case RefusePull():
                     self._refuse(effect)
+        for reply in replies:
+            self._reply(reply)
 
     def _reply(self, effect: ReplyTo) -> None:
         ending = effect.ending

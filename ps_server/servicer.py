@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from ps_core import limits
@@ -40,9 +41,10 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
-_TURN_S = 0.002
-"""How long the entries of one message may keep the loop from all else: a seal of a large table
-applies hundreds of blocks."""
+_TURN_COUNT = 16
+"""Entries that keep the loop from all else: the seal of a large table applies hundreds of blocks,
+each in a tenth of a millisecond. Taken one by one they would cost more, since every block that is
+applied drives the interpreter out of the processor's caches."""
 
 _READ_RETRY_MS = 500
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
@@ -178,13 +180,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         try:
             async for message in messages:
                 await stream.has_room()
-                turn_end_s = self._node.now() + _TURN_S
                 if kind_of(message) != "pull":
-                    for event in intake.entry_events(message, sender, self._node):
-                        self._node.entry(stream, event)
-                        if self._node.now() >= turn_end_s:
-                            await asyncio.sleep(0)  # let others in, and what is answered out
-                            turn_end_s = self._node.now() + _TURN_S
+                    await self._take_entries(stream, message, sender)
                 for request in reads_of(message):
                     number = request.read_number
                     if number and stream.reads.is_full:
@@ -198,6 +195,15 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             stream.end_input(failure)
         else:
             stream.end_input()
+
+    async def _take_entries(self, stream: EntryStream, message: Entry, sender: Sender) -> None:
+        events = intake.entry_events(message, sender, self._node)
+        turn = list(islice(events, _TURN_COUNT))
+        while turn:
+            self._node.entries(stream, turn)
+            turn = list(islice(events, _TURN_COUNT))
+            if turn:
+                await asyncio.sleep(0)  # let others in, and what is answered out
 
     @staticmethod
     async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:

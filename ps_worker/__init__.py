@@ -36,6 +36,7 @@ from ps_worker.counters import Progress
 from ps_worker.local_cluster import LocalCluster, local_cluster
 from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, Assign, RMSprop
 from ps_worker.settings import ASP, BSP, Constant, FromRank0, Inline, Zeros
+from ps_worker.shared_buffers import empty_shared
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 
@@ -85,6 +86,7 @@ __all__ = [
     "WaitExpired",
     "Zeros",
     "connect",
+    "empty_shared",
     "local_cluster",
     "pull_model",
 ]

@@ -130,6 +130,11 @@ class Connection:
             )
         return table.steps.assign_step()
 
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether the settings allow to share memory with servers on this host."""
+        return self._config.lane != "grpc"
+
     def start_pull(
         self,
         table: TableHandle,

@@ -17,6 +17,7 @@ Everything belongs to the background loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -31,6 +32,7 @@ from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.errors import error_from_proto
 from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
 from ps_worker.ring import Ring
+from ps_worker.shared_buffers import SharedBuffer, find
 from pushpull.v1 import parameters_pb2
 
 _MESSAGE_BYTES = 4096
@@ -59,6 +61,8 @@ class SharedLane:
         self._segment_id = 0
         self._lent: dict[EntryName, int] = {}
         self._sent_twice: set[EntryName] = set()
+        self._asked: dict[int, SharedBuffer] = {}
+        self._mapped: dict[SharedBuffer, int] = {}
         self._values: dict[int, Bytes] = {}
         self.is_open = True
         self.has_room = asyncio.Event()
@@ -108,6 +112,36 @@ class SharedLane:
         self.has_room.set()
 
     # --- pushes
+
+    def where(self, payload: memoryview) -> parameters_pb2.SharedPayload | None:
+        """Where the server can read a payload without a copy of it; None if it cannot.
+
+        Nothing frees such a place: its memory does not change before the entry has ended.
+        """
+        found = find(payload)
+        if found is None or self._ring is None:
+            return None
+        buffer, offset = found
+        segment_id = self._mapped.get(buffer, 0)
+        if not segment_id:
+            self._ask_to_map(buffer)
+            return None
+        if offset % limits.LANE_ALIGNMENT_BYTES:
+            return None
+        return parameters_pb2.SharedPayload(
+            segment_id=segment_id, offset_bytes=offset, byte_count=payload.nbytes
+        )
+
+    def _ask_to_map(self, buffer: SharedBuffer) -> None:
+        """Share a buffer with the server; until it says that it has it, the ring serves."""
+        is_asked = buffer in self._asked.values()
+        # One more is the ring; the server would close the connection over one too many.
+        if is_asked or len(self._asked) + len(self._mapped) + 1 >= limits.MAX_LANE_SEGMENT_COUNT:
+            return
+        segment_id = next(_segment_ids)
+        with contextlib.suppress(OSError):  # not read fast enough: another time
+            self._share(segment_id, buffer.byte_count, buffer.fd)
+            self._asked[segment_id] = buffer
 
     def place(self, name: EntryName, payload: memoryview) -> parameters_pb2.SharedPayload | None:
         """Copy a payload into the ring; None if it is full now (see `can_place`)."""
@@ -199,15 +233,16 @@ class SharedLane:
         memory = Segment("pushpull-ring", limits.LANE_RING_BYTES)
         self._memory = memory
         self._segment_id = next(_segment_ids)
-        shared = parameters_pb2.SharedSegment(
-            segment_id=self._segment_id, byte_count=memory.byte_count
-        )
-        request = parameters_pb2.LaneRequest(segment=shared)
-        socket.send_fds(self._socket, [request.SerializeToString()], [memory.fd])
+        self._share(self._segment_id, memory.byte_count, memory.fd)
         while not (await self._response()).HasField("mapped"):
             pass  # the server's own segments may come between
         self._ring = Ring(memory.byte_count)
         self.has_room.set()
+
+    def _share(self, segment_id: int, byte_count: int, fd: int) -> None:
+        shared = parameters_pb2.SharedSegment(segment_id=segment_id, byte_count=byte_count)
+        request = parameters_pb2.LaneRequest(segment=shared)
+        socket.send_fds(self._socket, [request.SerializeToString()], [fd])
 
     async def _response(self) -> parameters_pb2.LaneResponse:
         loop = asyncio.get_running_loop()
@@ -249,6 +284,10 @@ class SharedLane:
                 if shared.byte_count % _STAMP_BYTES:
                     raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
                 self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
+            if response.HasField("mapped"):
+                buffer = self._asked.pop(response.mapped.segment_id, None)
+                if buffer is not None:
+                    self._mapped[buffer] = response.mapped.segment_id
             return response
         except (BlockingIOError, InterruptedError):
             return None

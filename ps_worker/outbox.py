@@ -104,15 +104,19 @@ class Outbox:
             entry, payload = self._frames[0]
             if payload is None or not isinstance(entry, parameters_pb2.BlockPush):
                 break
-            if byte_count + payload.nbytes > limits.LANE_BATCH_BYTES and blocks:
-                break
             name = EntryName(entry.table_id, entry.range_id, entry.sequence)
-            if lane is not None and lane.can_place(name, payload.nbytes):
+            is_large = payload.nbytes >= limits.LANE_MIN_PAYLOAD_BYTES
+            shared = lane.where(payload) if lane is not None and is_large else None
+            bound = limits.LANE_BATCH_BYTES if shared is None else limits.LANE_BUFFER_BATCH_BYTES
+            if byte_count + payload.nbytes > bound and blocks:
+                break
+            if shared is None and lane is not None and lane.can_place(name, payload.nbytes):
                 shared = lane.place(name, payload)
                 if shared is None:
                     return blocks or None
+            if shared is not None:
                 entry.shared_payload.CopyFrom(shared)
-            elif payload.nbytes < limits.LANE_MIN_PAYLOAD_BYTES:
+            elif not is_large:
                 entry.payload = bytes(payload)
             else:
                 break

@@ -33,6 +33,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.tables import Table, pack_presence
 from ps_worker.cutting import BlockPart
 from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
+from ps_worker.shared_buffers import empty_shared
 from ps_worker.values import Raw
 
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,14 +99,29 @@ class _Block:
 
 
 class FlatBuffer:
-    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device."""
+    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else such as
+    servers on this host can read, if `is_shared` and there is any.
+    """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
         on_cuda = any(entry.tensor.device.type == "cuda" for entry in layout.placed)
         dtype = TORCH_DTYPE[layout.dtype]
-        self.values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=on_cuda)
+        count = layout.element_count
+        values = _shared_zeros(count, dtype) if is_shared and not on_cuda else None
+        if values is None:
+            values = torch.zeros(count, dtype=dtype, pin_memory=on_cuda)
+        self.values = values
         self.views = layout.views(self.values)
         self.raw: Raw = self.values.view(torch.uint8).numpy()
+
+
+def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor that servers on this host can read; None where no memory can be shared."""
+    try:
+        raw = empty_shared(element_count * dtype.itemsize, "uint8")
+    except OSError:
+        return None
+    return torch.from_numpy(raw).view(dtype)
 
 
 _Pending: TypeAlias = "deque[tuple[torch.cuda.Event, int]]"
@@ -117,17 +133,20 @@ class GradientStaging:
     Invariants: STG-1.
     """
 
-    def __init__(self, layout: FlatLayout, table: Table, accumulate: int = 1) -> None:
+    def __init__(
+        self, layout: FlatLayout, table: Table, accumulate: int = 1, *, is_shared: bool = False
+    ) -> None:
         """Args:
         layout: the parameters.
         table: the same, as the cluster knows it.
         accumulate: the backward passes of one step; a gradient is staged after the last.
+        is_shared: stage where servers on this host can read it.
         """
         self.layout = layout
         self.table = table
         self.streams = True
         self._accumulate = accumulate
-        self._buffer = FlatBuffer(layout)
+        self._buffer = FlatBuffer(layout, is_shared=is_shared)
         self._segments = [table.segments(block) for block in range(table.block_count)]
         self._blocks = [
             _Block(tuple(s.tensor for s in segments), len(segments)) for segments in self._segments

@@ -96,8 +96,12 @@ class TrainedTable:
     def staging(self) -> GradientStaging:
         """The gradients; made at first use, since a table that sleeps has none."""
         if self._staging is None:
-            accumulate = self._options.accumulate
-            self._staging = GradientStaging(self.layout, self.handle.table, accumulate)
+            self._staging = GradientStaging(
+                self.layout,
+                self.handle.table,
+                self._options.accumulate,
+                is_shared=self._client.may_share_memory,
+            )
         return self._staging
 
     # --- at the start

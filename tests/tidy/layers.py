@@ -72,6 +72,7 @@ EDGE_MODULES = {
     "ps_worker.outbox",
     "ps_worker.pulls",
     "ps_worker.pushes",
+    "ps_worker.shared_buffers",
     "ps_worker.staging",
     "ps_worker.steps",
     "ps_worker.table_handle",
