@@ -19,11 +19,13 @@ Reference: memfd_create(2), fcntl(2) on file sealing.
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import socket
+import weakref
 from typing import Any
 
 import numpy as np
@@ -39,12 +41,21 @@ _SEALS = (
     if hasattr(fcntl, "F_SEAL_GROW")
     else 0
 )
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _BLOCK_BYTES = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
 
-def allocate(name: str, byte_count: int) -> tuple[int, mmap.mmap]:
+def allocate(name: str, byte_count: int) -> tuple[int, Any]:
     """New memory of this process that others may map for reading: its file, and its mapping.
+
+    The mapping is a buffer, and ends with the last array that looks into it.
 
     Args:
         name: for people, in /proc; it names nothing.
@@ -58,8 +69,7 @@ def allocate(name: str, byte_count: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_count)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = mmap.mmap(fd, byte_count, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = _map(fd, byte_count, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_POPULATE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -125,8 +135,25 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
             f"a shared segment of {byte_count} bytes has pages for {reserved_bytes}; expected all "
             "of them to be reserved"
         )
-    memory: Any = mmap.mmap(fd, byte_count, mmap.MAP_SHARED, mmap.PROT_READ)
-    return np.frombuffer(memory, np.uint8)
+    memory = np.frombuffer(_map(fd, byte_count, mmap.PROT_READ), np.uint8)
+    memory.flags.writeable = False
+    return memory
+
+
+def _map(fd: int, byte_count: int, protection: int, flags: int = 0) -> Any:
+    """Map a file: a buffer, unmapped with the last array that looks into it.
+
+    `mmap.mmap` would keep a descriptor of it as long (before Python 3.13): one for each table in
+    every process, where a process may often have no more than 1024.
+    """
+    address = _libc.mmap(None, byte_count, protection, mmap.MAP_SHARED | flags, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_uint8 * byte_count).from_address(address)
+    unmapping = weakref.finalize(memory, _libc.munmap, address, byte_count)
+    unmapping.atexit = False  # threads may still look into it; the system unmaps what a process had
+    return memory
 
 
 def receive(connection: socket.socket, byte_count: int, *, takes_file: bool) -> tuple[bytes, int]:

@@ -8,6 +8,7 @@ Thread-safe. The memory goes away with the last view of it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -25,13 +26,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SharedBuffer:
-    """Where one such array lies in this process, and the file that it can be mapped from."""
+    """Where one such array lies in this process, and the file that it can be mapped from.
+
+    The number is its own: the address and the descriptor may soon be another's.
+    """
 
     begin: int
     byte_count: int
     fd: int
+    number: int
 
 
+_numbers = itertools.count(1)
 _lock = threading.Lock()
 _buffers: list[SharedBuffer] = []
 """By address."""
@@ -54,7 +60,7 @@ def empty_shared(shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32")
         )
     fd, memory = allocate("pushpull-buffer", byte_count)
     raw: Bytes = np.frombuffer(memory, np.uint8)
-    buffer = SharedBuffer(raw.ctypes.data, byte_count, fd)
+    buffer = SharedBuffer(raw.ctypes.data, byte_count, fd, next(_numbers))
     with _lock:
         insort(_buffers, buffer)
     weakref.finalize(memory, _forget, buffer)

@@ -204,6 +204,22 @@ def test_more_than_the_ring_holds_is_pushed_at_once(team: Team) -> None:
     assert equal(out, -gradient)
 
 
+def test_buffers_that_servers_read_are_told_apart(team: Team) -> None:
+    """One that takes another's place, at its address and with its descriptor, is not that one."""
+    size = DEFAULT_BLOCK + 64
+    tables = team.tables(size, consistency=ps.ASP())
+    expected = np.zeros(size, np.float32)
+    for seed in range(6):
+        gradient = ps.empty_shared(size)
+        gradient[:] = random(size, seed)
+        for _ in range(3):  # the first may go another way, until the server has mapped the buffer
+            for worker, table in zip(team.workers, tables, strict=True):
+                worker.wait(worker.push(table, gradient, copy=False))
+                expected -= gradient
+        del gradient
+        assert equal(team.workers[0].pull(tables[0]), expected)
+
+
 def test_a_gate_of_two_blocks_refuses_and_gives_back_and_loses_nothing(team: Team) -> None:
     block_elements, block_count = 16_384, 24
     size = block_elements * block_count

@@ -131,9 +131,11 @@ def test_a_segment_has_no_name_in_any_file_system(segment: Segment) -> None:
 
 
 def test_a_segment_goes_with_the_last_view_of_it() -> None:
+    before = _open_files()
     made = Segment("gone", SIZE)
     view = map_segment(made.fd, SIZE)[mmap.PAGESIZE :]
     made.close()
+    assert _open_files() == before, "what is mapped needs no descriptor"
     del made
     maps = Path("/proc/self/maps")
     assert "memfd:gone" in maps.read_text(encoding="utf-8")
