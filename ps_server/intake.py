@@ -65,6 +65,14 @@ def _check_kind(number: int) -> None:
         )
 
 
+def _kept(error: PushpullError) -> PushpullError:
+    """An error that a ledger keeps, without the frames that it came through: they hold the payload,
+    or the memory that it lies in.
+    """
+    error.__traceback__ = error.__context__ = None
+    return error
+
+
 def push_events(
     frame: BlockFrame, sender: Sender, decoder: Decoder
 ) -> Iterator[PushEvent | SealEvent]:
@@ -93,7 +101,7 @@ def push_events(
         else:
             payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)
     except PushpullError as error:
-        problem = error
+        problem = _kept(error)
     has_version = message.HasField("pulled_peer_version")
     yield PushEvent(
         place,
@@ -133,7 +141,7 @@ def seal_events(
         if carrier is not None:
             _check_carried(message, carrier)
     except PushpullError as error:
-        terms, problem = SealTerms(message.clock), error
+        terms, problem = SealTerms(message.clock), _kept(error)
     for part in message.ranges:
         place = Place(
             TableId(message.table_id),
