@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 from dataclasses import dataclass, field
@@ -147,6 +148,9 @@ async def _run(
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         servicer.attach(node, link.view_at_least)
         await link.view_at_least(1, settings.connect_deadline_s)
+        # What has been imported stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
         server.set_serving(True)
         if settings.ready_file is not None:
             write_ready_file(settings.ready_file, server.address, server.http_address)

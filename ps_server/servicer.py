@@ -28,6 +28,7 @@ from ps_server.frames import (
     BlockFrame,
     Entry,
     kind_of,
+    more_follow,
     pull_end,
     pull_part,
     reads_of,
@@ -180,6 +181,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         try:
             async for message in messages:
                 await stream.has_room()
+                stream.hold(more_follow(message))
                 if kind_of(message) != "pull":
                     await self._take_entries(stream, message, sender)
                 for request in reads_of(message):

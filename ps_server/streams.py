@@ -37,6 +37,8 @@ _OUTCOME = {
 }
 _MAX_BATCH_COUNT = 1024
 _MAX_PART_COUNT = 8
+_HELD_COUNT = 4
+"""Answers that wait for more: their sender's window has room for many times as much."""
 
 
 class EntryStream:
@@ -52,11 +54,20 @@ class EntryStream:
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._input_has_ended = False
+        self._is_held = False
         self._failure: BaseException | None = None
 
     def expect(self, entry: tuple[int, int, int], now_s: float) -> None:
         """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
         self.pending.setdefault(entry, now_s)
+
+    def hold(self, more_follow: bool) -> None:
+        """Before a message is taken in: let its answers wait for those to the next, which its
+        sender is about to write, unless some wait already.
+        """
+        self._is_held = more_follow and len(self._replies) < _HELD_COUNT
+        if self._replies and not self._is_held:
+            self._ready.set()
 
     def reply(self, effect: ReplyTo) -> float | None:
         """Queue an answer; it leaves with the next batch, in place of an earlier one to the same
@@ -68,7 +79,8 @@ class EntryStream:
         entry = (effect.table_id, effect.range_id, effect.sequence)
         self._replies.pop(entry, None)
         self._replies[entry] = effect
-        self._ready.set()
+        if not self._is_held:
+            self._ready.set()
         return None if effect.kind is ReplyKind.RECEIVED else self.pending.pop(entry, None)
 
     def settle(self, entry: tuple[int, int, int]) -> None:

@@ -80,6 +80,7 @@ class Outbox:
                 return None
             if not blocks:
                 self._frames.popleft()
+                entry.more_follow = bool(self._frames)
                 rest = entry.SerializeToString()
                 return join(
                     _REQUEST.BLOCK_FIELD_NUMBER, rest, _PAYLOAD_FIELD, payload, _PADDING_FIELD
@@ -120,7 +121,8 @@ class Outbox:
                 entry.payload = bytes(payload)
             else:
                 break
+            self._frames.popleft()
+            entry.more_follow = bool(self._frames)
             blocks.append(entry.SerializeToString())
             byte_count += payload.nbytes
-            self._frames.popleft()
         return blocks
