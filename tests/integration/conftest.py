@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ps_worker.local_cluster import local_cluster
+from tests.integration.raw_lane import connected, offer_of
 from tests.integration.raw_wire import (
     RawTable,
     RawWorker,
@@ -21,8 +22,10 @@ from tests.integration.raw_wire import (
 def scene() -> Iterator[Scene]:
     with local_cluster(servers=2, workers=2) as cluster:
         wire = Wire(cluster.address)
-        silent = Silent(next(iter(wire.servers.values())))
-        yield Scene(wire, silent)
+        node_id, server = next(iter(wire.servers.items()))
+        silent = Silent(server)
+        with connected(offer_of(wire, wire.workers[0], node_id)) as stranger:
+            yield Scene(wire, silent, stranger, cluster.process_ids)
         silent.release()
         wire.close()
 

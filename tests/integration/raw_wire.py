@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -318,7 +319,9 @@ class Silent:
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster, and a stream that was opened without a word when it began."""
+    """A cluster, and a stream and a lane that were opened without a word when it began."""
 
     wire: Wire
     silent: Silent
+    stranger: socket.socket
+    process_ids: dict[str, int]
