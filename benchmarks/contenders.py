@@ -69,12 +69,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each worker of a cluster holds: a table of this size for each optimizer, and how many
-    calls it makes when it is asked for latencies.
+    """What each worker of a cluster holds: a table of this size for each name (see
+    `benchmarks.worker`), and how many calls it makes when it is asked for latencies.
     """
 
     byte_count: int
-    optimizers: tuple[str, ...] = ("sgd",)
+    names: tuple[str, ...] = ("sgd",)
     call_count: int = 0
 
 
@@ -112,7 +112,7 @@ def cluster(lane: str, worker_count: int, load: Load) -> Iterator[Cluster]:
     """A scheduler, a server, and workers that use the lane."""
     with ExitStack() as stack:
         roles = stack.enter_context(ps.local_cluster(servers=1, workers=worker_count))
-        given = (str(load.byte_count), str(load.call_count), *load.optimizers)
+        given = (str(load.byte_count), str(load.call_count), *load.names)
         workers = Child.start_all(
             *(
                 ("benchmarks.worker", roles.address, lane, str(rank), *given)

@@ -13,6 +13,7 @@ from benchmarks.child import together
 from benchmarks.contenders import Cluster, Load, Pair
 from benchmarks.environment import environment
 from benchmarks.lanes import SHARED_MEMORY
+from benchmarks.moves import PRIVATE
 from benchmarks.sampling import MIB, Measured, Operation, joined, rounded, take_turns
 from benchmarks.settings import BenchSettings
 
@@ -41,15 +42,24 @@ PEERS = ("torch_rpc_tutorial", "torch_rpc_best", "torch_rpc_tcp_tutorial", "torc
 class _Row:
     """A row of the result, and where its operations run."""
 
-    optimizer: str
+    name: str
     cluster: Cluster
+
+    @property
+    def optimizer(self) -> str:
+        return self.name.removesuffix(PRIVATE)
+
+    @property
+    def gradient(self) -> str:
+        is_shared = self.cluster.lane == SHARED_MEMORY and not self.name.endswith(PRIVATE)
+        return "shared" if is_shared else "private"
 
     @property
     def worker_count(self) -> int:
         return len(self.cluster.workers)
 
     def name_of(self, move: str) -> str:
-        return f"{self.cluster.lane} {self.optimizer}, {self.worker_count} x {move}"
+        return f"{self.cluster.lane} {self.name}, {self.worker_count} x {move}"
 
 
 def dense(settings: BenchSettings) -> dict[str, object]:
@@ -113,15 +123,16 @@ def _peer_operations(stack: contextlib.ExitStack, byte_count: int) -> list[Opera
 
 def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]:
     """The rows of one lane; their clusters end with `stack`."""
-    loads = (Load(byte_count, ("sgd", "adam")), Load(byte_count, ("sgd",)))
+    also = (f"sgd{PRIVATE}",) if lane == SHARED_MEMORY else ()
+    loads = (Load(byte_count, ("sgd", "adam", *also)), Load(byte_count, ("sgd",)))
     clusters = contenders.enter_all(
         stack,
         [contenders.cluster(lane, count, load) for count, load in enumerate(loads, start=1)],
     )
     return [
-        _Row(optimizer, cluster)
+        _Row(name, cluster)
         for cluster, load in zip(clusters, loads, strict=True)
-        for optimizer in load.optimizers
+        for name in load.names
     ]
 
 
@@ -139,7 +150,7 @@ def _pair_operations(
 
 def _row_operations(row: _Row, byte_count: int) -> list[Operation]:
     def run(move: str) -> float:
-        return together(row.cluster.workers, f"{row.optimizer} {move}")
+        return together(row.cluster.workers, f"{row.name} {move}")
 
     moved_bytes = byte_count * row.worker_count
     return [
@@ -161,6 +172,7 @@ def _figures(row: _Row, measured: dict[str, Measured], ceilings: Figures) -> dic
     return {
         "lane": row.cluster.lane,
         "optimizer": row.optimizer,
+        "gradient": row.gradient,
         "workers": row.worker_count,
         "servers": 1,
         **{f"{move}_gb_s": rounded(result.gb_s) for move, result in moves.items()},
@@ -181,7 +193,11 @@ def lane_ceilings(lane: str, ceilings: Figures) -> Figures:
 
 def _compared(rows: list[dict[str, Any]], ceilings: Figures) -> Figures:
     """The rows of one lane beside each other and beside torch RPC."""
-    by_kind = {(row["optimizer"], row["workers"]): row for row in rows}
+    by_kind: dict[tuple[str, int], dict[str, Any]] = {}
+    for (
+        row
+    ) in rows:  # the first of a kind: of two on shared memory the one whose gradient is shared
+        by_kind.setdefault((row["optimizer"], row["workers"]), row)
     sgd, adam, double = by_kind["sgd", 1], by_kind["adam", 1], by_kind["sgd", 2]
     return {
         **{

@@ -42,7 +42,8 @@ def _rates(document: dict[str, Any]) -> TextTable:
     for row in rows:
         plural = "" if row["workers"] == 1 else "s"
         table.add_row(
-            f"{row['lane']} {row['optimizer']}, {row['workers']} worker{plural}",
+            f"{row['lane']} {row['optimizer']}, {row['workers']} worker{plural}"
+            + (", numpy's memory" if row["lane"] != GRPC and row["gradient"] == "private" else ""),
             *(f"{row[f'{move}_gb_s']:.2f} ({row[f'{move}_of_ceiling']:.2f})" for move in MOVES),
             f"{row['server_cpu_s_per_gb']:.2f}+{row['worker_cpu_s_per_gb']:.2f}",
         )

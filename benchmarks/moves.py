@@ -9,15 +9,28 @@ import numpy as np
 import ps_worker as ps
 
 ELEMENT_BYTES = 4
+PRIVATE = "/private"
+"""Behind the name of an optimizer: its gradient lies in an array of numpy's own."""
+
 OPTIMIZERS: dict[str, ps.SGD | ps.Adam] = {"sgd": ps.SGD(lr=0.1), "adam": ps.Adam(lr=1e-3)}
 
 
 class Buffers:
-    """A gradient, and room for the values that come back; every page of both is there."""
+    """A gradient, and room for the values that come back; every page of both is there.
 
-    def __init__(self, byte_count: int) -> None:
+    Args:
+        byte_count: of each.
+        is_shared: the gradient lies where servers on this host read it, as `DistributedOptimizer`
+            keeps it; otherwise in an array of numpy's own.
+    """
+
+    def __init__(self, byte_count: int, *, is_shared: bool = False) -> None:
         self.element_count = byte_count // ELEMENT_BYTES
-        self.gradient = np.full(self.element_count, 1e-3, dtype=np.float32)
+        if is_shared:
+            self.gradient = ps.empty_shared(self.element_count, np.float32)
+        else:
+            self.gradient = np.empty(self.element_count, dtype=np.float32)
+        self.gradient[:] = 1e-3
         self.values = np.full(self.element_count, 0, dtype=np.float32)
 
 

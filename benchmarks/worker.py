@@ -9,7 +9,8 @@ from functools import partial
 
 import ps_worker as ps
 from benchmarks.child import obey, open_answers
-from benchmarks.moves import OPTIMIZERS, Buffers, Moves
+from benchmarks.lanes import SHARED_MEMORY
+from benchmarks.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
 from benchmarks.sampling import percentile
 
 
@@ -23,22 +24,28 @@ def _latency(action: Callable[[], None], call_count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """`SCHEDULER LANE RANK BYTES CALLS OPTIMIZER...`: a table for each optimizer."""
-    scheduler, lane, rank, size, calls, *optimizers = sys.argv[1:]
+    """`SCHEDULER LANE RANK BYTES CALLS NAME...`: a table for each name, that of an optimizer, which
+    may have PRIVATE behind it.
+    """
+    scheduler, lane, rank, size, calls, *names = sys.argv[1:]
     answers = open_answers()
-    buffers = Buffers(int(size))
+    shared = {name: lane == SHARED_MEMORY and not name.endswith(PRIVATE) for name in names}
+    buffers = {
+        is_shared: Buffers(int(size), is_shared=is_shared) for is_shared in set(shared.values())
+    }
     with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
         actions: dict[str, Callable[[], object]] = {}
-        for optimizer in optimizers:
-            table = client.create_table(
-                optimizer, buffers.element_count, optimizer=OPTIMIZERS[optimizer]
+        for name in names:
+            own = buffers[shared[name]]
+            optimizer = OPTIMIZERS[name.removesuffix(PRIVATE)]
+            moves = Moves(
+                client, client.create_table(name, own.element_count, optimizer=optimizer), own
             )
-            moves = Moves(client, table, buffers)
             for move, act in moves.by_name().items():
-                actions[f"{optimizer} {move}"] = act
+                actions[f"{name} {move}"] = act
             for verb in (moves.push_pull, moves.push, moves.pull):
-                name = f"{optimizer} {verb.__name__} latency"
-                actions[name] = partial(_latency, verb, int(calls))
+                action = f"{name} {verb.__name__} latency"
+                actions[action] = partial(_latency, verb, int(calls))
         obey(answers, actions)
 
 
