@@ -83,9 +83,19 @@ def test_dense_writes_rates_and_their_ceilings(tmp_path: Path) -> None:
         "torch_rpc_tcp_best_round_gb_s",
     }
     assert all_positive(ceilings)
-    rows = {(row["lane"], row["optimizer"], row["workers"]): row for row in document["rows"]}
-    kinds = (("sgd", 1), ("adam", 1), ("sgd", 2))
-    assert list(rows) == [(lane, *kind) for lane in LANES for kind in kinds]
+    rows = {(row["lane"], row["optimizer"], row["workers"]): row for row in document["rows"][::-1]}
+    kinds = [
+        (row["lane"], row["gradient"], row["optimizer"], row["workers"]) for row in document["rows"]
+    ]
+    assert kinds == [
+        ("shm", "shared", "sgd", 1),
+        ("shm", "shared", "adam", 1),
+        ("shm", "private", "sgd", 1),
+        ("shm", "shared", "sgd", 2),
+        ("grpc", "private", "sgd", 1),
+        ("grpc", "private", "adam", 1),
+        ("grpc", "private", "sgd", 2),
+    ]
     for (lane, _, _), row in rows.items():
         assert row["servers"] == 1
         assert all_positive(rates(row))
