@@ -19,6 +19,9 @@ from ps_core.envelope import join, split, wrap
 from ps_core.errors import InvalidTensor
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
+SMALL_BYTES = 64 * 1024
+"""A message up to it is parsed whole: a copy of its payload costs less than to go around it."""
+
 SERVICE = "pushpull.v1.ParameterService"
 
 _BLOCK_IN_REQUEST = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
@@ -74,14 +77,19 @@ def block_of(entry: Entry) -> BlockFrame:
     return BlockFrame(entry.block, memoryview(entry.block.payload))
 
 
-def entry_reader(message: type[parameters_pb2.PushRequest | parameters_pb2.PushPullRequest]) -> Any:
-    """A deserializer of a push stream's messages.
+def entry_reader(
+    message: type[parameters_pb2.PushRequest | parameters_pb2.PushPullRequest],
+    small_bytes: int = SMALL_BYTES,
+) -> Any:
+    """A deserializer of a push stream's messages; those of up to `small_bytes` are parsed whole.
 
     Raises (the deserializer):
         DecodeError: the bytes are no such message.
     """
 
     def read(raw: bytes) -> Entry:
+        if len(raw) <= small_bytes:
+            return message.FromString(raw)
         try:
             found = split(raw, _BLOCK_IN_REQUEST, _PUSHED_PAYLOAD)
         except InvalidTensor:

@@ -12,7 +12,7 @@ from ps_core.envelope import ALIGNMENT_BYTES, join
 from ps_server import frames
 from pushpull.v1 import parameters_pb2
 
-READ = frames.entry_reader(parameters_pb2.PushRequest)
+READ = frames.entry_reader(parameters_pb2.PushRequest, small_bytes=0)
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SEALS = st.builds(
     parameters_pb2.Seal,
