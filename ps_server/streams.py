@@ -40,6 +40,9 @@ _MAX_PART_COUNT = 8
 _HELD_COUNT = 4
 """Answers that wait for more: their sender's window has room for many times as much."""
 
+_HELD_S = 0.001
+"""How long they wait at most."""
+
 
 class EntryStream:
     """The server's end of a Push or PushPull stream."""
@@ -63,10 +66,18 @@ class EntryStream:
 
     def hold(self, more_follow: bool) -> None:
         """Before a message is taken in: let its answers wait for those to the next, which its
-        sender is about to write, unless some wait already.
+        sender is about to write, unless some wait already. For a moment only: what was said to
+        follow may wait for these answers, or never come.
         """
         self._is_held = more_follow and len(self._replies) < _HELD_COUNT
         if self._replies and not self._is_held:
+            self._ready.set()
+        elif self._is_held:
+            asyncio.get_running_loop().call_later(_HELD_S, self._let_go)
+
+    def _let_go(self) -> None:
+        self._is_held = False
+        if self._replies:
             self._ready.set()
 
     def reply(self, effect: ReplyTo) -> float | None:

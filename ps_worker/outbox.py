@@ -80,7 +80,7 @@ class Outbox:
                 return None
             if not blocks:
                 self._frames.popleft()
-                entry.more_follow = bool(self._frames)
+                entry.more_follow = self._more_follow
                 rest = entry.SerializeToString()
                 return join(
                     _REQUEST.BLOCK_FIELD_NUMBER, rest, _PAYLOAD_FIELD, payload, _PADDING_FIELD
@@ -94,6 +94,14 @@ class Outbox:
             pull, _ = self._frames.popleft()
             message += wrap(_REQUEST.THEN_PULL_FIELD_NUMBER, pull.SerializeToString())
         return message
+
+    @property
+    def _more_follow(self) -> bool:
+        """Whether another message comes behind the one that is being made."""
+        if not self._frames:
+            return False
+        travels_along = isinstance(self._frames[0][0], parameters_pb2.PullRequest)
+        return len(self._frames) > 1 or not travels_along
 
     def _small_blocks(self, lane: SharedLane | None) -> list[bytes] | None:
         """Blocks that can share a message, serialized; none if the first cannot; None: it could,
@@ -122,7 +130,7 @@ class Outbox:
             else:
                 break
             self._frames.popleft()
-            entry.more_follow = bool(self._frames)
+            entry.more_follow = self._more_follow
             blocks.append(entry.SerializeToString())
             byte_count += payload.nbytes
         return blocks

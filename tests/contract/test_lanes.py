@@ -150,6 +150,17 @@ def test_blocks_of_every_size_arrive(team: Team, block_elements: int) -> None:
             assert equal(found, expected)
 
 
+def test_blocks_of_the_largest_size_fill_the_ring(team: Team) -> None:
+    """Four of them do; nobody may wait for a fifth before the first are answered."""
+    block_elements = limits.MAX_BLOCK_ELEMENTS
+    size = 12 * block_elements + 8
+    tables = team.tables(size, dtype="float64", block_elements=block_elements)
+    assert 4 * 8 * block_elements == limits.LANE_RING_BYTES
+    gradients = [random(size, rank).astype(np.float64) for rank in (0, 1)]
+    for found in team.step(tables, gradients):
+        assert equal(found, -(gradients[0] + gradients[1]))
+
+
 def test_initial_values_are_assigned(team: Team) -> None:
     size = 2 * DEFAULT_BLOCK + 5
     tables = team.tables(size, init=ps.FromRank0())

@@ -1,7 +1,9 @@
-"""Reads on a PushPull stream: many at once, and none in the way of an entry."""
+"""PushPull streams: many reads at once, none in the way of an entry, and no answer kept back."""
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Iterator
 from typing import Any
 
 from ps_core import limits
@@ -71,3 +73,33 @@ def test_reads_without_a_number_are_answered_in_turn(wire: Wire, bad: RawWorker)
     assert alone.pull.HasField("block")
     read_values = [part.pull.block.payload for part in parts if part.HasField("pull")]
     assert read_values[-1] == payload(-0.5)
+
+
+def test_answers_do_not_wait_for_what_never_follows(wire: Wire, bad: RawWorker) -> None:
+    """A sender says that more follows, and waits for its answers instead."""
+    table = wire.create("more to follow", blocks=1)
+    header, *entries = _step(bad, table, 1.0)
+    for entry in entries[:-1]:
+        entry.block.more_follow = True
+    gave_first: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def messages() -> Iterator[Any]:
+        yield header
+        yield from entries[:-1]
+        gave_first.get(timeout=DEADLINE_S)
+        yield entries[-1]
+        gave_first.get(timeout=DEADLINE_S)
+
+    (node_id,) = table.servers
+    answers = wire.servers[node_id].PushPull(messages(), timeout=DEADLINE_S)
+    (received,) = next(answers).replies.replies
+    assert received.kind == parameters_pb2.REPLY_KIND_RECEIVED
+    gave_first.put(True)
+    (sealed,) = next(answers).replies.replies
+    assert sealed.sequence == entries[-1].seal.ranges[0].sequence
+    other = wire.workers[1]
+    wire.send(other, node_id, *other.messages(table, node_id, 2.0)[1:])
+    outcomes = {reply.outcome for reply in next(answers).replies.replies}
+    assert outcomes == {parameters_pb2.OUTCOME_APPLIED}
+    gave_first.put(True)
+    assert list(answers) == []
