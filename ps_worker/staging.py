@@ -12,6 +12,8 @@ Rules:
       is computed on the device, where reading the gradient back would cost a transfer.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
+    - A gradient on a device is copied beside backward (`ps_worker.device_copies`), which may have
+      changed it before the copy has ended; that is a change after it left, like any other.
 
 Invariants:
     STG-1  What `take` gives covers every present gradient that has not left in its present form.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,9 +34,13 @@ import torch
 from ps_core.errors import InvalidTensor
 from ps_core.tables import Table, pack_presence
 from ps_worker.cutting import BlockPart
+from ps_worker.device_copies import Arrival, to_host
 from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.shared_buffers import empty_shared
 from ps_worker.values import Raw
+
+CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
+"""Copies (source, target) as `ps_worker.device_copies.to_host` does."""
 
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
@@ -57,6 +63,13 @@ class Fingerprint:
         bits = gradient.view(_BITS[gradient.element_size()])
         checksum = bits.sum(dtype=torch.int64)
         return cls(gradient.data_ptr(), gradient._version, checksum)
+
+    def is_untouched(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is the same tensor, of the same version.
+
+        Blocking: no; what only the checksum tells does not count.
+        """
+        return (gradient.data_ptr(), gradient._version) == (self.address, self.version)
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
         """Whether two gradients differ: a one-element bool tensor on their device."""
@@ -101,6 +114,8 @@ class _Block:
 class FlatBuffer:
     """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else such as
     servers on this host can read, if `is_shared` and there is any.
+
+    Pinned memory is this process's own: on the same-host lane its blocks are copied into the ring.
     """
 
     def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
@@ -124,9 +139,6 @@ def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None
     return torch.from_numpy(raw).view(dtype)
 
 
-_Pending: TypeAlias = "deque[tuple[torch.cuda.Event, int]]"
-
-
 class GradientStaging:
     """The gradients of one table, from hook to step.
 
@@ -134,18 +146,26 @@ class GradientStaging:
     """
 
     def __init__(
-        self, layout: FlatLayout, table: Table, accumulate: int = 1, *, is_shared: bool = False
+        self,
+        layout: FlatLayout,
+        table: Table,
+        accumulate: int = 1,
+        *,
+        is_shared: bool = False,
+        copy: CopyToHost = to_host,
     ) -> None:
         """Args:
         layout: the parameters.
         table: the same, as the cluster knows it.
         accumulate: the backward passes of one step; a gradient is staged after the last.
         is_shared: stage where servers on this host can read it.
+        copy: how a gradient comes into host memory.
         """
         self.layout = layout
         self.table = table
         self.streams = True
         self._accumulate = accumulate
+        self._copy_to_host = copy
         self._buffer = FlatBuffer(layout, is_shared=is_shared)
         self._segments = [table.segments(block) for block in range(table.block_count)]
         self._blocks = [
@@ -156,7 +176,7 @@ class GradientStaging:
             for tensor in block.tensors:
                 homes[tensor].append(number)
         self._places = [_Place(tuple(blocks)) for blocks in homes]
-        self._copying: _Pending = deque()
+        self._copying: deque[tuple[Arrival, int]] = deque()
         # Hooks run on autograd's threads: one for each device.
         self._lock = threading.Lock()
 
@@ -188,6 +208,24 @@ class GradientStaging:
             self._restart()
 
     # --- when the step ends
+
+    def arriving(self) -> Iterator[list[BlockPart]]:
+        """What may leave of a streamed table as the last gradients come from their device.
+
+        A device is far behind the hooks: most of a backward pass is still to come when the last of
+        them has run. What has been touched since is left to `take`, as is all of other tables.
+
+        Blocking: waits for the device, gradient by gradient.
+        """
+        while True:
+            with self._lock:
+                if not (self.streams and self._copying):
+                    return
+                arrival, index = self._copying.popleft()
+                arrival.synchronize()
+                complete = self._mark_staged(index)
+                parts = [self._leave(block) for block in complete if self._is_untouched(block)]
+            yield parts
 
     def changed_after_leaving(self) -> str | None:
         """The name of a parameter whose block left with another gradient than it has now.
@@ -235,6 +273,7 @@ class GradientStaging:
     def finish(self) -> None:
         """The step was sealed and committed: nothing has left of the next."""
         with self._lock:
+            self._finish_copies()  # of a step that was skipped before `take`
             self._restart()
             for place in self._places:
                 place.is_present = False
@@ -253,7 +292,7 @@ class GradientStaging:
             block.waiting_count = len(block.tensors)
 
     def _copy(self, index: int, gradient: torch.Tensor) -> list[int]:
-        """Stages a gradient; the blocks that this completes (on CUDA: `_arrived` tells, later)."""
+        """Stages a gradient; the blocks that this completes (`_arrived` tells of those to come)."""
         place, entry = self._places[index], self.layout.placed[index]
         if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
             raise InvalidTensor(
@@ -264,14 +303,12 @@ class GradientStaging:
             self._blocks[block].is_changed = True
         place.is_present = True
         gradient = gradient.detach()
-        is_async = gradient.device.type == "cuda"
-        self._buffer.views[index].copy_(gradient, non_blocking=is_async)
-        place.fingerprint = None if gradient.device.type == "cpu" else Fingerprint.of(gradient)
-        if not is_async:
+        arrival = self._copy_to_host(gradient, self._buffer.views[index])
+        on_host = arrival is None and gradient.device.type == "cpu"
+        place.fingerprint = None if on_host else Fingerprint.of(gradient)
+        if arrival is None:
             return self._mark_staged(index)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(gradient.device))
-        self._copying.append((event, index))
+        self._copying.append((arrival, index))
         return []
 
     def _mark_staged(self, index: int) -> list[int]:
@@ -299,6 +336,15 @@ class GradientStaging:
             event.synchronize()
             self._mark_staged(index)
 
+    def _is_untouched(self, block: int) -> bool:
+        """Whether a block's gradients are those that were staged, as far as the host can tell."""
+        for tensor in self._blocks[block].tensors:
+            fingerprint = self._places[tensor].fingerprint
+            gradient = self.layout.placed[tensor].tensor.grad
+            if gradient is None or not (fingerprint is None or fingerprint.is_untouched(gradient)):
+                return False
+        return True
+
     def _changed_places(self) -> set[int]:
         """The parameters whose staged gradient is not the present one."""
         changed = set()
@@ -308,7 +354,7 @@ class GradientStaging:
             if gradient is None or not place.is_staged:
                 if place.is_present or gradient is not None:
                     changed.add(index)
-            elif gradient.device.type != "cpu" and place.fingerprint is not None:
+            elif place.fingerprint is not None:
                 now = Fingerprint.of(gradient.detach())
                 on_device.append((index, place.fingerprint.differs(now)))
             elif not same_bits(self._buffer.views[index], gradient.detach()):

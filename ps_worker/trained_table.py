@@ -19,6 +19,7 @@ import torch
 from ps_core.errors import GradientChangedAfterPush, InvalidTensor
 from ps_core.tables import Hyperparameters, unpack_presence
 from ps_worker.cutting import BlockPart
+from ps_worker.device_copies import Arrival, from_host
 from ps_worker.flat_layout import FlatLayout
 from ps_worker.optimizers import ServerOptimizer
 from ps_worker.pending import Pending
@@ -83,6 +84,7 @@ class TrainedTable:
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout)
+        self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
         self._pending = Pending(client)
         self._pull: PullTicket[Pulled] | None = None
@@ -174,6 +176,8 @@ class TrainedTable:
             The name of a parameter whose gradient is not finite, unless such are allowed, or are
             refused block by block (eager steps under ASP). Then nothing more is sent.
         """
+        for parts in self.staging.arriving():
+            self._push(parts, hyperparameters)
         parts = self.staging.take()
         if not self._options.allow_non_finite and not self._applies_on_arrival:
             bad = self.staging.non_finite()
@@ -197,6 +201,9 @@ class TrainedTable:
 
         Blocking: no; `finish` waits.
         """
+        for arrival in self._landing:  # of what the pull before has brought
+            arrival.synchronize()
+        self._landing.clear()
         self._pull = self._client.start_pull(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
@@ -223,9 +230,9 @@ class TrainedTable:
 
     def write_parameters(self) -> None:
         """What was pulled becomes the parameters' values."""
+        tensors = [entry.tensor for entry in self.layout.placed]
         with torch.no_grad():
-            for entry, view in zip(self.layout.placed, self._received.views, strict=True):
-                entry.tensor.copy_(view)
+            self._landing = from_host(zip(tensors, self._received.views, strict=True))
 
     def write_gradients(self, pulled: Pulled) -> None:
         """AGGREGATE: what was pulled becomes the gradients; tensors absent everywhere get None."""
@@ -234,6 +241,7 @@ class TrainedTable:
             segments = self.handle.table.segments(block)
             present = unpack_presence(pulled.presence.get(block, b""), len(segments))
             absent -= {s.tensor for s, here in zip(segments, present, strict=True) if here}
+        moves = []
         for index, entry in enumerate(self.layout.placed):
             parameter = entry.tensor
             if index in absent:
@@ -241,7 +249,8 @@ class TrainedTable:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(self._received.views[index])
+            moves.append((parameter.grad, self._received.views[index]))
+        self._landing = from_host(moves)
 
     def _ended(self) -> None:
         self._pull = None

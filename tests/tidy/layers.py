@@ -60,6 +60,7 @@ EDGE_MODULES = {
     "ps_worker.client",
     "ps_worker.config",
     "ps_worker.connection",
+    "ps_worker.device_copies",
     "ps_worker.distributed_optimizer",
     "ps_worker.engine",
     "ps_worker.entry_stream",

@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from ps_core.errors import InvalidTensor
-from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec, unpack_presence
-from ps_worker.cutting import BlockPart
-from ps_worker.flat_layout import TORCH_DTYPE, dtype_of, layout_of
+from ps_core.tables import unpack_presence
+from ps_worker.device_copies import from_host, to_host
+from ps_worker.flat_layout import dtype_of, layout_of
 from ps_worker.staging import Fingerprint, GradientStaging
-
-
-class Loop:
-    """A table's staging with real hooks; `left` is what backward let go."""
-
-    def __init__(self, *parameters: nn.Parameter, accumulate: int = 1) -> None:
-        self.parameters = parameters
-        dtype = dtype_of("p0", parameters[0])
-        layout = layout_of("t", dtype, [(f"p{i}", p) for i, p in enumerate(parameters)])
-        assert layout is not None
-        spec = TableSpec(
-            "t", dtype, layout.element_count, OptimizerSpec(OptimizerKind.SGD), 64,
-            layout.tensor_specs(),
-        ).validated()  # fmt: skip
-        self.table = Table(TableId(1), 0, spec)
-        self.staging = GradientStaging(layout, self.table, accumulate)
-        self.left: list[BlockPart] = []
-        for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.left.extend(self.staging.hooked(index))
-
-    def backward(self, *used: int, scale: float = 1.0) -> list[int]:
-        self.left.clear()
-        loss = sum(((self.parameters[i] * scale) ** 2).sum() for i in used)
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        return [part.block for part in self.left]
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.staging.discard()
-
-    def held(self, parts: list[BlockPart]) -> dict[int, torch.Tensor]:
-        dtype = TORCH_DTYPE[self.table.spec.dtype]
-        return {p.block: torch.frombuffer(bytearray(p.payload), dtype=dtype) for p in parts}
-
-
-def ones(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.ones(shape))
+from tests.unit.staging_loop import Loop, SlowDevice, ones
 
 
 def test_blocks_leave_when_all_their_tensors_have_gradients() -> None:
@@ -229,3 +185,89 @@ def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
     gradient.mul_(1.0)
     assert bool(Fingerprint.of(gradient).differs(before))
     assert bool(Fingerprint.of(torch.ones(8)).differs(before))
+
+
+def test_gradients_of_a_device_leave_when_they_have_arrived() -> None:
+    device = SlowDevice(lag_count=1)
+    loop = Loop(ones(64), ones(64), ones(64), copy=device.copy)
+    assert loop.backward(0, 1, 2) == [2]  # backward goes from the last to the first
+    arriving = [[part.block for part in parts] for parts in loop.staging.arriving()]
+    assert arriving == [[1], [0]]
+    assert loop.staging.take() == []
+    assert loop.staging.changed_after_leaving() is None
+
+
+def test_a_block_leaves_with_the_last_of_its_gradients() -> None:
+    device = SlowDevice(lag_count=3)
+    loop = Loop(ones(40), ones(40), ones(48), copy=device.copy)  # blocks: p0+p1 | p1+p2
+    assert loop.backward(0, 1, 2) == []
+    arriving = [[part.block for part in parts] for parts in loop.staging.arriving()]
+    assert arriving == [[], [1], [0]]
+
+
+def test_what_is_touched_before_it_arrives_leaves_once() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    assert loop.backward(0, 1) == []
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+    assert [part.block for parts in loop.staging.arriving() for part in parts] == [1]
+    parts = loop.staging.take()
+    assert [part.block for part in parts] == [0]
+    assert torch.equal(loop.held(parts)[0], torch.ones(64))
+
+
+def test_what_changed_unseen_before_it_arrived_leaves_again() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    assert loop.backward(0, 1) == []
+    gradient = loop.parameters[1].grad
+    assert gradient is not None
+    gradient.data.mul_(0.5)  # the copy reads this already; the checksum was taken before
+    assert [part.block for parts in loop.staging.arriving() for part in parts] == [1, 0]
+    assert loop.staging.changed_after_leaving() == "p1"
+    parts = loop.staging.take()
+    assert torch.equal(loop.held(parts)[1], torch.ones(64))
+
+
+def test_a_table_that_is_not_streamed_leaves_nothing_that_arrives() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    loop.staging.streams = False
+    assert loop.backward(0, 1) == []
+    assert list(loop.staging.arriving()) == []
+    assert [part.block for part in loop.staging.take()] == [0, 1]
+
+
+def test_a_step_that_was_skipped_leaves_no_copy_for_the_next() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(40), ones(24), copy=device.copy)
+    loop.backward(0, 1)
+    loop.staging.finish()  # an overflow: nothing was taken
+    for parameter in loop.parameters:
+        parameter.grad = None  # as the model's zero_grad does, which no optimizer hears of
+    assert loop.backward(0, scale=3.0) == []
+    assert [part.block for parts in loop.staging.arriving() for part in parts] == []
+    (part,) = loop.staging.take()
+    assert unpack_presence(part.presence, 2) == (True, False)
+    assert torch.equal(loop.held([part])[0][:40], torch.full((40,), 18.0))
+
+
+def test_gradients_that_are_thrown_away_on_their_way_are_not_waited_for_later() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    loop.backward(0, 1)
+    loop.zero_grad()
+    assert device.waiting_count == 0
+    assert list(loop.staging.arriving()) == []
+    assert loop.staging.take() == []
+
+
+def test_copies_on_the_host_have_ended_when_the_call_has() -> None:
+    source, target = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
+    assert to_host(source, target) is None
+    assert torch.equal(target, source)
+    back = torch.zeros(2, 3)
+    assert from_host([(back, target)]) == []
+    assert torch.equal(back, source)
