@@ -1,0 +1,165 @@
+"""A server behind a wire that can be cut: a relay of bytes that drops its connections on demand."""
+
+from __future__ import annotations
+
+import re
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import ps_worker as ps
+from ps_runtime.launcher import ClusterShape, Launcher, RoleCommand, start_scheduler
+from tests.integration.lane_cluster import LaneCluster, Served
+
+_CHUNK_BYTES = 65_536
+_LISTENING = "0A"
+
+
+class CutWire:
+    """The relay, on a thread of its own, and the cluster whose server is behind it."""
+
+    def __init__(self) -> None:
+        self.cluster = LaneCluster("")
+        self.rank_0: ps.Client
+        self.cut_count = 0
+        self._upstream = ("", 0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[socket.socket, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._left_bytes: int | None = None
+        self._is_cut = False
+        self._is_over = False
+        self._thread = threading.Thread(target=self._relay, daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where the server is reached."""
+        host, port = self._listener.getsockname()
+        return f"{host}:{port}"
+
+    def start(self, host: str, port: int) -> None:
+        """Relay to a server from now on."""
+        self._upstream = (host, port)
+        for source in (self._listener, self._woken):
+            self._selector.register(source, selectors.EVENT_READ)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and every connection."""
+        self._is_over = True
+        self._wake.send(b"x")
+        self._thread.join()
+        self._drop()
+        for made in (self._listener, self._wake, self._woken):
+            made.close()
+        self._selector.close()
+
+    def cut(self) -> None:
+        """Drop all connections now; new ones are let in."""
+        with self._lock:
+            self._is_cut = True
+        self._wake.send(b"x")
+
+    def cut_after(self, byte_count: int) -> None:
+        """Drop all connections once so many bytes more have gone to the server."""
+        with self._lock:
+            self._left_bytes = byte_count
+
+    def go_on(self) -> None:
+        """Cut no more."""
+        with self._lock:
+            self._left_bytes = None
+
+    def _relay(self) -> None:
+        while not self._is_over:
+            for key, _ in self._selector.select():
+                source = key.fileobj
+                assert isinstance(source, socket.socket)
+                if source is self._woken:
+                    source.recv(1)
+                elif source is self._listener:
+                    self._let_in()
+                elif source in self._peers:
+                    self._pass_on(source)
+            with self._lock:
+                is_cut, self._is_cut = self._is_cut, False
+            if is_cut:
+                self._drop()
+                self.cut_count += 1
+
+    def _let_in(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._upstream)
+        for one, other in ((near, far), (far, near)):
+            self._peers[one] = other
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def _pass_on(self, source: socket.socket) -> None:
+        target = self._peers[source]
+        try:
+            passed = source.recv(_CHUNK_BYTES)
+            target.sendall(passed)
+        except OSError:
+            passed = b""
+        if not passed:
+            self._forget(source, target)
+            return
+        is_upstream = target.getpeername() == self._upstream
+        with self._lock:
+            if is_upstream and self._left_bytes is not None:
+                self._left_bytes -= len(passed)
+                if self._left_bytes <= 0:
+                    self._left_bytes, self._is_cut = None, True
+
+    def _forget(self, *pair: socket.socket) -> None:
+        for one in pair:
+            if self._peers.pop(one, None) is not None:
+                self._selector.unregister(one)
+                one.close()
+
+    def _drop(self) -> None:
+        self._forget(*list(self._peers))
+
+
+def _grpc_port(pid: int, http_address: str) -> int:
+    """The port that a process listens on beside its HTTP port; it only says what it advertises."""
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {found[1] for link in links if (found := re.match(r"socket:\[(\d+)\]", link))}
+    ports = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING and fields[9] in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    ports.discard(int(http_address.rpartition(":")[2]))
+    (port,) = ports
+    return port
+
+
+@contextmanager
+def cut_wire(workers: int) -> Iterator[CutWire]:
+    """A cluster of one server behind a wire, and a client of rank 0."""
+    wire = CutWire()
+    with Launcher() as launcher, ExitStack() as stack:
+        scheduler = start_scheduler(launcher, ClusterShape(1, workers))
+        bare = RoleCommand("server", 0, "ps_server")
+        arguments = (
+            "--listen=127.0.0.1:0",
+            "--http-listen=127.0.0.1:0",
+            f"--advertise={wire.address}",
+            f"--scheduler={scheduler.address}",
+            f"--ready-file={launcher.ready_file(bare)}",
+        )
+        process = launcher.start(RoleCommand("server", 0, "ps_server", arguments))
+        ready = launcher.wait_ready(process)
+        wire.start("127.0.0.1", _grpc_port(process.pid, ready.http_address))
+        stack.callback(wire.stop)
+        wire.cluster.address = scheduler.address
+        wire.cluster.servers.append(Served(process, ready.address, ready.http_address))
+        wire.rank_0 = stack.enter_context(ps.connect(scheduler.address, rank=0, lane="grpc"))
+        yield wire
