@@ -40,7 +40,7 @@ _MAX_PART_COUNT = 8
 _HELD_COUNT = 4
 """Answers that wait for more: their sender's window has room for many times as much."""
 
-_HELD_S = 0.001
+_HELD_S = 0.005
 """How long they wait at most."""
 
 

@@ -80,7 +80,8 @@ class Outbox:
                 return None
             if not blocks:
                 self._frames.popleft()
-                entry.more_follow = self._more_follow
+                # On a lane the next may have to wait for the ring, and so for these answers.
+                entry.more_follow = lane is None and self._more_follow
                 rest = entry.SerializeToString()
                 return join(
                     _REQUEST.BLOCK_FIELD_NUMBER, rest, _PAYLOAD_FIELD, payload, _PADDING_FIELD
@@ -130,7 +131,6 @@ class Outbox:
             else:
                 break
             self._frames.popleft()
-            entry.more_follow = self._more_follow
             blocks.append(entry.SerializeToString())
             byte_count += payload.nbytes
         return blocks
