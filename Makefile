@@ -19,8 +19,11 @@ READY := .venv/ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # In the order in which they run: what fails fastest comes first.
 FAST_TESTS := $(wildcard $(addprefix tests/,tidy unit property contract sim integration))
+# A machine with a GPU may have no network to build .venv with: then its own Python serves, with what it
+# has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
+GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim bench system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim bench gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +75,12 @@ sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks
+
+gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)
+	@$(GPU_PYTHON) -m benchmarks.devices >&2
+	@$(GPU_PYTHON) -m pytest -W default tests/cuda -m cuda >&2
+	@$(GPU_PYTHON) -m ps_cli bench train --device cuda --json -
 
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)
 	tests/system/install-deps

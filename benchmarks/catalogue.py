@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from benchmarks.dense import dense
 from benchmarks.dense_view import dense_view
+from benchmarks.devices import CPU, DEVICES
 from benchmarks.latency import latency, latency_view
 from benchmarks.memory import memory, memory_view
 from benchmarks.optimizers import optimizers, optimizers_view
@@ -26,17 +27,22 @@ STANDARD_OUTPUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: what it measures, and how its document reads for a person."""
+    """One benchmark: what it measures, how its document reads for a person, and the devices that
+    its workers may compute on.
+    """
 
     summary: str
     measure: Callable[[BenchSettings], Document]
     view: Callable[[Document], RenderableType]
+    devices: tuple[str, ...] = (CPU,)
 
 
 BENCHMARKS = {
     "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_view),
     "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_view),
-    "train": Benchmark("a training step with and without a cluster, seconds", train, train_view),
+    "train": Benchmark(
+        "a training step with and without a cluster, seconds", train, train_view, DEVICES
+    ),
     "optimizers": Benchmark(
         "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_view
     ),
@@ -64,9 +70,13 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
     Blocking: up to a few minutes.
 
     Raises:
-        InvalidConfig: there is no such benchmark.
+        InvalidConfig: there is no such benchmark, or it does not run on the device.
     """
     benchmark = find(name)
+    if settings.device not in benchmark.devices:
+        raise InvalidConfig(
+            f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"
+        )
     with console.status(f"{name}: starting") as status:
 
         def on_progress(what: str) -> None:

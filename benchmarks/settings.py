@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from benchmarks.devices import CPU
 from benchmarks.lanes import LANES
 
 ROUND_COUNT = 5
@@ -23,12 +24,14 @@ class BenchSettings:
         quick: small sizes and two rounds: whether it runs, not how fast.
         size_mb: size of the table in MiB; 0 means the benchmark's own.
         lanes: which lanes are measured.
+        device: where a training step computes: one of `benchmarks.devices.DEVICES`.
         on_progress: hears what is being measured.
     """
 
     quick: bool = False
     size_mb: int = 0
     lanes: tuple[str, ...] = LANES
+    device: str = CPU
     on_progress: Callable[[str], None] = _nobody
 
     @property

@@ -14,6 +14,7 @@ from rich.table import Table as TextTable
 import ps_worker as ps
 from benchmarks.child import Child
 from benchmarks.contenders import enter_all
+from benchmarks.devices import name_of
 from benchmarks.environment import environment
 from benchmarks.lanes import AUTO, GRPC, LANES
 from benchmarks.sampling import rounded
@@ -52,15 +53,15 @@ def train(settings: BenchSettings) -> dict[str, object]:
     Blocking: a few minutes.
 
     Raises:
-        InvalidConfig: a size was chosen.
+        InvalidConfig: a size was chosen, or there is no such device.
     """
     if settings.size_mb:
         raise InvalidConfig(
             f"train has a model of its own; leave the size of {settings.size_mb} MB out"
         )
-    found = environment()
+    found = {**environment(), "device": name_of(settings.device)}
     sizes = (QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH) if settings.quick else (WIDTH, BATCH, LENGTH)
-    shape = tuple(str(size) for size in (*sizes, STEP_COUNT))
+    shape = (settings.device, *(str(size) for size in (*sizes, STEP_COUNT)))
     # Left to choose, a worker finds the best lane there is; the other is then asked for by name.
     asked = (AUTO, GRPC) if settings.lanes == LANES else settings.lanes
     with contextlib.ExitStack() as stack:
@@ -152,7 +153,10 @@ def _timed(child: Child, action: str) -> Callable[[], float]:
 
 def train_view(document: dict[str, Any]) -> RenderableType:
     """The document for a person: the steps, and what of the transfer is hidden."""
-    steps = TextTable(title="train: s of a step of a byte LSTM with Adam, 1 torch thread a process")
+    device = document["environment"]["device"]
+    steps = TextTable(
+        title=f"train on {device}: s of a step of a byte LSTM with Adam, 1 torch thread a process"
+    )
     steps.add_column("", no_wrap=True)
     for heading in ("step", "of default", "of fused", "of tuned"):
         steps.add_column(heading, justify="right")

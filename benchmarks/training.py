@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import ps_worker as ps
 from benchmarks.child import obey, open_answers
+from benchmarks.devices import CUDA
 from ps_runtime.channels import tune_allocator
 
 BYTE_COUNT = 256
@@ -41,8 +41,9 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a training: model, batch, and steps a run."""
+    """Where a training computes, and its sizes: model, batch, and steps a run."""
 
+    device: str
     width: int
     batch: int
     length: int
@@ -68,37 +69,54 @@ class _Training:
     def _run(self, update: Callable[[], object]) -> float:
         began_s = time.perf_counter()
         for _ in range(self._shape.step_count):
-            text = torch.randint(BYTE_COUNT, (self._shape.batch, self._shape.length + 1))
+            size = (self._shape.batch, self._shape.length + 1)
+            text = torch.randint(BYTE_COUNT, size, device=self._shape.device)
             self._optimizer.zero_grad()
             self._model.loss(text).backward()
             update()
+        _wait_for(self._shape.device)
         return (time.perf_counter() - began_s) / self._shape.step_count
 
 
-def _transfer(client: ps.Client, element_count: int) -> Callable[[], float]:
-    """Push and pull as many values as the model has, with nothing to hide behind; seconds."""
+def _wait_for(device: str) -> None:
+    """Wait until a device has done what it was given."""
+    if device == CUDA:
+        torch.cuda.synchronize()
+
+
+def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
+    """Push and pull as many values as the model has, with nothing to hide behind; seconds.
+
+    From a CUDA device and back to it, by way of pinned memory.
+    """
     table = client.create_table("transfer", element_count, optimizer=ps.Adam(lr=LEARNING_RATE))
-    gradient = np.full(element_count, 1e-3, dtype=np.float32)
-    values = np.full(element_count, 0, dtype=np.float32)
+    is_far = device == CUDA
+    gradient = torch.full((element_count,), 1e-3, pin_memory=is_far)
+    values = torch.full((element_count,), 0.0, pin_memory=is_far)
+    far_gradient, far_values = gradient.to(device), values.to(device)
 
     def round_trip() -> float:
         began_s = time.perf_counter()
+        if is_far:
+            gradient.copy_(far_gradient)
         ticket = client.push(table, gradient, copy=False)
         client.pull(table, out=values)
         client.wait(ticket)
+        if is_far:
+            far_values.copy_(values)
         return time.perf_counter() - began_s
 
     return round_trip
 
 
 def main() -> None:
-    """`WAY SCHEDULER WIDTH BATCH LENGTH STEPS`; the way is plain, tuned, or a lane."""
-    way, scheduler, *sizes = sys.argv[1:]
+    """`WAY SCHEDULER DEVICE WIDTH BATCH LENGTH STEPS`; the way is plain, tuned, or a lane."""
+    way, scheduler, device, *sizes = sys.argv[1:]
     answers = open_answers()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = Shape(*(int(size) for size in sizes))
-    model = ByteModel(shape.width)
+    shape = Shape(device, *(int(size) for size in sizes))
+    model = ByteModel(shape.width).to(device)
     element_count = sum(parameter.numel() for parameter in model.parameters())
     if way in (PLAIN, TUNED):
         if way == TUNED:
@@ -122,7 +140,7 @@ def main() -> None:
             answers,
             {
                 "steps": together.steps,
-                "transfer": _transfer(client, element_count),
+                "transfer": _transfer(client, device, element_count),
                 "lane": lambda: client.progress().lane,
             },
         )

@@ -168,6 +168,9 @@ def bench(
     lane: Annotated[
         str, typer.Option(help="Measure this lane alone: shm or grpc; by default both.")
     ] = "",
+    device: Annotated[
+        str, typer.Option(help="Where the steps of train compute: cpu or cuda.")
+    ] = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
     ] = False,
@@ -182,7 +185,8 @@ def bench(
     from benchmarks.settings import BenchSettings
 
     def measure(_: Output) -> int:
-        settings = BenchSettings(quick=quick, size_mb=size_mb, lanes=chosen_lanes(lane))
+        lanes = chosen_lanes(lane)
+        settings = BenchSettings(quick=quick, size_mb=size_mb, lanes=lanes, device=device)
         run_bench(name, settings, json_path)
         return 0
 

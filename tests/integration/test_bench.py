@@ -141,6 +141,8 @@ def test_latency_stands_beside_raw_grpc_and_torch_rpc(tmp_path: Path) -> None:
         (("dense", "--json", "missing/dense.json"), ("missing/dense.json",)),
         (("dense", "--lane", "carrier"), ("'carrier'", "grpc")),
         (("train", "--size-mb", "4"), ("4 MB",)),
+        (("train", "--device", "tpu"), ("'tpu'", "cpu", "cuda")),
+        (("dense", "--device", "cuda"), ("'cuda'", "dense", "cpu")),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
@@ -159,6 +161,7 @@ def test_help_names_every_benchmark(tmp_path: Path) -> None:
 
 def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
     document = bench("train", cwd=tmp_path)
+    assert document["environment"]["device"] == "cpu"
     ceilings = document["ceilings"]
     local = ("local_step_s", "local_fused_step_s", "local_tuned_step_s")
     assert set(ceilings) == {*local, "bare_step_s"}

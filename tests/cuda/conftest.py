@@ -1,0 +1,31 @@
+"""The device, and one cluster for all of its tests: they train one model after the other on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ps_worker as ps
+from benchmarks.devices import CUDA, name_of
+from ps_core.errors import InvalidConfig
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The first CUDA device. Without one the run ends: no test here passes by not running."""
+    try:
+        name_of(CUDA)
+    except InvalidConfig as error:
+        pytest.exit(error.message, returncode=1)
+    return torch.device(CUDA, 0)
+
+
+@pytest.fixture(scope="session")
+def client(device: torch.device) -> Iterator[ps.Client]:
+    with (
+        ps.local_cluster(servers=2, workers=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=30.0) as client,
+    ):
+        yield client

@@ -1,0 +1,178 @@
+"""Copies between a device and the host: beside what the device computes, in the right order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ps_worker.cutting import BlockPart
+from ps_worker.device_copies import from_host, stream_from_host, stream_to_host, to_host
+from ps_worker.flat_layout import dtype_of, layout_of
+from ps_worker.staging import Fingerprint, FlatBuffer
+from tests.unit.staging_loop import Loop
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]
+
+COUNT = 1 << 20
+BUSY_CYCLES = 500_000_000
+"""A quarter of a second: what is queued behind has not been done when the next line runs."""
+
+
+def keep_busy(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+
+
+def pinned(value: float) -> torch.Tensor:
+    return torch.full((COUNT,), value, pin_memory=True)
+
+
+def everywhere(device: torch.device, value: float) -> torch.Tensor:
+    tensor = torch.full((COUNT,), value, device=device)
+    torch.cuda.synchronize()
+    return tensor
+
+
+def test_a_copy_to_the_host_holds_nothing_up_and_keeps_its_source(device: torch.device) -> None:
+    source, target = everywhere(device, 7.0), pinned(0.0)
+    keep_busy(stream_to_host(source.device))
+    arrival = to_host(source, target)
+    assert arrival is not None
+    torch.cuda.current_stream().synchronize()
+    assert not arrival.query()
+    del source
+    other = torch.full((COUNT,), 9.0, device=device)  # would get the memory, were it free
+    arrival.synchronize()
+    assert arrival.query()
+    assert torch.equal(target, torch.full((COUNT,), 7.0))
+    assert torch.equal(other.cpu(), torch.full((COUNT,), 9.0))
+
+
+def test_a_copy_to_the_host_has_what_was_computed_before(device: torch.device) -> None:
+    source, target = everywhere(device, 1.0), pinned(0.0)
+    keep_busy(torch.cuda.current_stream())
+    source.fill_(3.0)
+    arrival = to_host(source, target)
+    assert arrival is not None
+    assert not arrival.query()
+    arrival.synchronize()
+    assert torch.equal(target, torch.full((COUNT,), 3.0))
+
+
+def test_what_is_computed_after_a_copy_to_the_device_has_its_values(device: torch.device) -> None:
+    target, source = everywhere(device, 1.0), pinned(5.0)
+    keep_busy(stream_from_host(target.device))
+    (arrival,) = from_host([(target, source)])
+    seen = target.clone()
+    arrival.synchronize()
+    assert torch.equal(seen.cpu(), torch.full((COUNT,), 5.0))
+
+
+def test_what_was_computed_before_a_copy_to_the_device_has_the_old_values(
+    device: torch.device,
+) -> None:
+    target, source = everywhere(device, 1.0), pinned(5.0)
+    keep_busy(torch.cuda.current_stream())
+    seen = target.clone()
+    (arrival,) = from_host([(target, source)])
+    assert not arrival.query()
+    arrival.synchronize()
+    assert torch.equal(seen.cpu(), torch.full((COUNT,), 1.0))
+    assert torch.equal(target.cpu(), torch.full((COUNT,), 5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_of_any_layout_go_there_and_back(device: torch.device, dtype: torch.dtype) -> None:
+    ordered = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(dtype)
+    source = ordered.to(device).to(memory_format=torch.channels_last)
+    host = torch.zeros(2, 3, 4, 5, dtype=dtype, pin_memory=True)
+    arrival = to_host(source, host)
+    assert arrival is not None
+    arrival.synchronize()
+    assert torch.equal(host, ordered)
+    back = torch.zeros_like(source)
+    on_host = torch.zeros(2, 3, 4, 5, dtype=dtype)
+    (landing,) = from_host([(back, host), (on_host, host)])
+    assert torch.equal(back.cpu(), ordered)
+    assert torch.equal(on_host, ordered)
+    landing.synchronize()
+
+
+def test_buffers_of_tensors_on_a_device_are_pinned(device: torch.device) -> None:
+    parameter = torch.ones(3, 30, device=device)
+    layout = layout_of("t", dtype_of("p", parameter), [("p", parameter)])
+    assert layout is not None
+    assert FlatBuffer(layout, is_shared=True).values.is_pinned()
+
+
+def test_fingerprints_see_what_changed_on_the_device(device: torch.device) -> None:
+    gradient = torch.ones(COUNT, device=device)
+    before = Fingerprint.of(gradient)
+    assert not bool(Fingerprint.of(gradient).differs(before))
+    gradient.data[3] = -1.0  # neither address nor version tells
+    assert before.is_untouched(gradient)
+    assert bool(Fingerprint.of(gradient).differs(before))
+    gradient.data[3] = 1.0
+    gradient.mul_(1.0)
+    assert not before.is_untouched(gradient)
+    assert bool(Fingerprint.of(gradient).differs(before))
+
+
+def parameters_on(device: torch.device, *counts: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(count, device=device)) for count in counts]
+
+
+def all_that_left(loop: Loop) -> list[BlockPart]:
+    """During backward, and as the rest arrived."""
+    return [*loop.left, *(part for parts in loop.staging.arriving() for part in parts)]
+
+
+def test_each_block_leaves_once(device: torch.device) -> None:
+    loop = Loop(*parameters_on(device, 40, 40, 1000))
+    for scale in (1.0, 2.0, 3.0):
+        loop.zero_grad()
+        loop.backward(0, 1, 2, scale=scale)
+        parts = all_that_left(loop)
+        assert sorted(part.block for part in parts) == list(range(loop.table.block_count))
+        for block in loop.held(parts).values():
+            assert torch.equal(block, torch.full_like(block, 2.0 * scale**2))
+        assert loop.staging.take() == []
+        loop.staging.finish()
+
+
+def test_a_gradient_changed_after_its_block_left_leaves_again(device: torch.device) -> None:
+    loop = Loop(*parameters_on(device, 64, 64))
+    loop.backward(0, 1)
+    assert len(all_that_left(loop)) == 2
+    gradient = loop.parameters[1].grad
+    assert gradient is not None
+    gradient.data.mul_(0.5)  # .data: no _version to see it by
+    assert loop.staging.changed_after_leaving() == "p1"
+    parts = loop.staging.take()
+    assert [part.block for part in parts] == [1]
+    assert torch.equal(loop.held(parts)[1], torch.ones(64))
+
+
+def test_a_gradient_changed_under_its_copy_leaves_as_it_is_in_the_end(device: torch.device) -> None:
+    loop = Loop(*parameters_on(device, COUNT))
+    keep_busy(stream_to_host(loop.parameters[0].device))
+    loop.backward(0)
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+    assert all_that_left(loop) == []
+    parts = loop.staging.take()
+    assert len(parts) == loop.table.block_count
+    assert all(torch.equal(held, torch.ones_like(held)) for held in loop.held(parts).values())
+
+
+def test_gradients_of_a_device_and_of_the_host_share_a_block(device: torch.device) -> None:
+    (far,) = parameters_on(device, 40)
+    loop = Loop(far, nn.Parameter(torch.ones(24)))
+    far.grad, loop.parameters[1].grad = torch.full_like(far, 2.0), torch.full((24,), 3.0)
+    parts = [part for index in (0, 1) for part in loop.staging.hooked(index)]
+    parts += [part for arrived in loop.staging.arriving() for part in arrived]
+    (held,) = loop.held(parts).values()
+    assert torch.equal(held, torch.cat([torch.full((40,), 2.0), torch.full((24,), 3.0)]))
+    assert loop.staging.take() == []
