@@ -19,6 +19,8 @@ import pytest
 
 from docs import protocol_vectors
 from ps_core import errors, limits
+from ps_server import servicer
+from ps_worker import engine
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -153,6 +155,11 @@ def test_the_page_explains_every_reply_and_outcome(name: str) -> None:
     values = getattr(parameters_pb2, name).keys()
     explained = set(re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
     assert {value.removeprefix(prefix) for value in values} - {"UNSPECIFIED"} <= explained
+
+
+def test_the_page_explains_every_feature() -> None:
+    explained = set(re.findall(r"^\| `([a-z-]+)` \|", PAGE, re.MULTILINE))
+    assert {*servicer.FEATURES, *engine.FEATURES} <= explained
 
 
 @pytest.mark.parametrize(
