@@ -8,9 +8,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from itertools import islice
 
 from ps_core import limits
 from ps_core.cluster_view import Session
@@ -37,6 +37,9 @@ _OUTCOME = {
 }
 _MAX_BATCH_COUNT = 1024
 _MAX_PART_COUNT = 8
+_RECEIVED = 0
+"""In the key of a waiting answer: there is one RECEIVED an entry; other answers are numbered."""
+
 _HELD_COUNT = 4
 """Answers that wait for more: their sender's window has room for many times as much."""
 
@@ -52,7 +55,8 @@ class EntryStream:
         self.session = session
         self.pending: dict[tuple[int, int, int], float] = {}
         self.reads = StreamReads(self._read_ended)
-        self._replies: dict[tuple[int, int, int], ReplyTo] = {}
+        self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
+        self._numbers = itertools.count(1)
         self._parts: deque[bytes] = deque()
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
@@ -81,18 +85,20 @@ class EntryStream:
             self._ready.set()
 
     def reply(self, effect: ReplyTo) -> float | None:
-        """Queue an answer; it leaves with the next batch, in place of an earlier one to the same
-        entry that has not left: what is received and committed at once is said to be committed.
+        """Queue an answer; it leaves with the next batch, in place of a RECEIVED to the same entry
+        that has not left: what is received and committed at once is said to be committed.
 
         Returns:
             When the entry arrived, if this is its last reply.
         """
         entry = (effect.table_id, effect.range_id, effect.sequence)
-        self._replies.pop(entry, None)
-        self._replies[entry] = effect
+        is_received = effect.kind is ReplyKind.RECEIVED
+        if not is_received:
+            self._replies.pop((*entry, _RECEIVED), None)
+        self._replies[(*entry, _RECEIVED if is_received else next(self._numbers))] = effect
         if not self._is_held:
             self._ready.set()
-        return None if effect.kind is ReplyKind.RECEIVED else self.pending.pop(entry, None)
+        return None if is_received else self.pending.pop(entry, None)
 
     def settle(self, entry: tuple[int, int, int]) -> None:
         """The entry's outcome went out on another stream."""
@@ -132,7 +138,7 @@ class EntryStream:
             while self._replies or self._parts:
                 replies = None
                 if self._replies:
-                    leaving = list(islice(self._replies, _MAX_BATCH_COUNT))
+                    leaving = list(itertools.islice(self._replies, _MAX_BATCH_COUNT))
                     replies = push_response([self._replies.pop(entry) for entry in leaving])
                 part = self._parts.popleft() if self._parts else None
                 self._drained.set()
