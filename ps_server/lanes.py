@@ -148,7 +148,7 @@ class SharedLanes:
         if segment is None:
             if shared.segment_id <= self._last_ids.get(incarnation, 0):
                 raise Recovering(  # of a connection before this one, on a stream that outlived it
-                    f"a payload lies in segment {shared.segment_id}, whose connection has ended: "
+                    f"a payload lies in segment {shared.segment_id}, which is shared no more: "
                     "send the payload itself",
                     retry_after_ms=0,
                 )
@@ -253,18 +253,21 @@ class SharedLanes:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        if not self._send(connection, answer):
+        if answer is not None and not self._send(connection, answer):
             self._end(connection)
 
     def _answer(
         self, connection: _Connection, message: bytes, descriptor: int
-    ) -> parameters_pb2.LaneResponse:
+    ) -> parameters_pb2.LaneResponse | None:
         try:
             request = parameters_pb2.LaneRequest.FromString(message)
         except DecodeError:
             raise InvalidConfig("a message on the Unix socket is no LaneRequest") from None
         if connection.incarnation is None:
             return self._welcome(connection, request)
+        if request.HasField("dropped"):
+            self._drop(connection, request.dropped.segment_id)
+            return None
         if not request.HasField("segment"):
             raise InvalidConfig("a message on the Unix socket holds no segment; expected one")
         if descriptor < 0:
@@ -312,6 +315,14 @@ class SharedLanes:
             )
         connection.segments[shared.segment_id] = map_segment(descriptor, shared.byte_count)
         self._last_ids[incarnation] = shared.segment_id
+
+    @staticmethod
+    def _drop(connection: _Connection, segment_id: int) -> None:
+        if connection.segments.pop(segment_id, None) is None:
+            raise InvalidConfig(
+                f"segment {segment_id} is dropped, which is not shared; this session shares "
+                f"{', '.join(map(str, connection.segments)) or 'none'}"
+            )
 
     @staticmethod
     def _send(

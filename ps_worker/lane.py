@@ -32,7 +32,7 @@ from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.errors import error_from_proto
 from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
 from ps_worker.ring import Ring
-from ps_worker.shared_buffers import SharedBuffer, find
+from ps_worker.shared_buffers import SharedBuffer, collected_count, find, is_live
 from pushpull.v1 import parameters_pb2
 
 _MESSAGE_BYTES = 4096
@@ -63,6 +63,7 @@ class SharedLane:
         self._sent_twice: set[EntryName] = set()
         self._asked: dict[int, SharedBuffer] = {}
         self._mapped: dict[SharedBuffer, int] = {}
+        self._collected_count = 0
         self._values: dict[int, Bytes] = {}
         self.is_open = True
         self.has_room = asyncio.Event()
@@ -118,8 +119,12 @@ class SharedLane:
 
         Nothing frees such a place: its memory does not change before the entry has ended.
         """
+        if self._ring is None:
+            return None
+        if self._collected_count != collected_count():
+            self._let_go()
         found = find(payload)
-        if found is None or self._ring is None:
+        if found is None:
             return None
         buffer, offset = found
         segment_id = self._mapped.get(buffer, 0)
@@ -142,6 +147,17 @@ class SharedLane:
         with contextlib.suppress(OSError):  # not read fast enough: another time
             self._share(segment_id, buffer.byte_count, buffer.fd)
             self._asked[segment_id] = buffer
+
+    def _let_go(self) -> None:
+        """Tell the server about buffers that are gone here: it keeps their memory else."""
+        self._collected_count = collected_count()
+        for buffer, segment_id in list(self._mapped.items()):
+            if not is_live(buffer):
+                dropped = parameters_pb2.SegmentDropped(segment_id=segment_id)
+                request = parameters_pb2.LaneRequest(dropped=dropped)
+                with contextlib.suppress(OSError):  # not read fast enough: with the next that goes
+                    self._socket.send(request.SerializeToString())
+                    del self._mapped[buffer]
 
     def place(self, name: EntryName, payload: memoryview) -> parameters_pb2.SharedPayload | None:
         """Copy a payload into the ring; None if it is full now (see `can_place`)."""
@@ -288,6 +304,7 @@ class SharedLane:
                 buffer = self._asked.pop(response.mapped.segment_id, None)
                 if buffer is not None:
                     self._mapped[buffer] = response.mapped.segment_id
+                    self._collected_count = -1  # it may have gone meanwhile
             return response
         except (BlockingIOError, InterruptedError):
             return None

@@ -12,6 +12,7 @@ import itertools
 import threading
 import weakref
 from bisect import bisect_right, insort
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,13 @@ _lock = threading.Lock()
 _buffers: list[SharedBuffer] = []
 """By address."""
 
+_gone: deque[SharedBuffer] = deque()
+"""Collected, and still among `_buffers`. The collector may come at any moment, to a thread that
+holds the lock too: what it calls takes none.
+"""
+
+_collected = [0]
+
 
 def empty_shared(shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> Array:
     """A new array of zeros that servers on this host can read.
@@ -62,6 +70,7 @@ def empty_shared(shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32")
     raw: Bytes = np.frombuffer(memory, np.uint8)
     buffer = SharedBuffer(raw.ctypes.data, byte_count, fd, next(_numbers))
     with _lock:
+        _sweep()
         insort(_buffers, buffer)
     weakref.finalize(memory, _forget, buffer)
     return raw.view(element).reshape(shape)
@@ -73,6 +82,7 @@ def find(payload: memoryview) -> tuple[SharedBuffer, int] | None:
         return None
     begin = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
     with _lock:
+        _sweep()
         at = bisect_right(_buffers, begin, key=lambda buffer: buffer.begin) - 1
         buffer = _buffers[at] if at >= 0 else None
     if buffer is None or begin + payload.nbytes > buffer.begin + buffer.byte_count:
@@ -80,7 +90,24 @@ def find(payload: memoryview) -> tuple[SharedBuffer, int] | None:
     return buffer, begin - buffer.begin
 
 
-def _forget(buffer: SharedBuffer) -> None:
+def collected_count() -> int:
+    """How many have gone so far; when it changes, somebody's `is_live` may have become false."""
+    return _collected[0]
+
+
+def is_live(buffer: SharedBuffer) -> bool:
+    """Whether anybody still has a view of the buffer."""
     with _lock:
-        _buffers.remove(buffer)
+        _sweep()
+        return buffer in _buffers
+
+
+def _forget(buffer: SharedBuffer) -> None:
+    _gone.append(buffer)
+    _collected[0] += 1
     release(buffer.fd)
+
+
+def _sweep() -> None:
+    while _gone:
+        _buffers.remove(_gone.popleft())

@@ -151,6 +151,7 @@ class Step:
         self.table.spec.optimizer.merged(hyperparameters)
         terms = SealTerms(hyperparameters, contribution_scale, skip, last)
         self._sealed = True
+        self._parts = {}  # its ticket and this step hold each other: the values shall not wait
         self._steps.sealed(self)
         self._sink.seal(self.table, self.clock, terms)
         return self.ticket

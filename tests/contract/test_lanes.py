@@ -229,6 +229,12 @@ def test_buffers_that_servers_read_are_told_apart(team: Team) -> None:
                 expected -= gradient
         del gradient
         assert equal(team.workers[0].pull(tables[0]), expected)
+    for worker, table in zip(team.workers, tables, strict=True):
+        worker.wait(worker.push(table, expected))
+    until(
+        lambda: not any("pushpull-buffer" in server.mappings for server in team.cluster.servers),
+        "what the workers dropped is unmapped",
+    )
 
 
 def test_a_gate_of_two_blocks_refuses_and_gives_back_and_loses_nothing(team: Team) -> None:

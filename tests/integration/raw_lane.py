@@ -95,3 +95,8 @@ def segment(segment_id: int, byte_count: int) -> Request:
     """The message that shares a segment, whose descriptor goes beside it."""
     shared = parameters_pb2.SharedSegment(segment_id=segment_id, byte_count=byte_count)
     return Request(segment=shared)
+
+
+def dropped(segment_id: int) -> Request:
+    """The message that gives a segment up."""
+    return Request(dropped=parameters_pb2.SegmentDropped(segment_id=segment_id))

@@ -20,7 +20,7 @@ from ps_runtime.shared_memory import Segment
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.lane_cluster import until
-from tests.integration.raw_lane import RawLane, Request, connected, offer_of, segment
+from tests.integration.raw_lane import RawLane, Request, connected, dropped, offer_of, segment
 from tests.integration.raw_wire import (
     BLOCK,
     DEADLINE_S,
@@ -343,6 +343,11 @@ def test_shared_values_are_checked_as_others_are(
     bad.replaces[table.table_id, table.places[0][0]] = entry.sequence
 
 
+def test_a_segment_that_is_not_shared_cannot_be_dropped(lane: RawLane) -> None:
+    lane.hello().send(dropped(1_000_000))
+    _refused(lane, "INVALID_CONFIG", "segment 1000000 is dropped, which is not shared")
+
+
 def _is_lost(wire: Wire, bad: RawWorker, table: RawTable, number: int, words: str) -> None:
     """The push ends in nothing: its number is still free for the bytes, which come in step 2."""
     entry = _described(bad.block(table), **_whole(number))
@@ -365,9 +370,20 @@ def test_what_an_ended_connection_shared_is_asked_for_as_bytes(
     with _at_home(wire, bad, table) as lane:
         lane.share(number, payload(7.0, PAGE // 4))
         with _at_home(wire, bad, table) as newer:
-            _is_lost(wire, bad, table, number, f"segment {number}, whose connection has ended")
+            _is_lost(wire, bad, table, number, f"segment {number}, which is shared no more")
             newer.share(next(_segment_ids), bytes(PAGE))
-            _is_lost(wire, bad, table, number, f"segment {number}, whose connection has ended")
+            _is_lost(wire, bad, table, number, f"segment {number}, which is shared no more")
+
+
+def test_what_its_owner_dropped_is_asked_for_as_bytes(
+    wire: Wire, bad: RawWorker, table: RawTable
+) -> None:
+    number = next(_segment_ids)
+    with _at_home(wire, bad, table) as lane:
+        lane.share(number, payload(7.0, PAGE // 4))
+        lane.send(dropped(number))
+        lane.share(next(_segment_ids), bytes(PAGE))  # its answer comes after the other was dropped
+        _is_lost(wire, bad, table, number, f"segment {number}, which is shared no more")
 
 
 @pytest.mark.parametrize("count", [0, limits.MAX_BATCH_COUNT + 1])

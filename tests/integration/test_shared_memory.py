@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import re
@@ -15,12 +16,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ps_core.errors import InvalidConfig
 from ps_runtime.shared_memory import Segment, map_segment, receive
+from ps_worker.shared_buffers import collected_count, empty_shared, find, is_live
 
 SIZE = 4 * mmap.PAGESIZE
 FUTURE_WRITE = 0x10
@@ -241,3 +244,56 @@ def test_a_descriptor_that_is_not_wanted_is_not_taken() -> None:
         assert receive(ours, 100, takes_file=True) == (b"plain", -1)
         theirs.close()
         assert receive(ours, 100, takes_file=True) == (b"", -1)
+
+
+# --- arrays in shared memory
+
+
+def test_an_array_is_found_by_its_parts_as_long_as_it_lives() -> None:
+    made = empty_shared((3, 1000))
+    made[:] = np.arange(3000).reshape(3, 1000)
+    found = find(made[1].data.cast("B"))
+    assert found is not None
+    buffer, offset = found
+    assert offset == 4000
+    theirs = map_segment(buffer.fd, buffer.byte_count).view(np.float32)
+    assert theirs[1000] == 1000.0
+    assert find(memoryview(bytearray(10))) is None
+    before, view = collected_count(), made[2]
+    del made
+    assert is_live(buffer)
+    del view
+    assert not is_live(buffer)
+    assert collected_count() == before + 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(buffer.fd)
+
+
+@pytest.mark.parametrize("shape", [0, (3, 0), -1, 2**40])
+def test_arrays_of_no_or_any_size_are_refused(shape: Any) -> None:
+    with pytest.raises(OSError, match="bytes are asked for"):
+        empty_shared(shape)
+
+
+def test_arrays_may_be_collected_at_any_moment() -> None:
+    """The collector comes while the arrays are being looked at, in the same thread."""
+    kept = empty_shared(100)
+    wanted = kept.data.cast("B")
+    thresholds = gc.get_threshold()
+    before = collected_count()
+    try:
+        for _ in range(50):
+            gc.set_threshold(0)
+            for _ in range(3):
+                cycle: list[Any] = [empty_shared(100)]
+                cycle.append(cycle)
+            del cycle
+            gc.set_threshold(1, 1, 1)
+            found, one_more = find(wanted), empty_shared(100)
+            assert found is not None
+            assert found[1] == 0
+            del one_more
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert collected_count() == before + 50 * 4

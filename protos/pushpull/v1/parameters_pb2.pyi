@@ -82,18 +82,26 @@ class SameHostOffer(_message.Message):
     def __init__(self, socket_name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class LaneRequest(_message.Message):
-    __slots__ = ("hello", "segment")
+    __slots__ = ("hello", "segment", "dropped")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     hello: LaneHello
     segment: SharedSegment
-    def __init__(self, hello: _Optional[_Union[LaneHello, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ...) -> None: ...
+    dropped: SegmentDropped
+    def __init__(self, hello: _Optional[_Union[LaneHello, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., dropped: _Optional[_Union[SegmentDropped, _Mapping]] = ...) -> None: ...
 
 class LaneHello(_message.Message):
     __slots__ = ("nonce",)
     NONCE_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class SegmentDropped(_message.Message):
+    __slots__ = ("segment_id",)
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    def __init__(self, segment_id: _Optional[int] = ...) -> None: ...
 
 class SharedSegment(_message.Message):
     __slots__ = ("segment_id", "byte_count")
