@@ -11,6 +11,7 @@ from benchmarks import contenders
 from benchmarks.child import together
 from benchmarks.contenders import Load
 from benchmarks.environment import environment
+from benchmarks.moves import PRIVATE
 from benchmarks.process_memory import PeakWatch
 from benchmarks.sampling import MIB, rounded
 from benchmarks.settings import BenchSettings
@@ -56,13 +57,15 @@ def memory(settings: BenchSettings) -> dict[str, object]:
 def _rows(lane: str, worker_count: int, byte_count: int) -> list[dict[str, Any]]:
     """What the server of one cluster had at most, and the worker that grew most."""
     with contextlib.ExitStack() as stack:
-        load = Load(byte_count, (OPTIMIZER,))
+        # The gradient is the script's: in shared memory it would look like the client's.
+        name = f"{OPTIMIZER}{PRIVATE}"
+        load = Load(byte_count, (name,))
         cluster = stack.enter_context(contenders.cluster(lane, worker_count, load))
         with contextlib.ExitStack() as watching:
             server = watching.enter_context(PeakWatch(cluster.server_pid, since_its_start=True))
             workers = [watching.enter_context(PeakWatch(pid)) for pid in cluster.worker_pids]
             for move in MOVES * PASS_COUNT:
-                together(cluster.workers, f"{OPTIMIZER} {move}")
+                together(cluster.workers, f"{name} {move}")
     worker = max(workers, key=lambda watch: watch.growth_bytes)
     bound_bytes = round(SERVER_ALLOWANCE * TABLES_ON_A_SERVER * byte_count) + SERVER_EXTRA_BYTES
     place = {"lane": lane, "optimizer": OPTIMIZER, "workers": worker_count, "servers": 1}
