@@ -10,6 +10,7 @@ twelve of them from its arrival to its outcome: one of seven fields is made in 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ps_core.errors import PushpullError
@@ -163,12 +164,20 @@ class Assign(NamedTuple):
 
 
 class AnswerPull(NamedTuple):
-    """The read may be answered now, before any later effect."""
+    """The read may be answered now, before any later effect.
+
+    `clock` is the one to read. The rest is what holds at this point of the effects, while the
+    machine may have decided more since: the range's clock, its blocks' versions, and how many of
+    their updates the reader had a part in.
+    """
 
     waiter: int
     table_id: TableId
     range_id: RangeId
     clock: int
+    range_clock: int
+    versions: Mapping[int, int]
+    own_updates: Mapping[int, int]
 
 
 class RefusePull(NamedTuple):

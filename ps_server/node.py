@@ -46,7 +46,6 @@ from ps_server.frames import block_answer
 from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
-from ps_server.range_state import RangeState
 from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
@@ -387,25 +386,24 @@ class ParameterNode:
         state, shard = self.machine.parts[place].state, self.shards[place]
         codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
         codec_number = wire.codec_to_proto(codec)
-        is_worker = read.session.role is Role.WORKER
-        incarnation = read.session.incarnation if is_worker else None
         answer: list[AnswerPart] = []
         lent = self._lent_to(read, place, codec)
         try:
             for block in read.blocks or state.blocks:
-                if block not in state.versions:
+                version = effect.versions.get(block)
+                if version is None:
                     raise InvalidKeys(
                         f"block {block} of table '{state.name}' is not in range {effect.range_id}"
                     )
                 if lent is not None:
-                    answer.append(self._lent_value(lent, state, incarnation, block))
+                    answer.append(self._lent_value(lent, effect, block))
                     continue
                 payload, presence = shard.read(block, codec, effect.clock)
                 value = parameters_pb2.BlockValue(
                     block=block,
-                    version=state.versions[block],
-                    peer_version=state.peer_version(incarnation, block),
-                    clock=state.clock,
+                    version=version,
+                    peer_version=version - effect.own_updates.get(block, 0),
+                    clock=effect.range_clock,
                     codec=codec_number,
                     presence=presence,
                 )
@@ -428,15 +426,16 @@ class ParameterNode:
         return lent if is_there else None
 
     def _lent_value(
-        self, lent: LentValues, state: RangeState, incarnation: Incarnation | None, block: int
+        self, lent: LentValues, effect: AnswerPull, block: int
     ) -> parameters_pb2.SharedValue:
         place, stamp = lent.place(block)
+        version = effect.versions[block]
         self.sent_bytes += place.byte_count
         return parameters_pb2.SharedValue(
             block=block,
-            version=state.versions[block],
-            peer_version=state.peer_version(incarnation, block),
-            clock=state.clock,
+            version=version,
+            peer_version=version - effect.own_updates.get(block, 0),
+            clock=effect.range_clock,
             codec=wire.codec_to_proto(lent.codec),
             segment_id=lent.segment_id,
             offset_bytes=place.offset_bytes,

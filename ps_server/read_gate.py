@@ -94,9 +94,19 @@ class ReadGate:
         return event.clock == 0 or (worker is not None and worker.done_clock >= event.clock)
 
     def _answer(self, event: PullEvent) -> AnswerPull:
-        is_sum = self._state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
-        asked = event.clock if is_sum and event.incarnation is not None else self._state.clock
-        return AnswerPull(event.waiter, self._state.table.table_id, self._state.range_id, asked)
+        state = self._state
+        is_sum = state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
+        asked = event.clock if is_sum and event.incarnation is not None else state.clock
+        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        return AnswerPull(
+            event.waiter,
+            state.table.table_id,
+            state.range_id,
+            asked,
+            state.clock,
+            dict(state.versions),
+            {} if worker is None else dict(worker.own_updates),
+        )
 
     def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:
         return RefusePull(event.waiter, self._state.table.table_id, self._state.range_id, error)

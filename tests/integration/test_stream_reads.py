@@ -9,6 +9,7 @@ from typing import Any
 from ps_core import limits
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
+from tests.integration.lane_cluster import until
 from tests.integration.raw_wire import DEADLINE_S, RawTable, RawWorker, Wire, check_error, payload
 
 Request = parameters_pb2.PushPullRequest
@@ -103,3 +104,40 @@ def test_answers_do_not_wait_for_what_never_follows(wire: Wire, bad: RawWorker) 
     assert outcomes == {parameters_pb2.OUTCOME_APPLIED}
     gave_first.put(True)
     assert list(answers) == []
+
+
+def test_an_answer_says_the_clock_of_its_values(wire: Wire, bad: RawWorker) -> None:
+    """Two steps come in one message; a read that waited for the first is answered in between."""
+    table = wire.create("two steps at once", blocks=1)
+    (node_id,) = table.servers
+    other = wire.workers[1]
+    calls = []
+    for clock in (1, 2):
+        made = other.messages(table, node_id, 2.0 * clock)
+        calls.append(wire.servers[node_id].Push(iter(made), timeout=DEADLINE_S))
+        assert next(calls[-1]).replies[0].kind == parameters_pb2.REPLY_KIND_RECEIVED
+        other.clocks[table.table_id] = clock
+    reading = wire.servers[node_id].Pull(
+        wire.pull_request(table, [0], session=other.session, clock=1), timeout=DEADLINE_S
+    )
+    blocks = []
+    for clock in (1, 2):
+        entry = bad.block(table, value=float(clock))
+        bad.take_sequence(table)
+        entry.seal.CopyFrom(bad.seal(table))
+        bad.take_sequence(table)
+        bad.clocks[table.table_id] = clock
+        blocks.append(entry)
+    until(lambda: _is_parked(wire, table), "the read waits")
+    batch = parameters_pb2.BlockBatch(blocks=blocks)
+    replies = wire.send(bad, node_id, parameters_pb2.PushRequest(batch=batch))
+    assert {r.outcome for r in replies} <= {0, parameters_pb2.OUTCOME_APPLIED}
+    (part,) = list(reading)
+    found = part.block.clock, part.block.version, part.block.payload
+    assert found == (1, 1, payload(-0.75))
+
+
+def _is_parked(wire: Wire, table: RawTable) -> bool:
+    request = parameters_pb2.GetRangeStatsRequest(table_id=table.table_id)
+    stats = wire.servers[table.servers[0]].GetRangeStats(request, timeout=DEADLINE_S)
+    return any(part.waits for part in stats.ranges)
