@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -127,8 +128,17 @@ class Child:
         self.tell(action)
         return self.answer()
 
+    def pause(self) -> None:
+        """Stop the child where it is, so that it takes no time from others; `resume` goes on."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused child go on."""
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """End the child. Idempotent."""
+        self.resume()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

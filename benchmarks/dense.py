@@ -140,7 +140,7 @@ def _pair_operations(
     name: str, pair: Pair, actions: tuple[str, ...], byte_count: int
 ) -> list[Operation]:
     def run(action: str) -> float:
-        return pair.client.do(action).wall_s
+        return pair.do(action).wall_s
 
     return [
         Operation(f"{name} {action}", lambda action=action: run(action), byte_count, pair.pids)  # type: ignore[misc]

@@ -10,7 +10,7 @@ from rich.table import Table as TextTable
 
 from benchmarks import contenders
 from benchmarks.child import Child
-from benchmarks.contenders import Load
+from benchmarks.contenders import Load, Pair
 from benchmarks.environment import environment
 from benchmarks.sampling import rounded
 from benchmarks.settings import BenchSettings
@@ -54,8 +54,8 @@ def latency(settings: BenchSettings) -> dict[str, object]:
             stack, [contenders.cluster(lane, 1, load) for lane in settings.lanes]
         )
         runs = {
-            "raw_unary": _runner(raw.client, "exchange"),
-            "torch_rpc": _runner(torch_rpc.client, "exchange"),
+            "raw_unary": _runner(raw, "exchange"),
+            "torch_rpc": _runner(torch_rpc, "exchange"),
             **{
                 f"{cluster.lane} {verb}": _runner(cluster.workers[0], f"sgd {verb} latency")
                 for cluster in clusters
@@ -90,9 +90,9 @@ def latency(settings: BenchSettings) -> dict[str, object]:
     }
 
 
-def _runner(child: Child, action: str) -> Callable[[], Percentiles]:
+def _runner(contender: Child | Pair, action: str) -> Callable[[], Percentiles]:
     def run() -> Percentiles:
-        found: Percentiles = child.do(action).result
+        found: Percentiles = contender.do(action).result
         return found
 
     return run
