@@ -313,7 +313,9 @@ class ServerLink:
                     f"lane is 'shm', and server {self.node.node_id} at {self.node.address} cannot "
                     f"share memory with this process: {reason}"
                 ) from reason
-            self._chose("grpc", str(reason))
+            # Nobody listens there: another host. All else is worth a look.
+            is_odd = self._offer is not None and not isinstance(reason, ConnectionRefusedError)
+            self._chose("grpc", str(reason), is_odd=is_odd)
             return None
         self._chose("shm", "same host")
         return self._lane
@@ -326,7 +328,7 @@ class ServerLink:
     def _lane_lost(self) -> None:
         self._chose("grpc", "the server closed its Unix socket")
 
-    def _chose(self, lane: str, reason: str) -> None:
+    def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
         """How payloads travel from now on; empty for not at all."""
         if lane == self.lane_name:
             return
@@ -334,7 +336,8 @@ class ServerLink:
             MEASURES.lanes.labels(lane=self.lane_name).dec()
         if lane:
             MEASURES.lanes.labels(lane=lane).inc()
-            logs.info("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
+            log = logs.warning if is_odd else logs.info
+            log("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
         self.lane_name = lane
 
     # --- one log line per transition

@@ -138,7 +138,7 @@ import resource, sys
 import numpy as np
 import ps_worker as ps
 from ps_runtime import logs
-logs.configure("worker", "info")
+logs.configure("worker", "warning")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     ps.empty_shared(1 << 20)
