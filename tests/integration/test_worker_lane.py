@@ -9,7 +9,7 @@ from ps_core import limits
 from ps_worker.lane import EntryName, SharedLane
 from pushpull.v1 import parameters_pb2
 from tests.integration.raw_lane import offer_of
-from tests.integration.raw_wire import RawWorker, Wire
+from tests.integration.raw_wire import Wire
 
 LARGE = memoryview(bytes(limits.LANE_RING_BYTES // 4))
 SMALL_BYTES = limits.LANE_MIN_PAYLOAD_BYTES - 1
@@ -28,9 +28,11 @@ def _answer(*sequences: int) -> list[parameters_pb2.EntryReply]:
     ]
 
 
-def _on_a_lane(wire: Wire, worker: RawWorker, use: Use) -> None:
+def _on_a_lane(wire: Wire, use: Use) -> None:
+    """As the second worker: segments of the first's session are numbered by other tests."""
+
     async def run() -> None:
-        offer = offer_of(wire, worker, min(wire.servers))
+        offer = offer_of(wire, wire.workers[1], min(wire.servers))
         lane = await SharedLane.open(offer, lambda: None, pushes=True)
         try:
             await use(lane)
@@ -42,7 +44,7 @@ def _on_a_lane(wire: Wire, worker: RawWorker, use: Use) -> None:
     asyncio.run(run())
 
 
-def test_a_piece_is_free_at_its_first_answer(wire: Wire, bad: RawWorker) -> None:
+def test_a_piece_is_free_at_its_first_answer(wire: Wire) -> None:
     async def use(lane: SharedLane) -> None:
         places = [lane.place(_name(number), LARGE) for number in range(4)]
         assert [p.offset_bytes for p in places if p] == [n * LARGE.nbytes for n in range(4)]
@@ -56,11 +58,11 @@ def test_a_piece_is_free_at_its_first_answer(wire: Wire, bad: RawWorker) -> None
         assert again.offset_bytes == 0
         assert lane.place(_name(5), LARGE) is None
 
-    _on_a_lane(wire, bad, use)
+    _on_a_lane(wire, use)
 
 
 def test_what_is_sent_twice_without_an_answer_goes_as_bytes_from_then_on(
-    wire: Wire, bad: RawWorker
+    wire: Wire,
 ) -> None:
     """Two answers will come, and the first would free a piece that was taken between them."""
 
@@ -75,14 +77,14 @@ def test_what_is_sent_twice_without_an_answer_goes_as_bytes_from_then_on(
         lane.answered(_answer(2))
         assert lane.can_place(_name(2), LARGE.nbytes)
 
-    _on_a_lane(wire, bad, use)
+    _on_a_lane(wire, use)
 
 
-def test_small_and_endless_payloads_stay_in_their_messages(wire: Wire, bad: RawWorker) -> None:
+def test_small_and_endless_payloads_stay_in_their_messages(wire: Wire) -> None:
     async def use(lane: SharedLane) -> None:
         assert not lane.can_place(_name(1), SMALL_BYTES)
         assert lane.can_place(_name(1), SMALL_BYTES + 1)
         assert lane.can_place(_name(1), limits.LANE_RING_BYTES)
         assert not lane.can_place(_name(1), limits.LANE_RING_BYTES + 1)
 
-    _on_a_lane(wire, bad, use)
+    _on_a_lane(wire, use)
