@@ -6,21 +6,27 @@ Real processes; every wait is for an event.
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
+from ps_runtime.wire import session_to_proto
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 from tests.integration.cut_wire import CutWire, cut_wire
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
+from tests.integration.raw_lane import RawLane
 
 DEADLINE_S = 30.0
 SHORT_S = 0.5
@@ -249,3 +255,37 @@ def test_a_read_that_waits_survives_the_end_of_its_stream(wire: CutWire) -> None
         wire.rank_0.assign(wire.rank_0.table(name), gradient())
         reader.join(DEADLINE_S)
         assert np.array_equal(reading[0], gradient())
+
+
+# --- a server runs out of descriptors
+
+
+def _first_free_descriptor(pid: int) -> int:
+    used = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return next(number for number in count() if number not in used)
+
+
+def test_a_server_without_descriptors_serves_on_and_lets_in_later(cluster: LaneCluster) -> None:
+    server = cluster.servers[0]
+    pid = server.process.pid
+    with worker(cluster, "shm") as client, grpc.insecure_channel(server.address) as channel:
+        handle = table(client, "no descriptors")
+        opening = parameters_pb2.OpenSessionRequest(session=session_to_proto(client.session))
+        stub = parameters_pb2_grpc.ParameterServiceStub(channel)
+        offer = stub.OpenSession(opening, timeout=DEADLINE_S).same_host
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (_first_free_descriptor(pid), before[1]))
+        try:
+            newcomer = RawLane(offer)
+            until(lambda: _complaints(server) > 0, "the server says what it lacks")
+            client.wait(client.push(handle, gradient()))
+            assert np.all(steps_in(client, handle) == 1)
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        with newcomer:
+            newcomer.hello()
+        assert _complaints(server) <= 20, "it asked without a pause"
+
+
+def _complaints(server: Served) -> int:
+    return sum("lane_not_accepted" in line for line in server.process.recent_lines)
