@@ -178,10 +178,6 @@ class SharedLanes:
         connection.lent.add(segment_id)
         return True
 
-    def is_here(self, incarnation: Incarnation) -> bool:
-        """Whether the session is on the socket."""
-        return incarnation in self._connections
-
     # --- connections
 
     def _listen(self) -> None:

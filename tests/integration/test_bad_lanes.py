@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from ps_runtime.shared_memory import Segment
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.lane_cluster import until
+from tests.integration.no_segments import pipe_end, plain_file
 from tests.integration.raw_lane import RawLane, Request, connected, dropped, offer_of, segment
 from tests.integration.raw_wire import (
     BLOCK,
@@ -136,19 +136,6 @@ def test_a_session_has_one_connection(lane: RawLane, wire: Wire, bad: RawWorker)
 # --- what is no segment
 
 
-def _pipe() -> int:
-    read_end, write_end = os.pipe()
-    os.close(write_end)
-    return read_end
-
-
-def _file() -> int:
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(PAGE))
-        file.flush()
-        return os.dup(file.fileno())
-
-
 def _unsealed() -> int:
     fd = os.memfd_create("raw-lane", os.MFD_ALLOW_SEALING)
     os.posix_fallocate(fd, 0, PAGE)
@@ -165,8 +152,8 @@ def _good() -> int:
 Make = Callable[[], int] | None
 BAD_SEGMENTS: dict[str, tuple[Make, int, str, tuple[str, ...]]] = {
     "without a descriptor": (None, PAGE, "INVALID_CONFIG", ("without its file descriptor",)),
-    "pipe": (_pipe, PAGE, "INVALID_CONFIG", ("expected a memfd",)),
-    "file": (_file, PAGE, "INVALID_CONFIG", ("expected a memfd",)),
+    "pipe": (pipe_end, PAGE, "INVALID_CONFIG", ("expected a memfd",)),
+    "file": (lambda: plain_file(PAGE), PAGE, "INVALID_CONFIG", ("expected a memfd",)),
     "memfd without seals": (_unsealed, PAGE, "INVALID_CONFIG", ("seals 0x0", "sealed against")),
     "smaller than said": (_good, PAGE + 1, "INVALID_CONFIG", (f"{PAGE} bytes", f"said {PAGE + 1}")),
     "larger than said": (_good, 1, "INVALID_CONFIG", (f"{PAGE} bytes", "said 1")),

@@ -13,7 +13,6 @@ import resource
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pytest
 from ps_core.errors import InvalidConfig
 from ps_runtime.shared_memory import Segment, map_segment, receive
 from ps_worker.shared_buffers import collected_count, empty_shared, find, is_live
+from tests.integration.no_segments import pipe_end, plain_file
 
 SIZE = 4 * mmap.PAGESIZE
 FUTURE_WRITE = 0x10
@@ -174,24 +174,11 @@ def _memfd(byte_count: int, seals: int, *, reserve: bool = True) -> int:
     return fd
 
 
-def _pipe() -> int:
-    read_end, write_end = os.pipe()
-    os.close(write_end)
-    return read_end
-
-
-def _file() -> int:
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(SIZE))
-        file.flush()
-        return os.dup(file.fileno())
-
-
 NO_SEGMENTS: dict[str, tuple[Callable[[], int], str]] = {
-    "pipe": (_pipe, "seals 0x0; expected a memfd"),
+    "pipe": (pipe_end, "seals 0x0; expected a memfd"),
     "socket": (lambda: socket.socket().detach(), "seals 0x0; expected a memfd"),
     "folder": (lambda: os.open("/", os.O_RDONLY), "seals 0x0; expected a memfd"),
-    "file": (_file, "expected a memfd"),
+    "file": (lambda: plain_file(SIZE), "expected a memfd"),
     "memfd without seals": (lambda: _memfd(SIZE, 0), "seals 0x0"),
     "it may grow": (lambda: _memfd(SIZE, ALL_SEALS & ~fcntl.F_SEAL_GROW), "seals 0x13"),
     "it may shrink": (lambda: _memfd(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SHRINK), "seals 0x15"),
