@@ -34,6 +34,8 @@ class Outcome(Enum):
     REPLACED = "replaced"
     WITHDRAWN = "withdrawn"
     SKIPPED = "skipped"
+    REJECTED = "rejected"
+    DISCARDED = "discarded"
 
     __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
 

@@ -116,6 +116,11 @@ LANE_ALIGNMENT_BYTES = 16
 MAX_LANE_STRANGER_COUNT = 256
 """Connections on a server's Unix socket that have not said who they are."""
 
+MAX_STALENESS = 1_000_000
+MAX_ALPHA = 1e6
+MAX_GRACE_MS = 60_000
+"""How long an update with backup workers may wait for those that it can do without."""
+
 MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
 """RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""

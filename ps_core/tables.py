@@ -21,6 +21,7 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core import limits
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 
@@ -70,6 +71,7 @@ class OptimizerKind(Enum):
     ADAGRAD = "adagrad"
     RMSPROP = "rmsprop"
     AGGREGATE = "aggregate"
+    ADD = "add"
     ASSIGN = "assign"
 
 
@@ -78,13 +80,6 @@ class Kernels(Enum):
 
     FAST = "fast"
     EXACT = "exact"
-
-
-class Mode(Enum):
-    """How far workers may run apart."""
-
-    BSP = "bsp"
-    ASP = "asp"
 
 
 class Reduction(Enum):
@@ -130,6 +125,7 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
         "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0,
     },
     OptimizerKind.AGGREGATE: {},
+    OptimizerKind.ADD: {},
     OptimizerKind.ASSIGN: {},
 }  # fmt: skip
 """The numbers of each optimizer and torch.optim's defaults of them."""
@@ -242,11 +238,16 @@ class TableSpec:
     optimizer: OptimizerSpec
     block_elements: int = limits.DEFAULT_BLOCK_ELEMENTS
     tensors: tuple[TensorSpec, ...] = ()
-    mode: Mode = Mode.BSP
+    consistency: Consistency = field(default_factory=Consistency)
     initializer: Initializer = field(default_factory=Initializer)
     reduction: Reduction = Reduction.MEAN
     allow_non_finite: bool = False
     gate_bytes: int = 0
+
+    @property
+    def mode(self) -> Mode:
+        """How far its workers may run apart."""
+        return self.consistency.mode
 
     @property
     def accumulator_element_bytes(self) -> int:
@@ -276,7 +277,21 @@ class TableSpec:
         tensors = self.tensors or (TensorSpec(self.name, (self.element_count,), 0),)
         _check_layout(self.name, tensors, self.element_count)
         if self.optimizer.kind is OptimizerKind.AGGREGATE:
-            _require(self.mode is Mode.BSP, f"table '{self.name}': AGGREGATE needs BSP")
+            _require(
+                self.mode is Mode.BSP and not self.consistency.backup_workers,
+                f"table '{self.name}': AGGREGATE needs BSP without backup workers: every worker "
+                "takes every sum",
+            )
+        if self.optimizer.kind is OptimizerKind.ASSIGN:
+            _require(
+                self.consistency.policy is StalePolicy.ACCEPT,
+                f"table '{self.name}': ASSIGN takes values, not gradients; expected no policy for "
+                "stale ones",
+            )
+        try:
+            self.consistency.validated()
+        except InvalidConfig as error:
+            raise InvalidConfig(f"table '{self.name}': {error.message}") from None
         inline = self.initializer.inline
         expected = self.element_count * NATIVE_CODEC[self.dtype].element_bytes
         _check_flags(self.name, self.optimizer)

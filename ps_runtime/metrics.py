@@ -252,6 +252,16 @@ class WorkerMetrics:
             ("code",),
             registry=registry,
         )
+        self.rejected_blocks = Counter(
+            "pushpull_worker_rejected_blocks_total",
+            "Blocks that the servers turned away because they were too stale.",
+            registry=registry,
+        )
+        self.discarded_steps = Counter(
+            "pushpull_worker_discarded_steps_total",
+            "Steps that some update formed without (backup workers).",
+            registry=registry,
+        )
         self.lanes = Gauge(
             "pushpull_worker_lanes",
             "Servers that the clients of this process reach, by lane (shm, grpc).",

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
@@ -33,7 +34,6 @@ from ps_core.tables import (
     Initializer,
     InitializerKind,
     Kernels,
-    Mode,
     OptimizerKind,
     OptimizerSpec,
     Reduction,
@@ -75,6 +75,7 @@ _OPTIMIZERS = {
     OptimizerKind.RMSPROP: types_pb2.OPTIMIZER_KIND_RMSPROP,
     OptimizerKind.AGGREGATE: types_pb2.OPTIMIZER_KIND_AGGREGATE,
     OptimizerKind.ASSIGN: types_pb2.OPTIMIZER_KIND_ASSIGN,
+    OptimizerKind.ADD: types_pb2.OPTIMIZER_KIND_ADD,
 }
 _KERNELS = {
     Kernels.FAST: types_pb2.KERNEL_KIND_FAST,
@@ -268,18 +269,47 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
     )
 
 
-def _mode_to_proto(mode: Mode) -> types_pb2.Consistency:
-    if mode is Mode.BSP:
-        return types_pb2.Consistency(bsp=types_pb2.BulkSynchronous())
-    return types_pb2.Consistency(asp=types_pb2.Asynchronous())
+def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
+    """How far the workers of a table may run apart."""
+    if consistency.mode is Mode.BSP:
+        bsp = types_pb2.BulkSynchronous(
+            backup_workers=consistency.backup_workers, grace_ms=consistency.grace_ms
+        )
+        return types_pb2.Consistency(bsp=bsp)
+    if consistency.mode is Mode.SSP:
+        ssp = types_pb2.BoundedStaleness(staleness=consistency.staleness)
+        return types_pb2.Consistency(ssp=ssp)
+    asp = types_pb2.Asynchronous()
+    if consistency.policy is StalePolicy.REJECT:
+        asp.reject.bound = consistency.bound
+        asp.reject.SetInParent()
+    elif consistency.policy is StalePolicy.DAMP:
+        asp.damp.alpha = consistency.alpha
+    elif consistency.policy is StalePolicy.DIVIDE:
+        asp.divide.SetInParent()
+    return types_pb2.Consistency(asp=asp)
 
 
-def _mode_from_proto(message: types_pb2.Consistency) -> Mode:
+def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
+    """The setting, as it came: `Consistency.validated` judges it.
+
+    Raises:
+        InvalidConfig: no mode is set.
+    """
     mode = message.WhichOneof("mode")
     if mode is None:
         names = ", ".join(mode.value for mode in Mode)
         raise InvalidConfig(f"consistency.mode is unset; expected one of {names}")
-    return Mode(mode)
+    policy = message.asp.WhichOneof("stale") if mode == "asp" else None
+    return Consistency(
+        Mode(mode),
+        backup_workers=message.bsp.backup_workers,
+        grace_ms=message.bsp.grace_ms,
+        staleness=message.ssp.staleness,
+        policy=StalePolicy.ACCEPT if policy is None else StalePolicy(policy),
+        bound=message.asp.reject.bound,
+        alpha=message.asp.damp.alpha,
+    )
 
 
 def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
@@ -294,7 +324,7 @@ def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
             for tensor in spec.tensors
         ],
         optimizer=optimizer_to_proto(spec.optimizer),
-        consistency=_mode_to_proto(spec.mode),
+        consistency=consistency_to_proto(spec.consistency),
         initializer=_initializer_to_proto(spec.initializer),
         reduction=_REDUCTIONS[spec.reduction],
         allow_non_finite=spec.allow_non_finite,
@@ -318,7 +348,7 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
             TensorSpec(tensor.name, tuple(tensor.shape), tensor.offset)
             for tensor in message.tensors
         ),
-        mode=_mode_from_proto(message.consistency),
+        consistency=consistency_from_proto(message.consistency),
         initializer=_initializer_from_proto(message.initializer),
         reduction=_known(_REDUCTION_OF, message.reduction, "reduction"),
         allow_non_finite=message.allow_non_finite,

@@ -112,6 +112,20 @@ def copy_present(part: Contribution, target: Tensor) -> None:
     np.copyto(_array(target, part.length), _array(part.values, part.length), where=mask)
 
 
+def add_present(part: Contribution, target: Tensor) -> None:
+    """Add the elements of the present segments to `target`, and no others.
+
+    Shapes:
+        target: flat; the block's length or padded.
+    """
+    if part.present is None:
+        head(target, part.length).add_(head(part.values, part.length))
+        return
+    sums, terms = _array(target, part.length), _array(part.values, part.length)
+    with np.errstate(over="ignore", invalid="ignore"):  # as torch: infinity is a value too
+        np.add(sums, terms, out=sums, where=element_mask(part.bounds, part.present))
+
+
 def is_finite(values: Tensor) -> bool:
     """Whether all values are finite.
 

@@ -56,7 +56,8 @@ class EntryRules:
 
     def _clock_problem(self, clock: int, worker: WorkerPart) -> PushpullError | None:
         first = max(worker.sealed_clock, 0) + 1
-        last = worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT
+        newest = max(worker.sealed_clock, self._state.clock)  # where who was left behind may go
+        last = newest + limits.MAX_CLOCK_LEAD_COUNT
         if worker.left_clock is not None:
             return InvalidConfig(
                 f"worker {worker.rank} left table '{self._state.name}' at clock "
@@ -127,7 +128,7 @@ class EntryRules:
 
     def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
         """BSP: all seals of a clock carry the same numbers (skipped ones have no say)."""
-        if self._state.is_asp or terms.skip:
+        if not self._state.is_bsp or terms.skip:
             return None
         mine = self._numbers.merged(terms.hyperparameters)
         for other in self._state.by_rank.values():

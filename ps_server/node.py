@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class ParameterNode:
         self._streams_of: dict[Incarnation, list[EntryStream]] = {}
         self._reads: dict[int, Read] = {}
         self._numbers = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
 
     # --- who is calling
 
@@ -242,6 +244,8 @@ class ParameterNode:
             stream.expect((place.table_id, place.range_id, event.sequence), now_s)
             effects += self.machine.entry(event, now_s)
         self.carry_out(effects)
+        if self.machine.wake_s is not None and self._timer is None:
+            self._arm(self.machine.wake_s)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -302,8 +306,21 @@ class ParameterNode:
         return sum(shard.state_bytes for shard in self.shards.values())
 
     def tick(self) -> None:
-        """Reads whose deadline has passed are told whom they waited for."""
+        """Reads whose deadline has passed are told whom they waited for; updates that gave slow
+        workers time are formed.
+        """
         self.carry_out(self.machine.tick(self.now()))
+
+    def _arm(self, wake_s: float) -> None:
+        """Tick at `wake_s`: what waits for it should not wait for the next turn of `tick`."""
+        delay_s = max(wake_s - self.now(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.tick()
+        if self.machine.wake_s is not None:
+            self._arm(self.machine.wake_s)
 
     # --- effects
 

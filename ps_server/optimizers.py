@@ -132,7 +132,7 @@ class Optimizer:
     """Runs a table's kernel on blocks.
 
     Args:
-        spec: the table's optimizer; not AGGREGATE or ASSIGN, which have no arithmetic.
+        spec: the table's optimizer; not AGGREGATE, ASSIGN or ADD, which need none.
         pool: where scratch comes from.
     """
 

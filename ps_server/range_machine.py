@@ -92,7 +92,18 @@ class RangeMachine:
         except PushpullError as error:
             self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
             return out
-        self._gate.advance(worker, out)
+        self._gate.advance(worker, now_s, out)
+        return out
+
+    @property
+    def wake_s(self) -> float | None:
+        """When `tick` may form an update; None: time alone does not."""
+        return self._gate.wake_s
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time passed."""
+        out: list[Effect] = list(self.reads.tick(now_s))
+        self._gate.tick(now_s, out)
         return out
 
     def _worker(self, sender: Sender, now_s: float) -> WorkerPart:
@@ -182,7 +193,7 @@ class RangeMachine:
         worker.held[event.sequence] = event.clock
         if event.eager is not None:
             step.eager = self.state.table.numbers.merged(event.eager)
-        if event.eager is not None and self.state.is_asp and self.state.initialized:
+        if event.eager is not None and not self.state.is_bsp and self.state.initialized:
             self._gate.record_eager(worker, step, push, event.eager, out)
             return
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ps_core.consistency import Mode
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
-from ps_core.tables import Hyperparameters, InitializerKind, Mode, Table
+from ps_core.tables import Hyperparameters, InitializerKind, Table
 from ps_server.events import Effect, ReplyTo, SealEvent, Sender
 from ps_server.room import Step
 
@@ -118,7 +119,7 @@ class RangeState:
         """A fresh part: clock 0, initialised unless rank 0 is to do it."""
         self.table = table
         self.name = table.spec.name
-        self.is_asp = table.spec.mode is Mode.ASP  # nobody waits for anybody
+        self.consistency = table.spec.consistency
         self.range_id = range_id
         self.blocks = blocks
         self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
@@ -130,6 +131,26 @@ class RangeState:
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
+
+    @property
+    def is_bsp(self) -> bool:
+        """Whether an update has the steps of several workers; else each step is one by itself."""
+        return self.consistency.mode is Mode.BSP
+
+    def slowest_clock(self) -> int:
+        """The lowest clock of a worker that has not left; a worker that was never heard of is at 0.
+
+        Of those that have all left, the highest.
+        """
+        workers = [self.by_rank.get(rank) for rank in range(self.worker_count)]
+        clocks = [
+            0 if worker is None else worker.done_clock
+            for worker in workers
+            if worker is None or worker.left_clock is None
+        ]
+        if clocks:
+            return min(clocks)
+        return max((worker.done_clock for worker in workers if worker is not None), default=0)
 
     def is_member(self, rank: int, clock: int) -> bool:
         """Whether update `clock` waits for this rank."""

@@ -8,6 +8,7 @@ What it deliberately does not do: copy values (`ps_server.node` does, at once, o
 
 from __future__ import annotations
 
+from ps_core.consistency import Mode
 from ps_core.errors import AlreadyPast, PushpullError, WaitExpired
 from ps_core.tables import OptimizerKind
 from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
@@ -86,12 +87,14 @@ class ReadGate:
             return False
         if event.incarnation is None and not event.consistent:
             return True
-        if not self._state.is_asp:
-            return self._state.clock >= event.clock
-        worker = (
-            self._state.workers.get(event.incarnation) if event.incarnation is not None else None
-        )
-        return event.clock == 0 or (worker is not None and worker.done_clock >= event.clock)
+        state = self._state
+        if state.is_bsp:
+            return state.clock >= event.clock
+        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        has_own = event.clock == 0 or (worker is not None and worker.done_clock >= event.clock)
+        if state.consistency.mode is Mode.ASP:
+            return has_own
+        return has_own and state.clock >= event.clock - state.consistency.staleness
 
     def _answer(self, event: PullEvent) -> AnswerPull:
         state = self._state
@@ -116,27 +119,36 @@ class ReadGate:
         name = f"table '{self._state.name}' (range {self._state.range_id})"
         if not self._state.initialized:
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
-        if self._state.is_asp:
-            worker = (
-                self._state.workers.get(event.incarnation)
-                if event.incarnation is not None
-                else None
-            )
-            sealed = worker.sealed_clock if worker is not None else 0
+        state = self._state
+        if not state.is_bsp:
+            worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+            done_clock = worker.done_clock if worker is not None else 0
+            if done_clock < event.clock:
+                return (
+                    f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
+                    f"the newest in effect is {done_clock}"
+                )
+            clock = event.clock - state.consistency.staleness
+            late = ", ".join(self._behind(clock, now_s))
             return (
-                f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
-                f"the newest in effect is {sealed}"
+                f"the read of {name} at clock {event.clock} waits for clock {clock} of {late}: "
+                f"{state.consistency} allows no more"
             )
-        clock = self._state.clock + 1
-        late = [
+        clock = state.clock + 1
+        late = ", ".join(self._behind(clock, now_s)) or "any worker: all have left"
+        if state.consistency.backup_workers:
+            late = f"all but {state.consistency.backup_workers} of {late}"
+        return f"update {clock} of {name} waits for {late}"
+
+    def _behind(self, clock: int, now_s: float) -> list[str]:
+        """The workers whose seal of `clock` is not in effect."""
+        state = self._state
+        return [
             self._who(rank, now_s)
-            for rank in range(self._state.worker_count)
-            if self._state.is_member(rank, clock)
-            and (rank not in self._state.by_rank or self._state.by_rank[rank].sealed_clock < clock)
+            for rank in range(state.worker_count)
+            if state.is_member(rank, clock)
+            and (rank not in state.by_rank or state.by_rank[rank].sealed_clock < clock)
         ]
-        return (
-            f"update {clock} of {name} waits for {', '.join(late) or 'any worker: all have left'}"
-        )
 
     def waits(self, now_s: float) -> tuple[str, ...]:
         """What the parked reads wait for, each sentence once."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Mode
 from ps_core.errors import (
     InvalidConfig,
     InvalidKeys,
@@ -30,7 +31,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
-from ps_core.tables import Mode, Table
+from ps_core.tables import Table
 from ps_server.events import (
     Effect,
     Place,
@@ -122,6 +123,7 @@ class ServerMachine:
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._waiting: dict[int, RangeMachine] = {}
+        self._timed: set[RangeMachine] = set()
         self.view_number = 0
 
     # --- what the scheduler says
@@ -202,6 +204,8 @@ class ServerMachine:
         else:
             effects = part.withdraw(event, now_s)
         room.credits(effects)
+        if part.wake_s is not None:
+            self._timed.add(part)
         return effects
 
     @staticmethod
@@ -242,8 +246,16 @@ class ServerMachine:
             part.reads.cancel(waiter)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time passed: reads expire."""
-        return [effect for part in set(self._waiting.values()) for effect in part.reads.tick(now_s)]
+        """Time passed: reads expire, and updates form that gave slow workers time."""
+        parts = {*self._waiting.values(), *self._timed}
+        effects = [effect for part in parts for effect in part.tick(now_s)]
+        self._timed = {part for part in self._timed if part.wake_s is not None}
+        return effects
+
+    @property
+    def wake_s(self) -> float | None:
+        """When an update may form by time alone; None if none will."""
+        return min((part.wake_s for part in self._timed if part.wake_s is not None), default=None)
 
     # --- views of the state
 

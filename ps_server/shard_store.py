@@ -15,7 +15,8 @@ Rules:
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
-    - ASSIGN: the reduced contribution replaces the values of the present tensors.
+    - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
+      to them.
 
 Invariants:
     STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
@@ -53,6 +54,8 @@ from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
+
+_WITHOUT_ARITHMETIC = (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD)
 
 _KEPT_SUM_COUNT = 2
 """AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
@@ -97,7 +100,8 @@ class ShardStore:
         self._sums: dict[int, dict[int, Contribution]] = {}
         self._is_mean = spec.reduction is Reduction.MEAN
         self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
-        has_kernel = spec.optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN)
+        self._adds = spec.optimizer.kind is OptimizerKind.ADD
+        has_kernel = spec.optimizer.kind not in _WITHOUT_ARITHMETIC
         self._optimizer = Optimizer(spec.optimizer, self._pool) if has_kernel else None
 
     @property
@@ -320,7 +324,9 @@ class ShardStore:
     def _apply_block(
         self, state: BlockState, total: Contribution, numbers: dict[str, float]
     ) -> None:
-        if self._optimizer is None:
+        if self._adds:
+            contributions.add_present(total, state.values)
+        elif self._optimizer is None:
             contributions.copy_present(total, state.values)
         else:
             total = contributions.padded(total, self._pool)

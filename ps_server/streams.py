@@ -34,6 +34,8 @@ _OUTCOME = {
     Outcome.REPLACED: parameters_pb2.OUTCOME_REPLACED,
     Outcome.WITHDRAWN: parameters_pb2.OUTCOME_WITHDRAWN,
     Outcome.SKIPPED: parameters_pb2.OUTCOME_SKIPPED,
+    Outcome.REJECTED: parameters_pb2.OUTCOME_REJECTED,
+    Outcome.DISCARDED: parameters_pb2.OUTCOME_DISCARDED,
 }
 _MAX_BATCH_COUNT = 1024
 _MAX_PART_COUNT = 8

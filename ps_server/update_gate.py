@@ -1,8 +1,14 @@
 """Seals take effect, updates form (SEMANTICS S1, S4, S6).
 
-BSP: update c forms when the seal of clock c of every member is in effect; steps are folded in rank
-order as soon as their turn comes. ASP: a step is folded and recorded when its seal takes effect, an
-eager push when it arrives.
+    mode              an update is                        it forms when
+    BSP               clock c of every member, folded     the seal of clock c of every member is
+                      in rank order as turns come         in effect
+    BSP, b backups    clock c of those that are in        those of all members but b are, and the
+                                                          grace time has passed or all are in
+    SSP, ASP          one worker's step, without what     its seal takes effect
+                      is too stale, scaled by how
+                      stale it is if the table says so
+    SSP, ASP, eager   one push of it                      it arrives
 
 Rules:
     - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
@@ -13,6 +19,7 @@ Invariants:
     RM-2  Under BSP update c is applied after update c - 1 and holds each member's step once, in
           rank order.
     RM-3  Nothing is folded before the range has its initial values.
+    RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
 What it deliberately does not do: take entries in (`range_machine` does), or replicate (a later
 record path hooks in at `_commit`).
@@ -22,7 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ps_core.errors import InvalidTensor, check
+from ps_core.consistency import StalePolicy
+from ps_core.errors import AlreadyPast, InvalidTensor, check
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
 from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Record, SealEvent
@@ -42,13 +50,14 @@ class UpdateGate:
     def __init__(self, state: RangeState, reads: ReadGate) -> None:
         self._state = state
         self._reads = reads
+        self.wake_s: float | None = None
         self._next_rank = 0  # ranks below it that belong to the update in the making are folded
 
-    def advance(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
         sealed_clock = worker.sealed_clock
         while True:
-            step = worker.steps.get(worker.sealed_clock + 1)
+            step = self._next_step(worker)
             if step is None or step.seal is None:
                 break
             if not self._is_complete(worker, step.seal.sequence):
@@ -56,7 +65,18 @@ class UpdateGate:
             if not self._take_effect(worker, step, step.seal, out):
                 break
         if worker.sealed_clock != sealed_clock:  # else nothing can follow
-            self._progress(worker, out)
+            self._progress(worker, now_s, out)
+
+    def _next_step(self, worker: WorkerPart) -> StepPart | None:
+        """The step whose seal may take effect next: that of the next clock, or with backup workers
+        one further ahead, if all updates between have formed without the worker (RM-6).
+        """
+        step = worker.steps.get(worker.sealed_clock + 1)
+        if step is None and worker.steps and self._state.consistency.backup_workers:
+            ahead = min(worker.steps)
+            if worker.sealed_clock < ahead <= self._state.clock + 1:
+                step = worker.steps[ahead]
+        return step
 
     @staticmethod
     def _is_complete(worker: WorkerPart, sequence: int) -> bool:
@@ -91,9 +111,32 @@ class UpdateGate:
                 self._state.unstage(step, worker, push)
         if seal.terms.last:
             self._leave(worker, step.clock, out)
-            if step.skip and not self._state.is_asp:
+            if step.skip and self._state.is_bsp:
                 self._depart(worker, step, out)
+        if (
+            self._state.is_bsp
+            and 0 < step.clock <= self._state.clock
+            and step.clock in worker.steps
+        ):
+            self._discard(worker, step, out)
         return True
+
+    def _discard(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """The update has formed without this step; its worker goes on from the newest clock."""
+        state = self._state
+        past = AlreadyPast(
+            f"update {step.clock} of table '{state.name}' has formed without worker "
+            f"{worker.rank}; range {state.range_id} is at clock {state.clock}",
+            clock=state.clock,
+        )
+        ending = Ending(Outcome.DISCARDED, past)
+        for push in step.pushes.values():
+            state.unstage(step, worker, push)
+        for sequence in sorted(step.pushes):
+            state.end(worker, step.pushes[sequence].sender, sequence, ending, out)
+        seal = step.sealed_by
+        state.end(worker, seal.sender, seal.sequence, ending, out)
+        del worker.steps[step.clock]
 
     def _depart(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         """A last step that is skipped adds nothing to its update: the worker goes without waiting
@@ -118,7 +161,7 @@ class UpdateGate:
                     del worker.held[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
-    def _progress(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """What follows from a seal of `worker` that took effect."""
         state = self._state
         before = state.record_count
@@ -128,12 +171,13 @@ class UpdateGate:
             moved = list(state.by_rank.values())
         if not state.initialized:
             return
-        if state.is_asp:
+        if state.is_bsp:
+            while self._form(now_s, out):
+                pass
+        else:
             for other in moved:
                 self._record_sealed(other, out)
-        else:
-            while self._form(out):
-                pass
+            state.clock = state.slowest_clock()
         if before != state.record_count:
             self._reads.release(out)
 
@@ -149,21 +193,55 @@ class UpdateGate:
         self._commit(record, out)
 
     def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
-        """ASP: record every step of the worker whose seal is in effect."""
+        """Not BSP: record every step of the worker whose seal is in effect."""
         while worker.done_clock < worker.sealed_clock:
             step = worker.steps[worker.done_clock + 1]
             worker.done_clock = step.clock
             self._record_step(worker, step, out)
 
     def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
-        fold = self._fold(worker, step) if step.pushes and not step.skip else None
-        blocks = tuple([block for block, _ in fold.parts]) if fold is not None else ()
+        if not step.skip:
+            self._reject_stale(worker, step, out)
+        folds = self._scaled_folds(worker, step) if step.pushes and not step.skip else []
+        blocks = tuple(sorted(block for fold in folds for block, _ in fold.parts))
         contributor = self._contributor(worker, step)
         record = self._record(step.clock, [contributor], step.numbers, blocks)
-        if fold is not None:
-            out.append(fold)
+        if folds:
+            out += folds
             out.append(Apply(record))
         self._commit(record, out)
+
+    def _reject_stale(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """What is too stale takes no part in the step."""
+        if self._state.consistency.policy is not StalePolicy.REJECT:
+            return
+        for push in list(step.pushes.values()):
+            tau = self._staleness(worker, push)
+            if self._state.consistency.rejects(tau):
+                self._state.drop_push(step, worker, push.sequence)
+                self._reject(worker, push, tau, out)
+
+    def _reject(self, worker: WorkerPart, push: HeldPush, tau: int, out: list[Effect]) -> None:
+        ending = Ending(Outcome.REJECTED, staleness=tau)
+        self._state.end(worker, push.sender, push.sequence, ending, out)
+
+    def _scaled_folds(self, worker: WorkerPart, step: StepPart) -> list[Fold]:
+        """The step's parts, together where what their staleness makes of them is the same."""
+        consistency = self._state.consistency
+        if consistency.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
+            return [self._fold(worker, step)]
+        factors = {
+            push.block: consistency.scale(self._staleness(worker, push))
+            for push in step.pushes.values()
+        }
+        whole = self._fold(worker, step)
+        return [
+            whole._replace(
+                parts=tuple(part for part in whole.parts if factors[part[0]] == factor),
+                scale=whole.scale * factor,
+            )
+            for factor in sorted(set(factors.values()), reverse=True)
+        ]
 
     def record_eager(
         self,
@@ -173,7 +251,12 @@ class UpdateGate:
         hyperparameters: Hyperparameters,
         out: list[Effect],
     ) -> None:
-        """ASP: one block is a record of its own; the seal that follows only ends the step."""
+        """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
+        tau = self._staleness(worker, push)
+        if self._state.consistency.rejects(tau):
+            self._state.drop_push(step, worker, push.sequence)
+            self._reject(worker, push, tau, out)
+            return
         merged = self._state.table.numbers.merged(hyperparameters)
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
@@ -186,17 +269,19 @@ class UpdateGate:
                 step.clock,
                 worker.rank,
                 (part,),
-                1.0,
+                self._state.consistency.scale(tau),
             )
         )
         out.append(Apply(record))
         self._commit(record, out)
         del step.pushes[push.sequence]
 
-    def _form(self, out: list[Effect]) -> bool:
+    def _form(self, now_s: float, out: list[Effect]) -> bool:
         """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
         state = self._state
         clock = state.clock + 1
+        if state.consistency.backup_workers:
+            return self._form_without_slowest(clock, now_s, out)
         for rank in range(self._next_rank, state.worker_count):
             if not state.is_member(rank, clock):
                 continue
@@ -207,17 +292,52 @@ class UpdateGate:
             if not step.skip and step.pushes:
                 out.append(self._fold(worker, step))
             self._next_rank = rank + 1
-        return self._form_record(clock, out)
+        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
+        return self._form_record(clock, members, out)
 
-    def _form_record(self, clock: int, out: list[Effect]) -> bool:
-        """Every member is in; False if there is none."""
+    def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
+        """BSP with backup workers: form the update once enough members are in, and those that came
+        within the grace time (RM-2, but for the steps that are missing).
+        """
+        state, consistency = self._state, self._state.consistency
+        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
+        ready = [
+            rank
+            for rank in members
+            if rank in state.by_rank and state.by_rank[rank].sealed_clock >= clock
+        ]
+        if not ready or len(ready) < len(members) - consistency.backup_workers:
+            return False
+        if len(ready) < len(members) and consistency.grace_ms:
+            if self.wake_s is None:
+                self.wake_s = now_s + consistency.grace_ms / 1000
+            if now_s < self.wake_s:
+                return False
+        self.wake_s = None
+        for rank in ready:
+            worker = state.by_rank[rank]
+            step = worker.steps[clock]
+            if not step.skip and step.pushes:
+                out.append(self._fold(worker, step))
+        return self._form_record(clock, ready, out)
+
+    def tick(self, now_s: float, out: list[Effect]) -> None:
+        """Time passed: an update that gave others time may form."""
+        if self.wake_s is None or now_s < self.wake_s:
+            return
+        before = self._state.record_count
+        while self._form(now_s, out):
+            pass
+        if before != self._state.record_count:
+            self._reads.release(out)
+
+    def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
+        """Those that take part are in; False if there is none."""
         state = self._state
         contributors = []
         blocks: set[int] = set()
         numbers: Hyperparameters | None = None
-        for rank in range(state.worker_count):
-            if not state.is_member(rank, clock):
-                continue
+        for rank in ranks:
             worker = state.by_rank[rank]
             step = worker.steps[clock]
             contributors.append(self._contributor(worker, step))

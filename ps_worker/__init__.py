@@ -11,6 +11,7 @@
 
 from typing import TYPE_CHECKING
 
+from ps_core.consistency import Consistency
 from ps_core.errors import (
     AlreadyPast,
     Draining,
@@ -34,8 +35,8 @@ from ps_core.errors import (
 from ps_worker.client import Client, connect
 from ps_worker.counters import Progress
 from ps_worker.local_cluster import LocalCluster, local_cluster
-from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, Assign, RMSprop
-from ps_worker.settings import ASP, BSP, Constant, FromRank0, Inline, Zeros
+from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Add, Aggregate, Assign, RMSprop
+from ps_worker.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
 from ps_worker.shared_buffers import empty_shared
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
@@ -48,13 +49,16 @@ __all__ = [
     "ASP",
     "BSP",
     "SGD",
+    "SSP",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Add",
     "Aggregate",
     "AlreadyPast",
     "Assign",
     "Client",
+    "Consistency",
     "Constant",
     "DistributedOptimizer",
     "Draining",

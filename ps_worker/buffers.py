@@ -113,7 +113,7 @@ class BufferTable:
             optimizer=Assign(),
             dtype=layout.dtype.value,
             init=FromRank0(),
-            consistency=options.consistency,
+            consistency=options.consistency.without_policy(),
             # One contributor or none in the case of rank0, whose sum is its values, bit for bit.
             reduction="mean" if options.buffers == "mean" else "sum",
             block_elements=options.block_elements,

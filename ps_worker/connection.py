@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from ps_core.cluster_view import Role, Session
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidKeys, NotPermitted, PushpullError, WaitExpired
-from ps_core.tables import InitializerKind, Mode, Table
+from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig

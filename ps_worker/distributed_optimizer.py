@@ -43,7 +43,6 @@ from ps_worker.optimizers import (
     for_group,
     hyperparameters,
 )
-from ps_worker.settings import ASP
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
@@ -252,8 +251,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
 
     def _birth_clock(self) -> int:
-        """The model's clock at present; under ASP, where workers' clocks differ, 0."""
-        if isinstance(self._options.consistency, ASP):
+        """The model's clock at present; but for BSP, where workers' clocks differ, 0."""
+        if not self._options.is_bsp:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 

@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.consistency import Mode
 from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
-from ps_core.tables import InitializerKind, Mode, Table, TableSpec
+from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime import logs, wire
 from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
@@ -243,6 +244,11 @@ class Engine:
             raise
         finally:
             self._reads.discard(task)
+        # All of the table is at this clock or further; a part of it would say nothing of the rest.
+        if order.table.spec.consistency.backup_workers and len(pulled.versions) == (
+            order.table.block_count
+        ):
+            order.steps.catch_up(pulled.clock)
         clock, began_s = self._began_s.get(order.table.table_id, (-1, 0.0))
         if clock == order.clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)

@@ -205,6 +205,13 @@ class Assign(ServerOptimizer):
     kind: ClassVar[OptimizerKind] = OptimizerKind.ASSIGN
 
 
+@dataclass(frozen=True, slots=True)
+class Add(ServerOptimizer):
+    """The reduced contribution is added to the table's value: deltas that workers computed."""
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ADD
+
+
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
     """The numbers of a torch parameter group that `kind` has, sorted by name.
 

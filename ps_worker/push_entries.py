@@ -141,6 +141,8 @@ class WindowStep:
     invalid: set[Entry] = field(default_factory=set)
     skipped: bool = False
     staleness: int = 0
+    rejected: list[int] = field(default_factory=list)
+    discarded: bool = False
 
     @property
     def sealed_with(self) -> SealTerms:
@@ -202,7 +204,8 @@ class StepEnded:
     """Every entry of the step has its outcome; nothing of it will be sent again.
 
     `problems` holds (block, error) for every entry that was refused for good; block is None for
-    seals.
+    seals. `rejected` are the blocks that were too stale; `discarded`: an update of some range has
+    formed without the step.
     """
 
     table_id: TableId
@@ -210,6 +213,8 @@ class StepEnded:
     applied: bool
     problems: tuple[tuple[int | None, PushpullError], ...]
     staleness: int
+    rejected: tuple[int, ...] = ()
+    discarded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,10 +352,10 @@ class PushWindow:
         step.open_count -= 1
         step.awaited.discard(entry)
         refused: list[Effect] = []
+        if ending.staleness > step.staleness:
+            step.staleness = ending.staleness
         if ending.outcome is not _APPLIED:
             refused = self._ended_otherwise(entry, ending)
-        elif ending.staleness > step.staleness:
-            step.staleness = ending.staleness
         if step.terms is None or step.open_count:
             return refused
         return [*refused, self._end_step(step, step.terms)]
@@ -366,6 +366,10 @@ class PushWindow:
         step = entry.step
         if ending.outcome is Outcome.SKIPPED:
             step.skipped = True
+        elif ending.outcome is Outcome.DISCARDED:
+            step.discarded = True
+        elif ending.outcome is Outcome.REJECTED and entry.block is not None:
+            step.rejected.append(entry.block)
         if ending.outcome is not Outcome.INVALID or entry.given_up:
             return []
         problem = ending.error or PushpullError("refused without saying why")
@@ -378,7 +382,13 @@ class PushWindow:
         step.forget_entries()
         skipped = step.skipped or terms.skip or bool(step.invalid)
         return StepEnded(
-            step.table_id, step.clock, not skipped, tuple(step.problems), step.staleness
+            step.table_id,
+            step.clock,
+            not skipped,
+            tuple(step.problems),
+            step.staleness,
+            tuple(sorted(step.rejected)),
+            step.discarded,
         )
 
     # --- what to send

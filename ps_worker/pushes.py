@@ -57,6 +57,8 @@ _OUTCOMES = {
     parameters_pb2.OUTCOME_REPLACED: Outcome.REPLACED,
     parameters_pb2.OUTCOME_WITHDRAWN: Outcome.WITHDRAWN,
     parameters_pb2.OUTCOME_SKIPPED: Outcome.SKIPPED,
+    parameters_pb2.OUTCOME_REJECTED: Outcome.REJECTED,
+    parameters_pb2.OUTCOME_DISCARDED: Outcome.DISCARDED,
 }
 
 
@@ -318,7 +320,11 @@ class PushDriver:
             finished = max(self._counters.finished_step_count, ended.clock)
             self._counters.finished_step_count = finished
         self._counters.staleness = ended.staleness
-        result = StepResult(ended.clock, ended.applied, ended.staleness)
+        result = StepResult(
+            ended.clock, ended.applied, ended.staleness, ended.rejected, ended.discarded
+        )
+        MEASURES.rejected_blocks.inc(len(ended.rejected))
+        MEASURES.discarded_steps.inc(int(ended.discarded))
         self._finish(ended.table_id, ended.clock, result)
 
     def _finish(self, table_id: TableId, clock: int, result: StepResult | PushpullError) -> None:

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
+from ps_core import limits
+from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
     DType,
     Initializer,
     InitializerKind,
     Kernels,
-    Mode,
     OptimizerSpec,
     Reduction,
     TableSpec,
@@ -28,14 +29,53 @@ from ps_core.tables import (
 from ps_worker.values import Values, raw_of
 
 
-@dataclass(frozen=True, slots=True)
-class BSP:
-    """Bulk-synchronous: every update has a step of every worker; all read the same version."""
+def BSP(*, backup_workers: int = 0, grace_s: float = 0.0) -> Consistency:  # noqa: N802
+    """Bulk-synchronous: every update has a step of every worker; all read the same version.
+
+    Args:
+        backup_workers: how many workers' steps may be missing from an update; 0 (default) waits
+            for all. A step that comes too late is discarded, and its worker goes on from the
+            newest clock.
+        grace_s: how long an update waits for the others once enough steps are there.
+
+    Raises:
+        InvalidConfig: a number is out of its bounds.
+    """
+    grace_ms = _grace_ms(grace_s)
+    return Consistency(backup_workers=backup_workers, grace_ms=grace_ms).validated()
 
 
-@dataclass(frozen=True, slots=True)
-class ASP:
-    """Asynchronous: every step is applied when it arrives; nobody waits."""
+def SSP(staleness: int) -> Consistency:  # noqa: N802
+    """Stale-synchronous: every step is applied when it arrives; a pull waits until no worker is
+    more than `staleness` clocks behind.
+
+    Raises:
+        InvalidConfig: the bound is negative or too large.
+    """
+    return Consistency(Mode.SSP, staleness=staleness).validated()
+
+
+def ASP(  # noqa: N802
+    *, reject: int | None = None, damp: float | None = None, divide: bool = False
+) -> Consistency:
+    """Asynchronous: every step is applied when it arrives; nobody waits. At most one of:
+
+    Args:
+        reject: turn away what is staler than this many updates; `StepResult.rejected` names it.
+        damp: multiply what is tau updates stale by 1 / (1 + damp * tau).
+        divide: multiply it by 1 / max(1, tau).
+
+    Raises:
+        InvalidConfig: two of them, or a number out of its bounds.
+    """
+    given = [name for name, value in (("reject", reject), ("damp", damp)) if value is not None]
+    given += ["divide"] * divide
+    if len(given) > 1:
+        raise InvalidConfig(f"ASP has {' and '.join(given)}; expected at most one of them")
+    policy = StalePolicy(given[0]) if given else StalePolicy.ACCEPT
+    return Consistency(
+        Mode.ASP, policy=policy, bound=reject or 0, alpha=0.0 if damp is None else damp
+    ).validated()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +106,6 @@ class FromRank0:
     """The worker of rank 0 gives the values with `client.assign`; until then everybody waits."""
 
 
-Consistency = BSP | ASP
 Initial = Zeros | Constant | Inline | FromRank0
 Layout = int | Sequence[int] | Sequence[tuple[str, Sequence[int]]]
 
@@ -85,9 +124,9 @@ class TableOptions(TypedDict, total=False):
     Attributes:
         dtype: "float32" (default), "float64", "float16" or "bfloat16": the element type of pushes
             and pulls. The two halves keep float32 values on the servers.
-        consistency: `BSP()` (default) or `ASP()`.
+        consistency: `BSP()` (default), `SSP(staleness)` or `ASP()`, or their short form ("ssp:4").
         reduction: "mean" (default: sum in rank order, one multiply by 1 / contributors) or "sum".
-            Under ASP each step is applied whole in both cases.
+            Under SSP and ASP each step is applied whole in both cases.
         init: `Zeros()` (default), `Constant(value)`, `Inline(values)` or `FromRank0()`.
         block_elements: elements a block, a multiple of 64; 0 (default) means 262144.
         allow_non_finite: accept gradients with infinities and NaNs; False (default) refuses them.
@@ -99,7 +138,7 @@ class TableOptions(TypedDict, total=False):
     """
 
     dtype: str
-    consistency: Consistency
+    consistency: Consistency | str
     reduction: str
     init: Initial
     block_elements: int
@@ -134,7 +173,7 @@ def table_spec(
         optimizer=spec,
         block_elements=options.get("block_elements", 0),
         tensors=tensors,
-        mode=_mode(options.get("consistency", BSP())),
+        consistency=consistency_of(options.get("consistency", Consistency())),
         initializer=_initializer(options.get("init", Zeros()), dtype),
         reduction=_choice(Reduction, "reduction", options.get("reduction", "mean")),
         allow_non_finite=options.get("allow_non_finite", False),
@@ -175,12 +214,25 @@ def _size(name: str, size: object) -> int:
     return size
 
 
-def _mode(consistency: Consistency) -> Mode:
-    if isinstance(consistency, BSP):
-        return Mode.BSP
-    if isinstance(consistency, ASP):
-        return Mode.ASP
-    raise InvalidConfig(f"consistency is {consistency!r}; expected BSP() or ASP()")
+def consistency_of(given: Consistency | str) -> Consistency:
+    """A setting, or the words that `pushpull` writes it in ("ssp:4").
+
+    Raises:
+        InvalidConfig: it is neither.
+    """
+    if isinstance(given, str):
+        return parsed(given)
+    if isinstance(given, Consistency):
+        return given.validated()
+    raise InvalidConfig(f"consistency is {given!r}; expected BSP(), SSP(staleness) or ASP()")
+
+
+def _grace_ms(grace_s: float) -> int:
+    if not 0.0 <= grace_s <= limits.MAX_GRACE_MS / 1000:
+        raise InvalidConfig(
+            f"grace_s is {grace_s}; expected 0 to {limits.MAX_GRACE_MS / 1000:g} seconds"
+        )
+    return round(grace_s * 1000)
 
 
 def _initializer(initial: Initial, dtype: DType) -> Initializer:

@@ -188,7 +188,9 @@ class TableSteps:
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has sealed on the table."""
+        """The clock of the last step that this worker sealed on the table, or of the newest update
+        that formed without it.
+        """
         return self._clock
 
     def open_step(self) -> Step:
@@ -225,6 +227,14 @@ class TableSteps:
         """Sealed steps that have not ended, oldest first."""
         with self._lock:
             return [ticket for ticket in self._tickets if not ticket.done()]
+
+    def catch_up(self, clock: int) -> None:
+        """All updates up to `clock` have formed, perhaps without this worker: its next step is for
+        the one after them. An open step stays what it is.
+        """
+        with self._lock:
+            if self._open is None:
+                self._clock = max(self._clock, clock)
 
     def saw(self, block: int, peer_version: int) -> None:
         """A pull brought `block` with that peer version."""

@@ -32,7 +32,11 @@ class StepResult:
     clock: int
     applied: bool
     staleness: int
-    """ASP: the most updates by others to one of its blocks since this worker pulled it."""
+    """SSP, ASP: the most updates by others to one of its blocks since this worker pulled it."""
+    rejected: tuple[int, ...] = ()
+    """ASP with a bound: the blocks that were too stale. Pull, then compute and push them anew."""
+    discarded: bool = False
+    """BSP with backup workers: some part of the table formed its update without the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class Pulled:
     """
 
     clock: int
-    """The lowest clock of the ranges read (BSP): the newest update that all of it holds."""
+    """The lowest clock of the ranges read. BSP: the newest update that all of it holds; else the
+    slowest worker's clock."""
     versions: dict[int, int] = field(default_factory=dict)
     presence: dict[int, bytes] = field(default_factory=dict)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Kernels, Reduction
-from ps_worker.settings import ASP, BSP, Consistency
+from ps_worker.settings import BSP, consistency_of
 
 BUFFER_MODES = ("rank0", "mean", None)
 STEP_MODES = ("sealed", "eager")
@@ -17,7 +18,7 @@ class OptimizerOptions(TypedDict, total=False):
     """The keyword arguments of `DistributedOptimizer`, as `TrainingOptions` explains them."""
 
     name: str
-    consistency: Consistency
+    consistency: Consistency | str
     reduction: str
     mode: str
     buffers: str | None
@@ -34,11 +35,12 @@ class TrainingOptions:
 
     Attributes:
         name: the first part of its tables' names; two optimizers of one cluster need two names.
-        consistency: `BSP()` (default) or `ASP()`.
-        reduction: "mean" (default) or "sum" of the workers' gradients; ASP applies each whole.
+        consistency: `BSP()` (default), `SSP(staleness)` or `ASP()`, or their short form ("ssp:4").
+        reduction: "mean" (default) or "sum" of the workers' gradients; SSP and ASP apply each
+            whole.
         mode: "sealed" (default): a gradient that changes after its block left is sent again before
             the step counts. "eager": the gradient is final when autograd has finished it; a later
-            change raises `GradientChangedAfterPush`. Under ASP such blocks are applied on arrival.
+            change raises `GradientChangedAfterPush`. Not under BSP, such blocks apply on arrival.
         buffers: "rank0" (default): every worker has rank 0's buffers after each step; "mean": their
             mean (integers rounded), BSP only; None: each worker keeps its own, and no reader sees
             any. Without a module there are no buffers to speak of.
@@ -71,9 +73,10 @@ class TrainingOptions:
             raise InvalidConfig(f"accumulate is {self.accumulate}; expected 1 or more")
         if not self.name or "/" in self.name:
             raise InvalidConfig(f"name is {self.name!r}; expected a name without '/'")
-        if self.buffers == "mean" and isinstance(self.consistency, ASP):
+        if self.buffers == "mean" and not self.is_bsp:
             raise InvalidConfig(
-                "buffers is 'mean' under ASP, where nothing is averaged; expected BSP"
+                f"buffers is 'mean' under {self.consistency}, where nothing is averaged; expected "
+                "BSP"
             )
 
     @classmethod
@@ -90,7 +93,8 @@ class TrainingOptions:
                 f"DistributedOptimizer has no option {', '.join(unknown)}; it has "
                 f"{', '.join(sorted(known))}"
             )
-        return cls(**given)
+        consistency = consistency_of(given.get("consistency", BSP()))
+        return cls(**cast("dict[str, Any]", {**given, "consistency": consistency}))
 
     @property
     def is_eager(self) -> bool:
@@ -99,8 +103,13 @@ class TrainingOptions:
 
     @property
     def applies_on_arrival(self) -> bool:
-        """Whether the servers apply blocks before the step is sealed: eager steps under ASP."""
-        return self.is_eager and isinstance(self.consistency, ASP)
+        """Whether the servers apply blocks before the step is sealed: eager steps, but for BSP."""
+        return self.is_eager and not self.is_bsp
+
+    @property
+    def is_bsp(self) -> bool:
+        """Whether the workers of the model are at one clock."""
+        return self.consistency.mode is Mode.BSP
 
 
 def _require_one_of(field: str, given: object, allowed: tuple[object, ...]) -> None:

@@ -245,6 +245,7 @@ class Cluster:
             if difference is not None:
                 raise TableExists(f"table '{spec.name}' exists and differs: its {difference}")
             return Decision(Created(existing, self._state.view_number))
+        self._check_quorum(spec)
         self._check_room(spec)
         state = self._state
         table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec)
@@ -259,6 +260,14 @@ class Cluster:
         state.next_ordinal += table.block_count
         transitions = self._changed(TableCreated(table), *self._place(added_bytes))
         return Decision(Created(table, state.view_number), transitions)
+
+    def _check_quorum(self, spec: TableSpec) -> None:
+        backups, workers = spec.consistency.backup_workers, self.settings.worker_count
+        if backups >= workers:
+            raise InvalidConfig(
+                f"table '{spec.name}' has {backups} backup workers of {workers} workers; expected "
+                "fewer: an update needs a step"
+            )
 
     def tick(self, now_s: float) -> Decision[None]:
         """Note who has fallen silent; to be called at least every half lease."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from enum import Enum
 
+from ps_core.consistency import Consistency
 from ps_core.tables import TableSpec
 
 _SHOWN_CHARACTERS = 120
@@ -37,6 +38,8 @@ def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
 def _differs(path: str, exists: object, came: object) -> str | None:
     if exists == came or (exists != exists and came != came):
         return None
+    if isinstance(exists, Consistency):  # one word says it all
+        return f"{path} is {exists}; got {came}"
     if dataclasses.is_dataclass(exists) and type(exists) is type(came):
         parts = (
             _differs(

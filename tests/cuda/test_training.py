@@ -89,7 +89,7 @@ def test_adam_gives_what_it_gives_on_the_cpu(
 @pytest.mark.parametrize("consistency", [ps.BSP(), ps.ASP()], ids=["bsp", "asp"])
 @pytest.mark.parametrize("mode", ["sealed", "eager"])
 def test_each_mode_trains(
-    client: ps.Client, model: Any, name: str, consistency: ps.BSP | ps.ASP, mode: str
+    client: ps.Client, model: Any, name: str, consistency: ps.Consistency, mode: str
 ) -> None:
     pair = Pair(client, name, model, options={"consistency": consistency, "mode": mode})
     pair.train(4)

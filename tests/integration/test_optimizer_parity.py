@@ -99,9 +99,9 @@ def test_each_optimizer_with_unused_parameters_equals_torch(client: ps.Client, n
 @pytest.mark.parametrize("consistency", [ps.BSP(), ps.ASP()], ids=["bsp", "asp"])
 @pytest.mark.parametrize("mode", ["sealed", "eager"])
 def test_each_mode_equals_torch(
-    client: ps.Client, kernels: str, consistency: ps.BSP | ps.ASP, mode: str
+    client: ps.Client, kernels: str, consistency: ps.Consistency, mode: str
 ) -> None:
-    name = f"mode-{kernels}-{type(consistency).__name__}-{mode}"
+    name = f"mode-{kernels}-{consistency}-{mode}"
     pair = Pair(
         client, name, ps.AdamW(lr=0.01), partial(torch.optim.AdamW, lr=0.01),
         kernels=kernels, consistency=consistency, mode=mode,

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ps_core import errors, limits
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import DType, Mode, OptimizerKind, OptimizerSpec, TableSpec
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import wire
 from scheduler.cluster import READER_LEASES, Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
@@ -90,7 +91,7 @@ def spec_of(name: str, block_count: int, mode: Mode) -> TableSpec:
         element_count=64 * block_count,
         optimizer=OptimizerSpec(OptimizerKind.ADAM),
         block_elements=64,
-        mode=mode,
+        consistency=Consistency(mode),
     )
 
 

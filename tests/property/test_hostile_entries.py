@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidTensor
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome
-from ps_core.tables import Mode, Table
+from ps_core.tables import Table
 from ps_server.events import (
     Apply,
     Assign,

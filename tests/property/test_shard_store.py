@@ -141,6 +141,8 @@ class Twin:
         kind = self.table.spec.optimizer.kind
         if kind is OptimizerKind.SGD:
             self.values[self.mask] -= total[self.mask]
+        elif kind is OptimizerKind.ADD:
+            self.values[self.mask] += total[self.mask]
         elif kind is OptimizerKind.ASSIGN:
             self.values[self.mask] = total[self.mask]
         else:
@@ -154,7 +156,7 @@ class Twin:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    kinds = [OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN]
+    kinds = [OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD]
     plain = [OptimizerSpec(kind) for kind in kinds] + [
         OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),), kernels=kernels) for kernels in Kernels
     ]
@@ -477,7 +479,9 @@ def test_no_optimizer_writes_into_a_payload(kind: OptimizerKind, kernels: Kernel
 
 
 WITH_DECAY = {
-    kind for kind in OptimizerKind if kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN)
+    kind
+    for kind in OptimizerKind
+    if kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD)
 }
 
 

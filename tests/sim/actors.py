@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidTensor, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_core.tables import Mode, Table
+from ps_core.tables import Table
 from ps_server.events import (
     AnswerPull,
     Apply,

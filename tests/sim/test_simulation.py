@@ -10,13 +10,13 @@ import statistics
 from collections import Counter
 
 from ps_core.cluster_view import Role
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import AlreadyPast
 from ps_core.keys import Incarnation
 from ps_core.tables import (
     DType,
     Initializer,
     InitializerKind,
-    Mode,
     OptimizerKind,
     OptimizerSpec,
     TableSpec,
@@ -52,7 +52,7 @@ def _spec(draw: random.Random, index: int) -> TableSpec:
         element_count=64 * blocks,
         optimizer=OptimizerSpec(OptimizerKind.SGD),
         block_elements=64,
-        mode=Mode.BSP if index == 0 else draw.choice((Mode.BSP, Mode.ASP)),
+        consistency=Consistency(Mode.BSP if index == 0 else draw.choice((Mode.BSP, Mode.ASP))),
         initializer=Initializer(InitializerKind.FROM_RANK_ZERO),
         gate_bytes=draw.choice((1, 1, 0, 4096)),
     )

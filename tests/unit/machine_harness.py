@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
@@ -12,7 +13,6 @@ from ps_core.tables import (
     Hyperparameters,
     Initializer,
     InitializerKind,
-    Mode,
     OptimizerKind,
     OptimizerSpec,
     Table,
@@ -60,7 +60,7 @@ class FreeRoom:
 
 
 def make_table(
-    mode: Mode = Mode.BSP,
+    mode: Mode | Consistency = Mode.BSP,
     *,
     blocks: int = 4,
     kind: OptimizerKind = OptimizerKind.SGD,
@@ -74,7 +74,7 @@ def make_table(
         64 * blocks,
         OptimizerSpec(kind),
         block_elements=64,
-        mode=mode,
+        consistency=Consistency(mode) if isinstance(mode, Mode) else mode,
         initializer=Initializer(start),
     )
     return Table(TableId(1), 0, spec.validated())

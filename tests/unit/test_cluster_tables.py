@@ -9,12 +9,12 @@ import pytest
 
 from ps_core import errors, limits
 from ps_core.cluster_view import Node, NodeState, Role, Session
+from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 from ps_core.tables import (
     DType,
     Initializer,
     InitializerKind,
-    Mode,
     OptimizerKind,
     OptimizerSpec,
     TensorSpec,
@@ -119,8 +119,8 @@ class TestTables:
         harness.create(one)
         refused(
             errors.TableExists,
-            "table 'model' exists and differs: its mode is bsp; got asp",
-            by=lambda: harness.create(two, replace(SPEC, mode=Mode.ASP)),
+            "table 'model' exists and differs: its consistency is bsp; got asp",
+            by=lambda: harness.create(two, replace(SPEC, consistency=Consistency(Mode.ASP))),
             of=harness,
         )
 

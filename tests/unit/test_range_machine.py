@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core.consistency import Mode
 from ps_core.errors import (
     AlreadyPast,
     Fenced,
@@ -13,7 +14,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import Mode, OptimizerKind
+from ps_core.tables import OptimizerKind
 from ps_server.events import Apply, PushEvent, RefusePull, ReplyTo
 from ps_server.room import Step
 from tests.unit.machine_harness import (

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
@@ -24,7 +25,6 @@ from ps_core.tables import (
     Initializer,
     InitializerKind,
     Kernels,
-    Mode,
     OptimizerKind,
     OptimizerSpec,
     Reduction,
@@ -63,6 +63,19 @@ TENSORS = st.builds(
     shape=st.lists(UINT64, max_size=4).map(tuple),
     offset=UINT64,
 )
+CONSISTENCIES = st.one_of(
+    st.builds(Consistency, backup_workers=UINT32, grace_ms=UINT32),
+    st.builds(Consistency, st.just(Mode.SSP), staleness=UINT32),
+    st.builds(Consistency, st.just(Mode.ASP), policy=st.just(StalePolicy.REJECT), bound=UINT32),
+    st.builds(
+        Consistency, st.just(Mode.ASP), policy=st.just(StalePolicy.DAMP), alpha=st.floats(1e-3, 9)
+    ),
+    st.builds(
+        Consistency,
+        st.just(Mode.ASP),
+        policy=st.sampled_from((StalePolicy.ACCEPT, StalePolicy.DIVIDE)),
+    ),
+)
 SPECS = st.builds(
     TableSpec,
     name=st.text(max_size=16),
@@ -71,7 +84,7 @@ SPECS = st.builds(
     optimizer=OPTIMIZERS,
     block_elements=UINT32,
     tensors=st.lists(TENSORS, max_size=3).map(tuple),
-    mode=st.sampled_from(Mode),
+    consistency=CONSISTENCIES,
     initializer=INITIALIZERS,
     reduction=st.sampled_from(Reduction),
     allow_non_finite=st.booleans(),
@@ -147,7 +160,7 @@ def test_unset_enums_with_a_meaning_take_it() -> None:
     [
         ("dtype", "dtype is unset; expected one of float32"),
         ("optimizer", "optimizer.kind is unset; expected one of sgd"),
-        ("consistency", "consistency.mode is unset; expected one of bsp, asp"),
+        ("consistency", "consistency.mode is unset; expected one of bsp, ssp, asp"),
         ("initializer", "initializer.kind is unset; expected one of zeros"),
     ],
 )

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import ps_worker as ps
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType, InitializerKind, Mode, OptimizerKind, Reduction
+from ps_core.tables import DType, InitializerKind, OptimizerKind, Reduction
 from ps_worker.config import worker_config
 from ps_worker.settings import table_spec
 from ps_worker.tickets import PushTicket, StepResult
@@ -119,7 +120,9 @@ def test_a_spec_says_what_the_script_said() -> None:
         ([("a", (1,)), "b"], {}, r"layout has 'b'; expected \(tensor name, shape\)"),
         ([("a", (1,)), ("a", (1,))], {}, "two tensors of one name"),
         (4, {"dtype": "int8"}, "dtype is 'int8'; expected one of 'float32'"),
-        (4, {"consistency": "bsp"}, r"consistency is 'bsp'; expected BSP\(\) or ASP\(\)"),
+        (4, {"consistency": 3}, r"consistency is 3; expected BSP\(\), SSP\(staleness\) or ASP\(\)"),
+        (4, {"consistency": "ssp"}, "consistency is 'ssp'; expected one of bsp, "),
+        (4, {"consistency": "ssp:-1"}, "staleness is -1; expected 0 to 1000000"),
         (4, {"init": 0}, "init is 0"),
         (4, {"init": ps.Inline(np.zeros(3, np.float32))}, "inline initializer has 12 bytes"),
         (4, {"block_elements": 65}, "block_elements is 65"),

@@ -16,6 +16,8 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_REPLACED: _ClassVar[Outcome]
     OUTCOME_WITHDRAWN: _ClassVar[Outcome]
     OUTCOME_SKIPPED: _ClassVar[Outcome]
+    OUTCOME_REJECTED: _ClassVar[Outcome]
+    OUTCOME_DISCARDED: _ClassVar[Outcome]
 
 class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +40,8 @@ OUTCOME_INVALID: Outcome
 OUTCOME_REPLACED: Outcome
 OUTCOME_WITHDRAWN: Outcome
 OUTCOME_SKIPPED: Outcome
+OUTCOME_REJECTED: Outcome
+OUTCOME_DISCARDED: Outcome
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_ASSIGN: PushKind

@@ -40,6 +40,7 @@ class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER_KIND_RMSPROP: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_AGGREGATE: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_ASSIGN: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ADD: _ClassVar[OptimizerKind]
 
 class KernelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -101,6 +102,7 @@ OPTIMIZER_KIND_ADAGRAD: OptimizerKind
 OPTIMIZER_KIND_RMSPROP: OptimizerKind
 OPTIMIZER_KIND_AGGREGATE: OptimizerKind
 OPTIMIZER_KIND_ASSIGN: OptimizerKind
+OPTIMIZER_KIND_ADD: OptimizerKind
 KERNEL_KIND_UNSPECIFIED: KernelKind
 KERNEL_KIND_FAST: KernelKind
 KERNEL_KIND_EXACT: KernelKind
@@ -186,20 +188,54 @@ class OptimizerSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ...) -> None: ...
 
 class BulkSynchronous(_message.Message):
+    __slots__ = ("backup_workers", "grace_ms")
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    backup_workers: int
+    grace_ms: int
+    def __init__(self, backup_workers: _Optional[int] = ..., grace_ms: _Optional[int] = ...) -> None: ...
+
+class BoundedStaleness(_message.Message):
+    __slots__ = ("staleness",)
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    staleness: int
+    def __init__(self, staleness: _Optional[int] = ...) -> None: ...
+
+class RejectStale(_message.Message):
+    __slots__ = ("bound",)
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    bound: int
+    def __init__(self, bound: _Optional[int] = ...) -> None: ...
+
+class DampStale(_message.Message):
+    __slots__ = ("alpha",)
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    alpha: float
+    def __init__(self, alpha: _Optional[float] = ...) -> None: ...
+
+class DivideStale(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Asynchronous(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("reject", "damp", "divide")
+    REJECT_FIELD_NUMBER: _ClassVar[int]
+    DAMP_FIELD_NUMBER: _ClassVar[int]
+    DIVIDE_FIELD_NUMBER: _ClassVar[int]
+    reject: RejectStale
+    damp: DampStale
+    divide: DivideStale
+    def __init__(self, reject: _Optional[_Union[RejectStale, _Mapping]] = ..., damp: _Optional[_Union[DampStale, _Mapping]] = ..., divide: _Optional[_Union[DivideStale, _Mapping]] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("bsp", "asp")
+    __slots__ = ("bsp", "asp", "ssp")
     BSP_FIELD_NUMBER: _ClassVar[int]
     ASP_FIELD_NUMBER: _ClassVar[int]
+    SSP_FIELD_NUMBER: _ClassVar[int]
     bsp: BulkSynchronous
     asp: Asynchronous
-    def __init__(self, bsp: _Optional[_Union[BulkSynchronous, _Mapping]] = ..., asp: _Optional[_Union[Asynchronous, _Mapping]] = ...) -> None: ...
+    ssp: BoundedStaleness
+    def __init__(self, bsp: _Optional[_Union[BulkSynchronous, _Mapping]] = ..., asp: _Optional[_Union[Asynchronous, _Mapping]] = ..., ssp: _Optional[_Union[BoundedStaleness, _Mapping]] = ...) -> None: ...
 
 class ZerosInitializer(_message.Message):
     __slots__ = ()
