@@ -158,6 +158,8 @@ def _parsed(name: str, rest: str) -> Consistency:
         ((policy, number),) = words.items()
         words = {}
         kind = StalePolicy(policy)
+        if kind is StalePolicy.ACCEPT or (kind is StalePolicy.DIVIDE and number):
+            raise ValueError(rest)
         found = Consistency(
             Mode.ASP,
             policy=kind,

@@ -55,6 +55,11 @@ class UpdateGate:
 
     def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
+        if self._take_effects(worker, out):  # else nothing can follow
+            self._progress(worker, now_s, out)
+
+    def _take_effects(self, worker: WorkerPart, out: list[Effect]) -> bool:
+        """Whether a seal of `worker` took effect."""
         sealed_clock = worker.sealed_clock
         while True:
             step = self._next_step(worker)
@@ -64,8 +69,7 @@ class UpdateGate:
                 break
             if not self._take_effect(worker, step, step.seal, out):
                 break
-        if worker.sealed_clock != sealed_clock:  # else nothing can follow
-            self._progress(worker, now_s, out)
+        return worker.sealed_clock != sealed_clock
 
     def _next_step(self, worker: WorkerPart) -> StepPart | None:
         """The step whose seal may take effect next: that of the next clock, or with backup workers
@@ -172,8 +176,7 @@ class UpdateGate:
         if not state.initialized:
             return
         if state.is_bsp:
-            while self._form(now_s, out):
-                pass
+            self._form_all(now_s, out)
         else:
             for other in moved:
                 self._record_sealed(other, out)
@@ -276,6 +279,13 @@ class UpdateGate:
         self._commit(record, out)
         del step.pushes[push.sequence]
 
+    def _form_all(self, now_s: float, out: list[Effect]) -> None:
+        """BSP: form what can be formed. With backup workers that may be the turn of a seal ahead."""
+        while self._form(now_s, out):
+            if self._state.consistency.backup_workers:
+                for worker in self._state.by_rank.values():
+                    self._take_effects(worker, out)
+
     def _form(self, now_s: float, out: list[Effect]) -> bool:
         """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
         state = self._state
@@ -326,8 +336,7 @@ class UpdateGate:
         if self.wake_s is None or now_s < self.wake_s:
             return
         before = self._state.record_count
-        while self._form(now_s, out):
-            pass
+        self._form_all(now_s, out)
         if before != self._state.record_count:
             self._reads.release(out)
 
