@@ -280,7 +280,7 @@ class UpdateGate:
         del step.pushes[push.sequence]
 
     def _form_all(self, now_s: float, out: list[Effect]) -> None:
-        """BSP: form what can be formed. With backup workers that may be the turn of a seal ahead."""
+        """BSP: form what can be formed; with backup workers, a seal ahead may then have its turn."""
         while self._form(now_s, out):
             if self._state.consistency.backup_workers:
                 for worker in self._state.by_rank.values():

@@ -1,8 +1,9 @@
-"""SSP, ASP with policies, BSP with backup workers: who waits for whom, and what becomes of steps."""
+"""SSP, ASP with policies, BSP with backup workers: who waits for whom; what becomes of steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Steps:
         self.bench = bench
         self.sequences: dict[int, int] = {}
 
-    def step(self, rank: int, clock: int, **push: object) -> list[Effect]:
+    def step(self, rank: int, clock: int, **push: Any) -> list[Effect]:
         """One push and its seal."""
         sequence = self.sequences.get(rank, 0) + 2
         self.sequences[rank] = sequence
@@ -327,6 +328,7 @@ def test_a_setting_is_read_as_it_is_written(text: str) -> None:
         ("asp:reject=-2", "bound is -2"),
         ("asp:reject=1,damp=2", "consistency is 'asp:reject=1,damp=2'"),
         ("asp:accept=1", "consistency is 'asp:accept=1'"),
+        ("asp:divide=2", "consistency is 'asp:divide=2'"),
     ],
 )
 def test_a_wrong_setting_is_named(text: str, words: str) -> None:
@@ -359,5 +361,5 @@ def test_a_field_belongs_to_one_mode(setting: Consistency, words: str) -> None:
     ],
 )
 def test_what_an_optimizer_cannot_do_is_refused(kind: OptimizerKind, text: str) -> None:
-    with pytest.raises(InvalidConfig, match="expected|needs"):
+    with pytest.raises(InvalidConfig, match=r"expected|needs"):
         replace(make_table(kind=kind).spec, consistency=parsed(text)).validated()
