@@ -33,6 +33,7 @@ _STATES = {
     int(types_pb2.NODE_STATE_ALIVE): "training",
     int(types_pb2.NODE_STATE_SILENT): "silent",
     int(types_pb2.NODE_STATE_LEFT): "left",
+    int(types_pb2.NODE_STATE_GONE): "gone",
 }
 
 

@@ -33,6 +33,12 @@ class NodeState(Enum):
     ALIVE = "alive"
     SILENT = "silent"
     LEFT = "left"
+    GONE = "gone"
+
+    @property
+    def is_member(self) -> bool:
+        """Whether its membership has not ended."""
+        return self in (NodeState.ALIVE, NodeState.SILENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,24 @@ class Node:
     rank: int
     address: str
     state: NodeState
+    silence_ms: int = 0
+    """GONE: the silence after which it was declared so."""
+
+    @property
+    def gone_words(self) -> str:
+        """Of a worker that is gone: who, and why."""
+        silence_s = round(self.silence_ms / 1000, 1)
+        return f"worker {self.rank} was declared gone after {silence_s:g} s of silence"
+
+    @property
+    def fence_words(self) -> str:
+        """What it is told when it comes back after all."""
+        return (
+            f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "
+            "go on without it, and nothing that it sends counts any more. End this process and "
+            "register again as a new worker; where such pauses are normal, raise the scheduler's "
+            "worker_timeout_s"
+        )
 
 
 @dataclass(frozen=True, slots=True)

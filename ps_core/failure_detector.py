@@ -88,6 +88,13 @@ class FailureDetector:
         """Whether a look has reported the node silent and it was not heard since."""
         return node_id in self._silent
 
+    def silence_s(self, node_id: NodeId, now_s: float) -> float:
+        """Seconds of quiet that count against the node: none of those in which the observer itself
+        was paused; 0 for one that is not watched.
+        """
+        heard_s = max(self._last_heard_s.get(node_id, now_s), self._fresh_since_s)
+        return max(0.0, now_s - heard_s)
+
     def quiet_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds since the node was last heard; 0 for one that is not watched."""
         return max(0.0, now_s - self._last_heard_s.get(node_id, now_s))

@@ -79,6 +79,10 @@ step."""
 
 HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
+WORKER_TIMEOUT_S = 30.0
+"""A worker that is silent for longer is declared gone: what the others' reads wait by default, so
+that one which waited for a dead worker in vain is answered when it is asked again."""
+
 DEFAULT_PULL_DEADLINE_S = 30.0
 DEFAULT_SESSION_DEADLINE_S = 10.0
 STREAM_HEADER_DEADLINE_S = 10.0
@@ -152,4 +156,5 @@ check(
 check(2 * LANE_BATCH_BYTES <= LANE_RING_BYTES, "LIM-6", "a batch fills the ring")
 check(LANE_RING_BYTES <= MAX_LANE_SEGMENT_BYTES, "LIM-7", "no server would map the ring")
 check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
+check(WORKER_TIMEOUT_S > LEASE_S, "LIM-8", "a worker would be gone before it is silent")
 check(SLOT_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")

@@ -102,7 +102,7 @@ class SchedulerMetrics:
         )
         self.nodes = Gauge(
             "pushpull_scheduler_nodes",
-            "Nodes that have registered, by role and state (alive, silent, left).",
+            "Nodes that have registered, by role and state (alive, silent, left, gone).",
             ("role", "state"),
             registry=registry,
         )
@@ -163,6 +163,12 @@ class ServerMetrics:
         self.applied_updates = Counter(
             "pushpull_server_applied_updates_total",
             "Updates applied, counted once for each range of a table.",
+            registry=registry,
+        )
+        self.short_updates = Counter(
+            "pushpull_server_short_updates_total",
+            "BSP updates applied without the step of a worker that was declared gone, counted once "
+            "for each range of a table.",
             registry=registry,
         )
         self.entries = Counter(

@@ -54,6 +54,7 @@ _STATES = {
     NodeState.ALIVE: types_pb2.NODE_STATE_ALIVE,
     NodeState.SILENT: types_pb2.NODE_STATE_SILENT,
     NodeState.LEFT: types_pb2.NODE_STATE_LEFT,
+    NodeState.GONE: types_pb2.NODE_STATE_GONE,
 }
 _CODECS = {
     Codec.FP32: types_pb2.CODEC_FP32,
@@ -387,6 +388,7 @@ def node_to_proto(node: Node) -> types_pb2.Node:
         rank=node.rank,
         address=node.address,
         state=_STATES[node.state],
+        silence_ms=node.silence_ms,
     )
 
 
@@ -403,6 +405,7 @@ def node_from_proto(message: types_pb2.Node) -> Node:
         rank=message.rank,
         address=message.address,
         state=_known(_STATE_OF, message.state, "node.state"),
+        silence_ms=message.silence_ms,
     )
 
 

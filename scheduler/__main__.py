@@ -68,6 +68,13 @@ class SchedulerConfig:
         default=limits.LEASE_S,
         metadata={"help": "A node counts as silent after so many seconds without a heartbeat."},
     )
+    worker_timeout_s: float = field(
+        default=limits.WORKER_TIMEOUT_S,
+        metadata={
+            "help": "A worker silent for so many seconds is declared gone, and the others go on "
+            "without it; above lease_s. 0: never."
+        },
+    )
     drain_grace_s: float = field(
         default=1.0,
         metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
@@ -95,6 +102,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         stop_when_done=settings.stop_when_done,
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
+        worker_timeout_s=settings.worker_timeout_s,
     )
 
 

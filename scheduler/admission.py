@@ -119,6 +119,8 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
                 f"this registration_id was node {node.node_id}'s with {name} {was!r}; it came "
                 f"again with {came!r}. A process draws its own registration_id"
             )
+    if node.state is NodeState.GONE:
+        raise Fenced(node.fence_words)
     if node.state is NodeState.LEFT:
         raise Fenced(
             f"this registration_id was node {node.node_id}'s, which has left; register under "
@@ -188,9 +190,10 @@ def choose_rank(
     holder = holders.get(rank)
     if holder is None:
         return rank
-    if holder.state is NodeState.LEFT:
+    if not holder.state.is_member:
         raise InvalidConfig(
-            f"rank {rank} was {describe(holder)}; the rank of a worker that left is not given again"
+            f"rank {rank} was {describe(holder)}; the rank of a worker whose membership "
+            "has ended is not given again"
         )
     raise InvalidConfig(f"rank {rank} is taken by {describe(holder)}")
 

@@ -10,6 +10,8 @@ Rules:
     - Registration is idempotent by registration_id, table creation by specification, leaving by
       node.
     - A worker's rank is given once: neither silence nor leaving frees it.
+    - A worker that is silent for longer than its timeout is declared gone, for good: its
+      incarnation is fenced. Time in which the scheduler itself was paused does not count.
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
@@ -59,6 +61,7 @@ from scheduler.cluster_state import (
     Registration,
     TableCreated,
     Transition,
+    WorkerGone,
 )
 from scheduler.spec_difference import first_difference
 
@@ -204,7 +207,7 @@ class Cluster:
         del now_s  # leaving does not depend on when
         self._check_genuine(session)
         member = self._state.members.get(session.node_id)
-        if member is None or member.node.state is NodeState.LEFT:
+        if member is None or not member.node.state.is_member:
             return Decision(None)
         return Decision(None, self._changed(*self._leave(member.node, reason)))
 
@@ -217,6 +220,8 @@ class Cluster:
         """
         self._check_genuine(session)
         member = self._state.members.get(session.node_id)
+        if member is not None and member.node.state is NodeState.GONE:
+            raise Fenced(member.node.fence_words)
         if member is None or member.node.state is NodeState.LEFT:
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"
@@ -270,7 +275,7 @@ class Cluster:
             )
 
     def tick(self, now_s: float) -> Decision[None]:
-        """Note who has fallen silent; to be called at least every half lease."""
+        """Note who has fallen silent, and who is gone; to be called at least every half lease."""
         transitions: list[Transition] = []
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
@@ -279,6 +284,11 @@ class Cluster:
             quiet_s = self._detector.quiet_s(node.node_id, now_s)
             if node.state is NodeState.SILENT and quiet_s > READER_LEASES * self.settings.lease_s:
                 transitions.extend(self._leave(node, f"given up after {quiet_s:.1f} s of silence"))
+        timeout_s = self.settings.worker_timeout_s
+        for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():
+            silence_s = self._detector.silence_s(node.node_id, now_s)
+            if node.state is NodeState.SILENT and silence_s > timeout_s:
+                transitions.extend(self._declare_gone(node, silence_s))
         return Decision(None, self._changed(*transitions))
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:
@@ -321,7 +331,7 @@ class Cluster:
         rank = f", rank {node.rank}" if node.role is Role.WORKER else ""
         address = f" at {node.address}" if node.address else ""
         heard = ""
-        if node.state is not NodeState.LEFT:
+        if node.state.is_member:
             heard = f", last heard {self._detector.quiet_s(node.node_id, now_s):.1f} s ago"
         return f"{node.role.value} node {node.node_id}{address} ({node.state.value}{rank}{heard})"
 
@@ -336,18 +346,26 @@ class Cluster:
         return self._changed(NodeHeardAgain(self._move(node, NodeState.ALIVE)))
 
     def _leave(self, node: Node, reason: str) -> list[Transition]:
-        self._detector.forget(node.node_id)
         transitions: list[Transition] = [NodeLeft(self._move(node, NodeState.LEFT), reason)]
         if node.role is Role.READER:
             self._forget_readers()
+        return transitions + self._ended(node)
+
+    def _declare_gone(self, node: Node, silence_s: float) -> list[Transition]:
+        told = replace(node, silence_ms=round(silence_s * 1000))
+        return [WorkerGone(self._move(told, NodeState.GONE)), *self._ended(node)]
+
+    def _ended(self, node: Node) -> list[Transition]:
+        """What follows when a node's membership has ended."""
+        self._detector.forget(node.node_id)
         workers = self._state.nodes_of(Role.WORKER)
         done = len(workers) == self.settings.worker_count and all(
-            worker.state is NodeState.LEFT for worker in workers
+            not worker.state.is_member for worker in workers
         )
         if self.settings.stop_when_done and done and not self._state.finished:
             self._state.finished = True
-            transitions.append(ClusterFinished())
-        return transitions
+            return [ClusterFinished()]
+        return []
 
     def _forget_readers(self) -> None:
         state = self._state

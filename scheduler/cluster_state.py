@@ -10,6 +10,7 @@ What it deliberately does not do: decide (`scheduler.cluster` does).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ps_core import limits
@@ -38,6 +39,8 @@ class ClusterSettings:
         range_count: key ranges; fixed for the life of the cluster.
         heartbeat_interval_s: how often nodes call, in seconds; at most half of `lease_s`.
         lease_s: after this time without a word a node counts as silent, in seconds.
+        worker_timeout_s: a worker that is silent for longer is declared gone, in seconds; above
+            `lease_s`. 0: never, the others wait for it.
         features: what the cluster can do, for nodes to compare with what they need.
     """
 
@@ -51,6 +54,7 @@ class ClusterSettings:
     range_count: int = limits.RANGE_COUNT
     heartbeat_interval_s: float = limits.HEARTBEAT_INTERVAL_S
     lease_s: float = limits.LEASE_S
+    worker_timeout_s: float = limits.WORKER_TIMEOUT_S
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,6 +80,11 @@ class ClusterSettings:
             0 < self.heartbeat_interval_s <= self.lease_s / 2,
             f"heartbeat interval is {self.heartbeat_interval_s} s; expected above 0 and at most "
             f"half of the lease of {self.lease_s} s",
+        )
+        _require(
+            self.worker_timeout_s == 0 or self.lease_s < self.worker_timeout_s < math.inf,
+            f"worker timeout is {self.worker_timeout_s} s; expected above the lease of "
+            f"{self.lease_s} s, or 0 for never",
         )
         key_ranges(self.range_count)
 
@@ -172,6 +181,13 @@ class NodeLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A worker was silent for too long: its membership has ended."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
 class TableCreated:
     """A table came to be."""
 
@@ -187,7 +203,7 @@ class RangesPlaced:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFinished:
-    """All workers have left, and the cluster was told to end then."""
+    """All workers have left or are gone, and the cluster was told to end then."""
 
 
 Transition = (
@@ -195,6 +211,7 @@ Transition = (
     | NodeSilent
     | NodeHeardAgain
     | NodeLeft
+    | WorkerGone
     | TableCreated
     | RangesPlaced
     | ClusterFinished

@@ -137,7 +137,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
                 continue  # the view may have changed while this one was written
             node = self._cluster.view.nodes_by_id.get(node_id)
-            if self._is_closed or node is None or node.state is NodeState.LEFT:
+            if self._is_closed or node is None or not node.state.is_member:
                 return
             await changed.wait()
 

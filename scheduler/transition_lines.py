@@ -13,6 +13,7 @@ from scheduler.cluster_state import (
     RangesPlaced,
     TableCreated,
     Transition,
+    WorkerGone,
 )
 
 
@@ -27,6 +28,8 @@ def log_transition(transition: Transition) -> None:
             logs.info("node_heard_again", **_named(node))
         case NodeLeft(node, reason):
             logs.info("node_left", reason=reason, **_named(node))
+        case WorkerGone(node):
+            logs.warning("worker_gone", reason=node.gone_words, **_named(node))
         case TableCreated(table):
             logs.info(
                 "table_created",
@@ -41,7 +44,7 @@ def log_transition(transition: Transition) -> None:
             shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
             logs.info("ranges_placed", ranges_by_node=shares)
         case ClusterFinished():
-            logs.info("cluster_finished", reason="all workers have left")
+            logs.info("cluster_finished", reason="all workers have left or are gone")
 
 
 def _named(node: Node) -> dict[str, object]:

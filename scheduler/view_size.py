@@ -42,7 +42,7 @@ def table_bytes(spec: TableSpec) -> int:
 
 def node_bytes(node: Node) -> int:
     """The most bytes that a node takes of a view."""
-    return 6 * _FIELD_BYTES + len(node.address.encode())
+    return 7 * _FIELD_BYTES + len(node.address.encode())
 
 
 def fixed_bytes(cluster_id: str, range_count: int) -> int:

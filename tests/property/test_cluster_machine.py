@@ -20,6 +20,7 @@ from scheduler.cluster import READER_LEASES, Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
 
 LEASE_S = limits.LEASE_S
+WORKER_TIMEOUT_S = limits.WORKER_TIMEOUT_S
 STEP_S = 0.5
 RANGE_COUNT = 16
 
@@ -34,8 +35,11 @@ class TwinNode:
     session: Session
     heard_s: list[float]
     has_left: bool = False
+    is_gone: bool = False
 
     def state(self, last_tick_s: float) -> NodeState:
+        if self.is_gone:
+            return NodeState.GONE
         if self.has_left:
             return NodeState.LEFT
         quiet_s = last_tick_s - max(self.heard_s)
@@ -279,9 +283,13 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             self.expect(lambda: self.cluster.tick(self.now_s), None)
             self.twin.last_tick_s = self.now_s
             for node in here:
+                if node.has_left:
+                    continue
                 quiet_s = self.now_s - max(node.heard_s)
                 if node.request.role is Role.READER and quiet_s > READER_LEASES * LEASE_S:
                     node.has_left = True
+                if node.request.role is Role.WORKER and quiet_s > WORKER_TIMEOUT_S:
+                    node.has_left = node.is_gone = True
 
     @invariant()
     def the_view_is_what_the_history_says(self) -> None:

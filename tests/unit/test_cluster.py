@@ -301,9 +301,8 @@ class TestSilence:
         cluster.pass_time(4)
         assert cluster.cluster.view.view_number == number + 1
 
-    def test_a_silent_reader_is_given_up_in_time_and_a_silent_worker_never(
-        self, cluster: Harness
-    ) -> None:
+    def test_a_silent_reader_is_given_up_in_time_and_a_silent_worker_never_if_told_so(self) -> None:
+        cluster = Harness(worker_timeout_s=0.0)
         reader, worker = cluster.join(Role.READER), cluster.join(Role.WORKER)
         cluster.pass_time(59)
         assert cluster.node(reader).state is NodeState.SILENT
@@ -375,6 +374,10 @@ class TestTheEnd:
         ({"server_count": 5_001}, "servers is 5001"),
         ({"heartbeat_interval_s": 2.0}, "heartbeat interval is 2.0 s"),
         ({"heartbeat_interval_s": 0.0}, "expected above 0"),
+        ({"worker_timeout_s": 3.0}, "worker timeout is 3.0 s; expected above the lease of 3.0 s"),
+        ({"worker_timeout_s": -1.0}, "or 0 for never"),
+        ({"worker_timeout_s": float("inf")}, "worker timeout is inf s"),
+        ({"worker_timeout_s": float("nan")}, "worker timeout is nan s"),
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any], words: str) -> None:

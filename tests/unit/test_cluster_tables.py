@@ -322,7 +322,7 @@ def test_the_bound_of_a_tables_share_of_the_view_is_above_its_real_share() -> No
 def test_the_bound_of_a_view_without_tables_is_above_its_size() -> None:
     huge = 2**53
     node = Node(
-        NodeId(huge), Incarnation(huge), Role.SERVER, 2**32 - 1, "é" * 150, NodeState.SILENT
+        NodeId(huge), Incarnation(huge), Role.SERVER, 2**32 - 1, "é" * 150, NodeState.GONE, huge
     )
     alone = wire.node_to_proto(replace(node, node_id=NodeId(2**32 - 1)))
     assert alone.ByteSize() + 6 <= view_size.node_bytes(node)

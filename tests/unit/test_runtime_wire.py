@@ -99,6 +99,7 @@ NODES = st.builds(
     rank=UINT32,
     address=st.text(max_size=16),
     state=st.sampled_from(NodeState),
+    silence_ms=UINT64,
 )
 RANGES = st.builds(
     RangeAssignment,

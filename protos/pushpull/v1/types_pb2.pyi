@@ -80,6 +80,7 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_ALIVE: _ClassVar[NodeState]
     NODE_STATE_SILENT: _ClassVar[NodeState]
     NODE_STATE_LEFT: _ClassVar[NodeState]
+    NODE_STATE_GONE: _ClassVar[NodeState]
 NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_SERVER: NodeRole
 NODE_ROLE_WORKER: NodeRole
@@ -130,6 +131,7 @@ NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_ALIVE: NodeState
 NODE_STATE_SILENT: NodeState
 NODE_STATE_LEFT: NodeState
+NODE_STATE_GONE: NodeState
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_ms", "clock")
@@ -330,20 +332,22 @@ class RangeAssignment(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state")
+    __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state", "silence_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     incarnation: int
     role: NodeRole
     rank: int
     address: str
     state: NodeState
-    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ...) -> None: ...
+    silence_ms: int
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
     __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished")

@@ -1,0 +1,122 @@
+"""Workers that are declared gone, at the scheduler's machine (SEMANTICS S6)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_core import errors
+from ps_core.cluster_view import NodeState, Role, Session
+from scheduler.cluster_state import ClusterFinished, NodeSilent, WorkerGone
+from tests.unit.cluster_harness import SPEC, Harness, asking, refused
+
+
+@pytest.fixture
+def crashed() -> tuple[Harness, Session, Session]:
+    """Two workers, of which the second (rank 1) has been silent for a long time."""
+    harness = Harness(worker_timeout_s=10.0, stop_when_done=True)
+    harness.join(Role.SERVER)
+    living, dead = harness.join(Role.WORKER), harness.join(Role.WORKER)
+    harness.transitions.clear()
+    harness.pass_time(20, living)
+    return harness, living, dead
+
+
+def test_a_worker_is_silent_first_and_gone_when_its_timeout_has_passed() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    living, dead = harness.join(Role.WORKER), harness.join(Role.WORKER)
+    harness.transitions.clear()
+    harness.pass_time(10, living)
+    assert harness.node(dead).state is NodeState.SILENT
+    harness.pass_time(0.5, living)
+    assert harness.node(dead).state is NodeState.GONE
+    assert harness.node(living).state is NodeState.ALIVE
+    silent, gone = harness.transitions
+    assert isinstance(silent, NodeSilent)
+    assert gone == WorkerGone(harness.node(dead))
+    assert harness.node(dead).gone_words == "worker 1 was declared gone after 10.5 s of silence"
+
+
+def test_it_is_declared_gone_once_and_the_view_moves_once(
+    crashed: tuple[Harness, Session, Session],
+) -> None:
+    harness, living, _ = crashed
+    number = harness.cluster.view.view_number
+    harness.transitions.clear()
+    harness.pass_time(30, living)
+    assert harness.transitions == []
+    assert harness.cluster.view.view_number == number
+
+
+def test_a_worker_that_is_heard_in_time_is_not_gone() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    worker = harness.join(Role.WORKER)
+    harness.pass_time(9.5)
+    harness.beat(worker)
+    harness.pass_time(9.5)
+    assert harness.node(worker).state is NodeState.SILENT
+
+
+def test_only_workers_are_declared_gone() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    server, reader = harness.join(Role.SERVER), harness.join(Role.READER)
+    harness.pass_time(30)
+    assert harness.node(server).state is NodeState.SILENT
+    assert harness.node(reader).state is NodeState.SILENT
+
+
+def test_its_incarnation_is_fenced_for_good(crashed: tuple[Harness, Session, Session]) -> None:
+    harness, _, dead = crashed
+    told = ("worker 1 was declared gone after 10.5 s", "register again", "worker_timeout_s")
+    for _ in range(2):
+        for call in (
+            lambda: harness.beat(dead),
+            lambda: harness.create(dead, SPEC),
+            lambda: harness.cluster.register(asking(Role.WORKER, 3), harness.now_s),
+        ):
+            refused(errors.Fenced, *told, by=call, of=harness)
+        harness.pass_time(5)
+    harness.transitions.clear()
+    harness.leave(dead)
+    assert harness.transitions == []
+    assert harness.node(dead).state is NodeState.GONE
+
+
+def test_its_rank_is_not_given_again(crashed: tuple[Harness, Session, Session]) -> None:
+    harness, _, _ = crashed
+    refused(
+        errors.InvalidConfig,
+        "rank 1 was worker node 3 (gone, rank 1)",
+        by=lambda: harness.join(Role.WORKER, requested_rank=1),
+        of=harness,
+    )
+
+
+def test_the_run_ends_when_the_others_have_left(crashed: tuple[Harness, Session, Session]) -> None:
+    harness, living, _ = crashed
+    assert not harness.is_finished()
+    harness.leave(living)
+    assert harness.is_finished()
+
+
+def test_the_run_ends_with_the_last_crash_too() -> None:
+    harness = Harness(worker_timeout_s=10.0, stop_when_done=True)
+    first, second = harness.join(Role.WORKER), harness.join(Role.WORKER)
+    harness.leave(first)
+    harness.pass_time(20)
+    assert harness.node(second).state is NodeState.GONE
+    assert harness.is_finished()
+    assert isinstance(harness.transitions[-1], ClusterFinished)
+
+
+def test_a_scheduler_that_was_paused_gives_a_silent_worker_its_whole_time_again() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    worker = harness.join(Role.WORKER)
+    harness.pass_time(5)
+    assert harness.node(worker).state is NodeState.SILENT
+    harness.now_s += 1_000  # its heartbeats of that time may lie unread
+    harness.cluster.tick(harness.now_s)
+    harness.pass_time(9.5)
+    assert harness.node(worker).state is NodeState.SILENT
+    harness.pass_time(1)
+    assert harness.node(worker).state is NodeState.GONE
+    assert harness.node(worker).silence_ms == 10_500
