@@ -3,8 +3,8 @@
     mode              an update is                        it forms when
     BSP               clock c of every member, folded     the seal of clock c of every member is
                       in rank order as turns come         in effect
-    BSP, b backups    clock c of those that are in        those of all members but b are, and the
-                                                          grace time has passed or all are in
+    BSP, b backups    clock c of those that are in,       those of all members but b are, and the
+                      folded as they come                 grace time has passed or all are in
     SSP, ASP          one worker's step, without what     its seal takes effect
                       is too stale, scaled by how
                       stale it is if the table says so
@@ -17,7 +17,7 @@ Rules:
 
 Invariants:
     RM-2  Under BSP update c is applied after update c - 1 and holds each member's step once, in
-          rank order.
+          rank order (with backup workers: each contributor's, in the record's order).
     RM-3  Nothing is folded before the range has its initial values.
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
@@ -51,6 +51,7 @@ class UpdateGate:
         self._state = state
         self._reads = reads
         self.wake_s: float | None = None
+        self._folded: list[int] = []  # backup workers: who is in the update in the making
         self._next_rank = 0  # ranks below it that belong to the update in the making are folded
 
     def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
@@ -164,6 +165,22 @@ class UpdateGate:
                     self._state.unstage(step, worker, push)
                     del worker.held[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
+
+    def gone(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """The worker was declared gone: what it has in effect counts, and nobody waits for more."""
+        self.leave_unsealed(worker, out)
+        if not self._state.initialized:
+            return
+        if self._state.is_bsp:
+            self._form_all(now_s, out)
+        else:
+            self._state.clock = self._state.slowest_clock()
+        self._reads.release(out)
+
+    def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """The worker leaves after its newest seal in effect, unless it left before."""
+        if worker.left_clock is None:
+            self._leave(worker, worker.sealed_clock, out)
 
     def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """What follows from a seal of `worker` that took effect."""
@@ -280,7 +297,7 @@ class UpdateGate:
         del step.pushes[push.sequence]
 
     def _form_all(self, now_s: float, out: list[Effect]) -> None:
-        """BSP: form what can be formed; with backup workers, a seal ahead may then have its turn."""
+        """BSP: form what can be formed; with backup workers a seal ahead may have its turn then."""
         while self._form(now_s, out):
             if self._state.consistency.backup_workers:
                 for worker in self._state.by_rank.values():
@@ -306,30 +323,33 @@ class UpdateGate:
         return self._form_record(clock, members, out)
 
     def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
-        """BSP with backup workers: form the update once enough members are in, and those that came
-        within the grace time (RM-2, but for the steps that are missing).
+        """BSP with backup workers: form the update once enough members are in, and those that come
+        within the grace time.
+
+        A step is folded as soon as it is in, whatever its rank: nobody knows which others will
+        come, and what waits unfolded takes the room that they need. The record has the order.
         """
         state, consistency = self._state, self._state.consistency
         members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
-        ready = [
-            rank
-            for rank in members
-            if rank in state.by_rank and state.by_rank[rank].sealed_clock >= clock
-        ]
-        if not ready or len(ready) < len(members) - consistency.backup_workers:
+        for rank in members:
+            worker = state.by_rank.get(rank)
+            if worker is None or worker.sealed_clock < clock or rank in self._folded:
+                continue
+            self._folded.append(rank)
+            step = worker.steps[clock]
+            if not step.skip and step.pushes:
+                out.append(self._fold(worker, step))
+        ready_count = len(self._folded)
+        if not ready_count or ready_count < len(members) - consistency.backup_workers:
             return False
-        if len(ready) < len(members) and consistency.grace_ms:
+        if ready_count < len(members) and consistency.grace_ms:
             if self.wake_s is None:
                 self.wake_s = now_s + consistency.grace_ms / 1000
             if now_s < self.wake_s:
                 return False
         self.wake_s = None
-        for rank in ready:
-            worker = state.by_rank[rank]
-            step = worker.steps[clock]
-            if not step.skip and step.pushes:
-                out.append(self._fold(worker, step))
-        return self._form_record(clock, ready, out)
+        contributors, self._folded = self._folded, []
+        return self._form_record(clock, contributors, out)
 
     def tick(self, now_s: float, out: list[Effect]) -> None:
         """Time passed: an update that gave others time may form."""
@@ -401,6 +421,7 @@ class UpdateGate:
             tuple(contributors),
             hyperparameters,
             blocks,
+            self._state.gone_count(clock) if self._state.is_bsp and clock else 0,
         )
 
     def _commit(self, record: Record, out: list[Effect]) -> None:

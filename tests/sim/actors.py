@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ps_core.consistency import Mode
-from ps_core.errors import InvalidTensor, PushpullError
+from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.ledger import Outcome
 from ps_core.tables import Table
 from ps_server.events import (
     AnswerPull,
@@ -34,7 +34,7 @@ from ps_server.events import (
 from ps_server.events import SealTerms as ServerTerms
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import (
-    BlockPlace,
+    EntryKey,
     Reply,
     SealTerms,
     SendPush,
@@ -58,6 +58,8 @@ class Grad(NamedTuple):
     rank: int
     block: int
     revision: int
+    pulled: int | None = None
+    """Others' updates of the block that its worker had seen."""
 
 
 class Body(NamedTuple):
@@ -80,6 +82,12 @@ class Truth:
     def upto(self, table_id: TableId, block: int, clock: int) -> set[Grad]:
         """The block's contributions up to a clock."""
         return {g for g in self.contributions[table_id, block] if g.clock <= clock}
+
+    sealed: dict[tuple[TableId, int], int] = field(default_factory=lambda: defaultdict(int))
+    """(table, rank) -> the newest clock that the worker has sealed."""
+
+    left: set[tuple[TableId, int]] = field(default_factory=set)
+    """(table, rank) of workers that have left."""
 
 
 class SimServer:
@@ -110,11 +118,13 @@ class SimServer:
             if isinstance(effect, ReplyTo):
                 self.world.counts[effect.kind.value] += 1
                 self.outbox[effect.sender.origin](effect)
+                self._check_rejected(effect)
             elif isinstance(effect, Fold):
                 key = (effect.table_id, effect.range_id, effect.clock)
                 for _, payload in effect.parts:
                     assert isinstance(payload, Grad)
                     self.sums[key].append(payload)
+                    self._check_staleness(effect, payload)
             elif isinstance(effect, Apply):
                 record = effect.record
                 key = (record.table_id, record.range_id, record.clock)
@@ -129,6 +139,23 @@ class SimServer:
                 self.machine.answered(effect.waiter)
                 if on_answer is not None:
                     on_answer(effect)
+
+    def _check_staleness(self, fold: Fold, grad: Grad) -> None:
+        """What is applied is not too stale, and is scaled as its staleness says (S1)."""
+        consistency = self.machine.table(fold.table_id).spec.consistency
+        found = self.values[fold.table_id, grad.block]
+        others = sum(1 for other in found if other.clock and other.rank != grad.rank)
+        tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
+        assert not consistency.rejects(tau), f"{grad} is {tau} stale under {consistency}"
+        assert fold.scale == consistency.scale(tau), (fold.scale, tau, consistency)
+        self.world.counts["scaled"] += fold.scale != 1.0
+
+    def _check_rejected(self, reply: ReplyTo) -> None:
+        ending = reply.ending
+        if ending is not None and ending.outcome is Outcome.REJECTED:
+            self.world.counts["rejected"] += 1
+            bound = self.machine.table(reply.table_id).spec.consistency.bound
+            assert ending.staleness > bound, (ending, bound)
 
     def read(
         self,
@@ -158,7 +185,12 @@ class Layout:
         return Place(table_id, range_id, self.epoch[range_id])  # type: ignore[arg-type]
 
 
-Answer = tuple[RangeId, int, dict[int, list[Grad]]]
+class RangeAnswer(NamedTuple):
+    """What a range answered: its clock, its blocks' values, and their updates by others."""
+
+    clock: int
+    blocks: dict[int, list[Grad]]
+    peer_versions: dict[int, int]
 
 
 class Reads:
@@ -166,7 +198,7 @@ class Reads:
 
     def __init__(self, world: World, cluster: Cluster, layout: Layout) -> None:
         self.world, self.cluster, self.layout = world, cluster, layout
-        self.answers: dict[RangeId, tuple[int, dict[int, list[Grad]]]] = {}
+        self.answers: dict[RangeId, RangeAnswer] = {}
         self.refusals: list[PushpullError] = []
         self._current = 0
 
@@ -223,14 +255,13 @@ class Reads:
                 return
             part = server.machine.parts[table.table_id, range_id]
             blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
-            found = (part.state.clock, blocks)
+            peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}
+            found = RangeAnswer(part.state.clock, blocks, peers)
             self.world.send("answer", lambda: self._answered(question, range_id, found))
 
         self.world.send("read", lambda: server.read(event, on_answer))
 
-    def _answered(
-        self, question: int, range_id: RangeId, found: tuple[int, dict[int, list[Grad]]]
-    ) -> None:
+    def _answered(self, question: int, range_id: RangeId, found: RangeAnswer) -> None:
         if question == self._current:
             self.answers.setdefault(range_id, found)
 
@@ -254,6 +285,9 @@ class SimWorker:
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
         self.ended: dict[tuple[TableId, int], StepEnded] = {}
+        self.sent: dict[EntryKey, Grad] = {}
+        self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
+        self.peer_versions: dict[tuple[TableId, int], int] = {}
         self.connection = dict.fromkeys(cluster, 0)
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
         self.finished = False
@@ -324,8 +358,19 @@ class SimWorker:
         if stream != self.connection[server]:
             return  # came on a stream that is no more
         self.world.say(f"worker {self.rank} <- {server}: {message}")
+        self._note_loss(message)
         self._handle(self.window.reply(server, message, self.world.now_s))
         self._resume()
+
+    def _note_loss(self, message: Reply) -> None:
+        ending = message.ending
+        if ending is None or ending.outcome not in (Outcome.REJECTED, Outcome.DISCARDED):
+            return
+        grad = self.sent.get(EntryKey(message.table_id, message.range_id, message.sequence))
+        if grad is not None:  # else it is a seal
+            self.lost.add((message.table_id, grad))
+        elif ending.outcome is Outcome.DISCARDED:
+            self.world.counts["discarded"] += 1
 
     def _poll(self) -> None:
         self._handle(self.window.poll(self.world.now_s))
@@ -361,6 +406,7 @@ class SimWorker:
 
     def _push_event(self, effect: SendPush) -> PushEvent:
         assert isinstance(effect.body, Body)
+        self.sent[effect.key] = effect.body.grad
         return PushEvent(
             self.layout.place(effect.key.table_id, effect.key.range_id),
             self._sender,
@@ -373,6 +419,7 @@ class SimWorker:
             effect.body.is_assign,
             effect.replaces,
             effect.confirmed_sequence,
+            effect.body.grad.pulled,
             eager=() if effect.body.is_eager else None,
         )
 
@@ -407,85 +454,3 @@ def _terms(clock: int, terms: SealTerms) -> ServerTerms:
     return ServerTerms(
         clock, terms.hyperparameters, terms.contribution_scale, terms.skip, terms.last
     )
-
-
-def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
-    """A loop as users write it: for each table in turn push blocks, seal, wait, read, check."""
-    for table in worker.layout.tables:
-        if worker.rank == 0:
-            yield from _step(worker, truth, table, 0)
-        yield from _read_and_check(worker, truth, table, 0)
-    for clock in range(1, steps + 1):
-        for table in worker.layout.tables:
-            yield from _step(worker, truth, table, clock)
-            yield from _read_and_check(worker, truth, table, clock)
-    for table in worker.layout.tables:
-        clock = steps + 1
-        ranges = list(table.blocks_by_range(worker.layout.range_count))
-        worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
-        yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
-
-
-def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
-    draw, layout = worker.world.draw, worker.layout
-    blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
-    draw.shuffle(blocks)
-    eager = bool(clock) and table.spec.mode is Mode.ASP and draw.random() < 0.3
-    again = [b for b in blocks if clock and not eager and draw.random() < 0.25]
-    final: dict[int, Body] = {}
-    for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
-        bad = clock and draw.random() < 0.02
-        problem = InvalidTensor("non-finite") if bad else None
-        body = Body(Grad(clock, worker.rank, block, revision), problem, clock == 0, eager)
-        final[block] = body
-        if eager and problem is None:  # may be applied, and read by others, from now on
-            truth.contributions[table.table_id, block].add(body.grad)
-        range_id = table.range_of_block(block, layout.range_count)
-        worker.window.submit(
-            BlockPlace(table.table_id, range_id, block),
-            clock,
-            body,
-            byte_count=256,
-            priority=-block,
-        )
-        if draw.random() < 0.2:
-            yield worker.pause()
-    skip = bool(clock) and not eager and draw.random() < 0.1
-    is_out = skip or any(body.problem for body in final.values())
-    for block, body in final.items():
-        if not is_out:
-            truth.contributions[table.table_id, block].add(body.grad)
-    worker.world.counts["skipped steps" if is_out else "steps"] += 1
-    worker.world.counts["eager steps"] += eager
-    ranges = list(table.blocks_by_range(layout.range_count))
-    worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=skip))
-    yield lambda: (table.table_id, clock) in worker.ended
-    ended = worker.ended[table.table_id, clock]
-    assert ended.applied == (not is_out), (ended, is_out)
-
-
-def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
-    while True:
-        worker.reads.begin(table, clock, worker.incarnation, consistent=False)
-        yield lambda: worker.reads.is_done(table)
-        if not worker.reads.refusals:
-            break
-        worker.world.counts["expired reads"] += 1
-    for _, blocks in worker.reads.answers.values():
-        for block, found in blocks.items():
-            _check_block(worker, truth, table, clock, (block, found))
-
-
-def _check_block(
-    worker: SimWorker, truth: Truth, table: Table, clock: int, read: tuple[int, list[Grad]]
-) -> None:
-    block, found = read
-    assert len(found) == len(set(found)), f"applied twice: {found}"  # G1
-    allowed = truth.contributions[table.table_id, block]
-    assert set(found) <= allowed, f"never sealed: {set(found) - allowed}"
-    if table.spec.mode is Mode.BSP:  # G3, G4: exactly the first `clock` updates, in rank order
-        assert set(found) == truth.upto(table.table_id, block, clock)
-        assert found == sorted(found, key=lambda grad: (grad.clock, grad.rank))
-    else:
-        own = {g for g in truth.upto(table.table_id, block, clock) if g.rank == worker.rank}
-        assert own <= set(found), f"does not read its own writes: {own - set(found)}"

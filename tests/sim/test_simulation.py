@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 
 from ps_core.cluster_view import Role
-from ps_core.consistency import Consistency, Mode
+from ps_core.consistency import parsed
 from ps_core.errors import AlreadyPast
 from ps_core.keys import Incarnation
 from ps_core.tables import (
@@ -24,12 +24,17 @@ from ps_core.tables import (
 from scheduler.cluster import Cluster as SchedulerMachine
 from scheduler.cluster import Created
 from scheduler.cluster_state import ClusterSettings, Registration
-from tests.sim.actors import Layout, Reads, SimServer, SimWorker, Truth, Waits, training
+from tests.sim.actors import Layout, Reads, SimServer, SimWorker, Truth, Waits
+from tests.sim.training import training
 from tests.sim.world import World
 
 SERVERS = 2
 WORKERS = 3
 LIMIT_S = 2_000.0
+CONSISTENCIES = (
+    "bsp", "bsp:backup=1", "bsp:backup=2,grace=200ms", "ssp:0", "ssp:1", "ssp:3", "asp",
+    "asp:reject=1", "asp:damp=0.5", "asp:divide",
+)  # fmt: skip
 
 
 def _settings() -> ClusterSettings:
@@ -52,7 +57,7 @@ def _spec(draw: random.Random, index: int) -> TableSpec:
         element_count=64 * blocks,
         optimizer=OptimizerSpec(OptimizerKind.SGD),
         block_elements=64,
-        consistency=Consistency(Mode.BSP if index == 0 else draw.choice((Mode.BSP, Mode.ASP))),
+        consistency=parsed("bsp" if index == 0 else draw.choice(CONSISTENCIES)),
         initializer=Initializer(InitializerKind.FROM_RANK_ZERO),
         gate_bytes=draw.choice((1, 1, 0, 4096)),
     )
@@ -78,7 +83,7 @@ class Simulation:
             for index, role in enumerate([Role.SERVER] * SERVERS + [Role.WORKER] * WORKERS)
         ]
         workers = nodes[SERVERS:]
-        for index in range(draw.choice((1, 2))):
+        for index in range(draw.choice((1, 2, 3))):
             spec = _spec(draw, index).validated()
             reply = scheduler.create_table(workers[0], spec, 0.0).reply
             assert isinstance(reply, Created), reply
@@ -166,8 +171,8 @@ class Simulation:
 
     def _check_consistent(self, clock: int) -> None:
         table = self.layout.tables[0]
-        for _, blocks in self.reader.answers.values():
-            for block, found in blocks.items():
+        for answer in self.reader.answers.values():
+            for block, found in answer.blocks.items():
                 assert set(found) == self.truth.upto(table.table_id, block, clock), clock
 
 
@@ -191,5 +196,6 @@ def test_every_seed_ends_with_exactly_what_was_sealed(sim_seeds: tuple[int, ...]
         missing = {
             "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
             "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
+            "rejected", "discarded", "scaled",
         } - set(total)  # fmt: skip
         assert not missing, f"never happened: {missing}"

@@ -1,0 +1,121 @@
+"""A training loop as users write it, and what every read of it must hold."""
+
+from __future__ import annotations
+
+from ps_core.consistency import Mode
+from ps_core.errors import InvalidTensor
+from ps_core.tables import Table
+from ps_worker.push_entries import BlockPlace, SealTerms
+from tests.sim.actors import Body, Grad, SimWorker, Truth, Waits
+
+
+def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
+    """For each table in turn push blocks, seal, wait, read, check."""
+    clocks = {}
+    for table in worker.layout.tables:
+        if worker.rank == 0:
+            yield from _step(worker, truth, table, 0)
+        yield from _read_and_check(worker, truth, table, 0)
+        clocks[table.table_id] = 0
+    for _ in range(steps):
+        for table in worker.layout.tables:
+            clock = clocks[table.table_id] + 1
+            yield from _step(worker, truth, table, clock)
+            yield from _read_and_check(worker, truth, table, clock)
+            if table.spec.consistency.backup_workers:  # where others have gone without it
+                answers = worker.reads.answers.values()
+                clock = max(clock, min(answer.clock for answer in answers))
+            clocks[table.table_id] = clock
+    for table in worker.layout.tables:
+        clock = clocks[table.table_id] + 1
+        ranges = list(table.blocks_by_range(worker.layout.range_count))
+        worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
+        truth.left.add((table.table_id, worker.rank))
+        yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+    draw, layout = worker.world.draw, worker.layout
+    blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
+    draw.shuffle(blocks)
+    eager = bool(clock) and table.spec.mode is not Mode.BSP and draw.random() < 0.3
+    again = [b for b in blocks if clock and not eager and draw.random() < 0.25]
+    final: dict[int, Body] = {}
+    for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
+        bad = clock and draw.random() < 0.02
+        problem = InvalidTensor("non-finite") if bad else None
+        pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
+        grad = Grad(clock, worker.rank, block, revision, pulled)
+        body = Body(grad, problem, clock == 0, eager)
+        final[block] = body
+        if eager and problem is None:  # may be applied, and read by others, from now on
+            truth.contributions[table.table_id, block].add(body.grad)
+        range_id = table.range_of_block(block, layout.range_count)
+        worker.window.submit(
+            BlockPlace(table.table_id, range_id, block),
+            clock,
+            body,
+            byte_count=256,
+            priority=-block,
+        )
+        if draw.random() < 0.2:
+            yield worker.pause()
+    skip = bool(clock) and not eager and draw.random() < 0.1
+    is_out = skip or any(body.problem for body in final.values())
+    for block, body in final.items():
+        if not is_out:
+            truth.contributions[table.table_id, block].add(body.grad)
+    worker.world.counts["skipped steps" if is_out else "steps"] += 1
+    worker.world.counts["eager steps"] += eager
+    ranges = list(table.blocks_by_range(layout.range_count))
+    worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=skip))
+    truth.sealed[table.table_id, worker.rank] = clock
+    yield lambda: (table.table_id, clock) in worker.ended
+    ended = worker.ended[table.table_id, clock]
+    assert ended.applied == (not is_out), (ended, is_out)
+    for table_id, grad in worker.lost:
+        truth.contributions[table_id, grad.block].discard(grad)
+    if ended.rejected:
+        lost = {g.block for t, g in worker.lost if (t, g.clock) == (table.table_id, clock)}
+        assert set(ended.rejected) == lost
+
+
+def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+    while True:
+        worker.reads.begin(table, clock, worker.incarnation, consistent=False)
+        yield lambda: worker.reads.is_done(table)
+        if not worker.reads.refusals:
+            break
+        worker.world.counts["expired reads"] += 1
+    for answer in worker.reads.answers.values():
+        for block, found in answer.blocks.items():
+            _check_block(worker, truth, table, clock, (block, found))
+            worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
+
+
+def _check_block(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, read: tuple[int, list[Grad]]
+) -> None:
+    block, found = read
+    consistency = table.spec.consistency
+    assert len(found) == len(set(found)), f"applied twice: {found}"  # G1
+    allowed = truth.contributions[table.table_id, block]
+    assert set(found) <= allowed, f"never sealed: {set(found) - allowed}"
+    own = {g for g in truth.upto(table.table_id, block, clock) if g.rank == worker.rank}
+    assert own <= set(found), f"does not read its own writes: {own - set(found)}"
+    if consistency.backup_workers:  # clock by clock
+        assert [grad.clock for grad in found] == sorted(grad.clock for grad in found)
+    elif consistency.mode is Mode.BSP:  # G3, G4: exactly the first `clock`, in rank order
+        assert set(found) == truth.upto(table.table_id, block, clock)
+        assert found == sorted(found, key=lambda grad: (grad.clock, grad.rank))
+    if consistency.mode is Mode.SSP:  # G3: nothing older than the bound is missing
+        _check_bound(truth, table, clock - consistency.staleness, (block, found))
+
+
+def _check_bound(truth: Truth, table: Table, clock: int, read: tuple[int, list[Grad]]) -> None:
+    block, found = read
+    for (table_id, rank), sealed in truth.sealed.items():
+        if table_id == table.table_id and (table_id, rank) not in truth.left:
+            assert sealed >= clock, f"worker {rank} is at {sealed}; the read needs {clock}"
+    missing = truth.upto(table.table_id, block, clock) - set(found)
+    assert not missing, f"misses {missing}, all up to clock {clock}"
