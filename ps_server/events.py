@@ -143,6 +143,7 @@ class Record(NamedTuple):
     contributors: tuple[Contributor, ...]
     hyperparameters: Hyperparameters
     blocks: tuple[int, ...]
+    gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
 
     @property
     def contributor_count(self) -> int:

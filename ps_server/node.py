@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import (
     Draining,
     Fenced,
@@ -107,7 +107,7 @@ class ParameterNode:
         self._token_key = token_key
         self._pool = BufferPool()
         self._known: set[Session] = set()
-        self._left: set[NodeId] = set()
+        self._left: dict[NodeId, Node] = {}
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
@@ -124,7 +124,7 @@ class ParameterNode:
 
         Raises:
             Unauthenticated: its token was not made for it by this cluster's scheduler.
-            Fenced: it belongs to another cluster or timeline, or has left this one.
+            Fenced: it belongs to another cluster or timeline, or has left this one, or is gone.
         """
         if not message.session_token:
             raise Unauthenticated(
@@ -148,7 +148,10 @@ class ParameterNode:
                 f"the session token of node {session.node_id} ({session.role.value}, incarnation "
                 f"{session.incarnation}) is wrong; send the session as RegisterNode gave it"
             )
-        if session.node_id in self._left:
+        left = self._left.get(session.node_id)
+        if left is not None and left.state is NodeState.GONE:
+            raise Fenced(left.fence_words)
+        if left is not None:
             raise Fenced(f"node {session.node_id} has left the cluster: register again")
         self._known.add(session)
         return session
@@ -156,9 +159,9 @@ class ParameterNode:
     # --- views
 
     def observe(self, view: ClusterView) -> None:
-        """A new view: make room for what this server serves from now on."""
+        """A new view: make room for what this server serves now; go on without who is gone."""
         added = self.machine.observe(view)
-        self._left = {n.node_id for n in view.nodes if n.state is NodeState.LEFT}
+        before, self._left = self._left, {n.node_id: n for n in view.nodes if not n.state.is_member}
         # Evaluators come and go; those that the scheduler forgot would be checked again.
         known = {
             s for s in self._known if s.node_id in view.nodes_by_id and s.node_id not in self._left
@@ -179,6 +182,18 @@ class ParameterNode:
                 tables=sorted({part.table.spec.name for part in added}),
                 blocks=sum(len(part.blocks) for part in added),
             )
+        gone = [node for node in self._left.values() if node.state is NodeState.GONE]
+        if gone:
+            self._go_on_without(gone, [node for node in gone if node.node_id not in before])
+
+    def _go_on_without(self, gone: Sequence[Node], new: Sequence[Node]) -> None:
+        effects = self.machine.gone(gone, self.now())
+        for node in new:
+            for stream in self._streams_of.get(node.incarnation, ()):
+                stream.end_input(Fenced(node.fence_words))
+            logs.warning("worker_gone", reason=node.gone_words)
+        self.carry_out(effects)
+        self._arm()
 
     def _add_parts(self, parts: Sequence[PartAdded]) -> None:
         """Make room for parts of one table: where they can be lent, if this server lends."""
@@ -244,8 +259,7 @@ class ParameterNode:
             stream.expect((place.table_id, place.range_id, event.sequence), now_s)
             effects += self.machine.entry(event, now_s)
         self.carry_out(effects)
-        if self.machine.wake_s is not None and self._timer is None:
-            self._arm(self.machine.wake_s)
+        self._arm()
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -311,16 +325,17 @@ class ParameterNode:
         """
         self.carry_out(self.machine.tick(self.now()))
 
-    def _arm(self, wake_s: float) -> None:
-        """Tick at `wake_s`: what waits for it should not wait for the next turn of `tick`."""
-        delay_s = max(wake_s - self.now(), 0.0)
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+    def _arm(self) -> None:
+        """Tick when an update may form by time alone: it should not wait for `tick`'s next turn."""
+        wake_s = self.machine.wake_s
+        if wake_s is not None and self._timer is None:
+            delay_s = max(wake_s - self.now(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
         self.tick()
-        if self.machine.wake_s is not None:
-            self._arm(self.machine.wake_s)
+        self._arm()
 
     # --- effects
 
@@ -383,6 +398,8 @@ class ParameterNode:
             lent.end_change(record.blocks)
         self.applied_count += 1
         self.metrics.applied_updates.inc()
+        if record.gone_count:
+            self.metrics.short_updates.inc()
 
     def _assign(self, effect: Assign) -> None:
         record = effect.record

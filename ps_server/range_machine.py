@@ -21,8 +21,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ps_core import limits
+from ps_core.cluster_view import Node
 from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError
-from ps_core.keys import RangeId
+from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import Table
 from ps_server.entry_rules import EntryRules
@@ -95,6 +96,23 @@ class RangeMachine:
         self._gate.advance(worker, now_s, out)
         return out
 
+    def gone(self, node: Node, now_s: float) -> list[Effect]:
+        """A worker was declared gone, heard of here or not: what it sealed counts, the rest ends as
+        WITHDRAWN, its reads are refused, and nobody waits for it (S6). Saying it again does
+        nothing.
+        """
+        out: list[Effect] = []
+        state = self.state
+        holder = state.by_rank.get(node.rank)
+        is_replaced = holder is not None and holder.incarnation != node.incarnation
+        if node.rank in state.gone or is_replaced:
+            return out
+        worker = holder or self._new_worker(node.rank, node.incarnation, now_s)
+        state.gone[node.rank] = node
+        self.reads.gone(node, out)
+        self._gate.gone(worker, now_s, out)
+        return out
+
     @property
     def wake_s(self) -> float | None:
         """When `tick` may form an update; None: time alone does not."""
@@ -115,11 +133,15 @@ class RangeMachine:
                     f"rank {sender.rank} is incarnation {holder.incarnation} here; got "
                     f"{sender.incarnation}"
                 )
-            start = -1 if sender.rank == 0 and not self.state.initialized else 0
-            worker = WorkerPart(sender.rank, sender.incarnation, start, max(start, 0), now_s)
-            self.state.workers[sender.incarnation] = worker
-            self.state.by_rank[sender.rank] = worker
+            worker = self._new_worker(sender.rank, sender.incarnation, now_s)
         worker.last_heard_s = now_s
+        return worker
+
+    def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> WorkerPart:
+        start = -1 if rank == 0 and not self.state.initialized else 0
+        worker = WorkerPart(rank, incarnation, start, max(start, 0), now_s)
+        self.state.workers[incarnation] = worker
+        self.state.by_rank[rank] = worker
         return worker
 
     def _answer_again(
@@ -275,3 +297,5 @@ class RangeMachine:
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
         if worker.left_clock is not None and worker.left_clock >= given.clock:
             worker.left_clock = None  # its last seal is no longer in effect: it may send again
+            if given.rank in self.state.gone:  # it will not
+                self._gate.leave_unsealed(worker, out)

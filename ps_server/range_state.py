@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ps_core.cluster_view import Node
 from ps_core.consistency import Mode
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
@@ -131,6 +132,7 @@ class RangeState:
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
+        self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
 
     @property
     def is_bsp(self) -> bool:
@@ -156,6 +158,10 @@ class RangeState:
         """Whether update `clock` waits for this rank."""
         worker = self.by_rank.get(rank)
         return worker is None or worker.left_clock is None or clock <= worker.left_clock
+
+    def gone_count(self, clock: int) -> int:
+        """Workers whose step of `clock` is missing because they are gone."""
+        return sum(not self.is_member(rank, clock) for rank in self.gone)
 
     def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
         """Updates of `block` in which `incarnation` had no part."""

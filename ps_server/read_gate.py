@@ -8,8 +8,9 @@ What it deliberately does not do: copy values (`ps_server.node` does, at once, o
 
 from __future__ import annotations
 
+from ps_core.cluster_view import Node
 from ps_core.consistency import Mode
-from ps_core.errors import AlreadyPast, PushpullError, WaitExpired
+from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
 from ps_core.tables import OptimizerKind
 from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.range_state import RangeState
@@ -40,8 +41,8 @@ class ReadGate:
             out.append(self._refuse(event, past))
         elif self._may_read(event):
             out.append(self._answer(event))
-        elif (dispute := self._dispute_of(event)) is not None:
-            out.append(self._refuse(event, dispute))
+        elif (problem := self._lost() or self._dispute_of(event)) is not None:
+            out.append(self._refuse(event, problem))
         else:
             self._waiters[event.waiter] = event
         return out
@@ -59,6 +60,29 @@ class ReadGate:
             return None
         clocks = [c for c in self._disputes if self._state.clock < c <= event.clock]
         return self._disputes[min(clocks)] if clocks else None
+
+    def gone(self, node: Node, out: list[Effect]) -> None:
+        """A worker was declared gone: its reads are refused, and every read if only that worker
+        could have made one possible.
+        """
+        lost = self._lost()
+        for event in list(self._waiters.values()):
+            is_own = event.incarnation == node.incarnation
+            if is_own or lost is not None:
+                del self._waiters[event.waiter]
+                problem = lost if lost is not None and not is_own else Fenced(node.fence_words)
+                out.append(self._refuse(event, problem))
+
+    def _lost(self) -> PushpullError | None:
+        """Why no read can be answered, ever, if so."""
+        state = self._state
+        if state.initialized or 0 not in state.gone:
+            return None
+        return InvalidConfig(
+            f"table '{state.name}' (range {state.range_id}) has no initial values and gets none: "
+            f"{state.gone[0].gone_words}, before it had assigned them. Create the table under "
+            "another name"
+        )
 
     def cancel(self, waiter: int) -> None:
         """The caller has gone."""

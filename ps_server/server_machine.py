@@ -7,6 +7,7 @@ Invariants:
     SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server
           and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
+    SM-3  Nothing of a worker that was declared gone does, from then on, whatever it is.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -14,12 +15,14 @@ does).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ps_core import limits
-from ps_core.cluster_view import ClusterView
+from ps_core.cluster_view import ClusterView, Node
 from ps_core.consistency import Mode
 from ps_core.errors import (
+    Fenced,
     InvalidConfig,
     InvalidKeys,
     NotOwner,
@@ -93,6 +96,8 @@ class TableRoom:
         for given in admission.given_back:
             for part in self._parts:
                 part.give_back(given, effects)
+            if given.rank not in self._senders:  # gone: it waits for no turn
+                self._room.forget(given.rank)
         return admission.admitted
 
     def release(self, step: Step, byte_count: int) -> None:
@@ -102,6 +107,11 @@ class TableRoom:
     def heard(self, sender: Sender) -> None:
         """Remember where to send credit."""
         self._senders[sender.rank] = sender
+
+    def forget(self, rank: int) -> None:
+        """The worker is gone: it waits for no turn."""
+        self._senders.pop(rank, None)
+        self._room.forget(rank)
 
     def credits(self, out: list[Effect]) -> None:
         """Tell those whose turn has come."""
@@ -124,6 +134,7 @@ class ServerMachine:
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: set[RangeMachine] = set()
+        self._gone: dict[Incarnation, Node] = {}
         self.view_number = 0
 
     # --- what the scheduler says
@@ -150,6 +161,25 @@ class ServerMachine:
         room.add(part)
         self._parts[table.table_id, range_id] = part
         return PartAdded(table, range_id, blocks)
+
+    def gone(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
+        """These workers have been declared gone, by the view that was observed last; to be said
+        again when parts were added.
+        """
+        effects: list[Effect] = []
+        for node in workers:
+            self._gone[node.incarnation] = node
+            for part in self._parts.values():
+                effects += part.gone(node, now_s)
+            for room in self._rooms.values():
+                room.forget(node.rank)
+                room.credits(effects)
+        self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
+        return effects
+
+    def _check_not_gone(self, incarnation: Incarnation | None) -> None:
+        if incarnation in self._gone:
+            raise Fenced(self._gone[incarnation].fence_words)
 
     # --- what workers say
 
@@ -190,6 +220,7 @@ class ServerMachine:
     def entry(self, event: PushEvent | SealEvent | WithdrawEvent, now_s: float) -> list[Effect]:
         """A push, a seal or a withdrawal arrived."""
         try:
+            self._check_not_gone(event.sender.incarnation)
             part = self.part(event.place)
         except PushpullError as error:
             return [self._refusal(event, error)]
@@ -222,6 +253,7 @@ class ServerMachine:
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read of one range arrived."""
         try:
+            self._check_not_gone(event.incarnation)
             part = self.part(event.place)
             if event.consistent and part.state.table.spec.mode is not Mode.BSP:
                 raise InvalidConfig(
