@@ -1,6 +1,7 @@
 """A convolutional network on scikit-learn's handwritten digits, trained by any number of workers.
 
     pushpull train examples/digits_cnn.py --workers 2 --servers 2
+    pushpull compare examples/digits_cnn.py --modes bsp,ssp:4,asp   # what consistency costs
     python examples/digits_cnn.py --single          # plain torch, for comparison
 
 Each worker trains on its own share of the images; the servers apply Adam to the mean of their
@@ -138,6 +139,7 @@ def main() -> None:
         return
     with ps.connect() as client:
         reached = train(arguments, client)
+        client.report(quality={"test accuracy": reached})
         if client.rank == 0:
             print(f"test accuracy {reached:.2%}")
 

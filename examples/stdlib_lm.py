@@ -125,8 +125,10 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
             print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
         if step == planned or time.monotonic() >= end_s:
             break
-    if client is None:
-        reached = perplexity(model, held_out_windows(arguments.length))
+    reached = perplexity(model, held_out_windows(arguments.length))
+    if client is not None:
+        client.report(quality={"held-out perplexity": reached})
+    if rank == 0:
         print(f"held-out perplexity {reached:.2f}")
 
 

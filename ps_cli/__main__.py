@@ -9,17 +9,18 @@ import platform
 import sys
 from collections.abc import Callable, Coroutine
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ps_cli.compare_options import CompareOptions
+from ps_cli.options import Script, ServerCount, WorkerCount, options_of
 from ps_cli.output import Output
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
-from ps_cli.train import DEFAULT_LINE_INTERVAL_S, TrainRun, TrainSettings
+from ps_cli.train import ALL_KINDS, DEFAULT_LINE_INTERVAL_S, TrainRun, TrainSettings
 from ps_cli.up import UpSettings, run_up
 from ps_core.errors import InvalidConfig, PushpullError
 
@@ -34,15 +35,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-WorkerCount = Annotated[
-    int,
-    typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
-]
-ServerCount = Annotated[
-    int,
-    typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
-]
 
 
 def _guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
@@ -68,10 +60,7 @@ def _reported(command: Callable[[Output], int]) -> None:
 
 @app.command()
 def train(
-    script: Annotated[
-        Path,
-        typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script."),
-    ],
+    script: Script,
     script_arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
@@ -103,9 +92,31 @@ def train(
         worker_count=workers,
         server_count=servers,
         line_interval_s=interval,
-        shows_all_roles=verbose,
+        shown_kinds=ALL_KINDS if verbose else frozenset({"worker"}),
     )
     _guarded(lambda output: TrainRun(settings, output).run())
+
+
+@app.command()
+@options_of(CompareOptions)
+def compare(options: CompareOptions) -> None:
+    """Train SCRIPT under several consistency settings, and report what each gives and costs.
+
+    Each run is a cluster of its own. The script trains with `DistributedOptimizer`, names no
+    consistency, and reports with `client.report(loss=...)` and, at its end,
+    `client.report(quality={"accuracy": ...})`.
+
+    Exit code: 0 when every run finished; 1 when one failed, with the reason in the report; 130
+    after Ctrl-C, with a report of what was measured until then.
+
+    Example: `pushpull compare examples/digits_cnn.py -m bsp,ssp:4,asp -w 4 --seeds 0,1,2 --
+    --seed {seed}`
+    """
+    # Here, so that the other commands start without numpy and what the report needs.
+    from ps_cli.compare import compare as run_comparison
+    from ps_cli.compare import settings_of
+
+    _reported(lambda _: run_comparison(settings_of(options)))
 
 
 @app.command()

@@ -19,6 +19,9 @@ from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green")
 
+_FILE_WIDTH = 160
+"""Columns of a table where there is no terminal that has a width."""
+
 
 def is_terminal(stream: TextIO) -> bool:
     """Whether `stream` is a terminal that understands escape sequences."""
@@ -26,11 +29,23 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 class Output:
-    """Standard output and standard error of the tool. Thread-safe."""
+    """Standard output and standard error of the tool. Thread-safe.
 
-    def __init__(self) -> None:
-        self.is_terminal = is_terminal(sys.stdout)
-        self._console = Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+    Args:
+        stream: where everything but reasons goes; None means standard output.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self.is_terminal = is_terminal(self._stream)
+        self._console = Console(
+            file=stream,
+            width=None if self.is_terminal else _FILE_WIDTH,
+            highlight=False,
+            soft_wrap=True,
+            emoji=False,
+            markup=False,
+        )
         self._errors = Console(
             highlight=False, soft_wrap=True, emoji=False, markup=False, stderr=True
         )
@@ -55,6 +70,10 @@ class Output:
         else:
             self._write(message)
 
+    def print(self, view: RenderableType) -> None:
+        """Something with a form of its own, such as a table."""
+        self._console.print(view)
+
     def complain(self, message: str) -> None:
         """Why the tool ends: the first line stands out on a terminal."""
         head, _, rest = message.partition("\n")
@@ -69,7 +88,7 @@ class Output:
     def _write(self, line: str) -> None:
         # A reader that went away (`| head`) ends neither the training nor the roles' output.
         with self._lock, contextlib.suppress(BrokenPipeError):
-            print(line, flush=True)
+            print(line, file=self._stream, flush=True)
 
     def show(self, view: RenderableType) -> None:
         """Replace the live table; only on a terminal."""

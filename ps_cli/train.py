@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_cli.output import Output
@@ -28,17 +28,31 @@ LIVE_INTERVAL_S = 0.5
 
 DEFAULT_LINE_INTERVAL_S = 5.0
 
+ALL_KINDS = frozenset({"worker", "server", "scheduler"})
+"""The kinds of role, as the launcher names them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What to train with what: `line_interval_s` is for output that is no terminal."""
+    """What to train with what.
+
+    Attributes:
+        script: the training script.
+        arguments: its own.
+        worker_count: copies of it.
+        server_count: servers that share the parameters.
+        line_interval_s: seconds between progress lines where the output is no terminal.
+        shown_kinds: the kinds of role whose lines are shown.
+        environment: variables for the workers alone.
+    """
 
     script: Path
     arguments: tuple[str, ...]
     worker_count: int
     server_count: int
     line_interval_s: float = DEFAULT_LINE_INTERVAL_S
-    shows_all_roles: bool = False
+    shown_kinds: frozenset[str] = frozenset({"worker"})
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class TrainRun:
@@ -53,18 +67,26 @@ class TrainRun:
         self._note = ""
 
     async def run(self) -> int:
+        """Train to the end, and say how it ended.
+
+        Returns:
+            The exit code, as `ending` has it.
+        """
+        ending = await self.ending()
+        self._tell(ending)
+        return ending.exit_code
+
+    async def ending(self) -> Ending:
         """Train to the end.
 
         Returns:
-            The exit code: 0 if every worker finished, 1 if a role died, 128 + the number of the
-            signal that ended it.
+            Exit code 0 if every worker finished, 1 if a role died, 128 + the number of the signal
+            that ended it.
         """
-        kinds = {"worker", "server", "scheduler"} if self._settings.shows_all_roles else {"worker"}
-        supervisor = Supervisor(self._output, frozenset(kinds))
+        supervisor = Supervisor(self._output, self._settings.shown_kinds)
         ending = await supervisor.run(self._work(supervisor), self._settings.worker_count)
         self._output.close()
-        self._tell(ending)
-        return ending.exit_code
+        return ending
 
     async def _work(self, supervisor: Supervisor) -> None:
         settings, launcher = self._settings, supervisor.launcher
@@ -81,6 +103,7 @@ class TrainRun:
             f"on {settings.server_count} servers"
         )
         script = (str(settings.script), *settings.arguments)
+        environment = {**environment, **settings.environment}
         for rank in range(settings.worker_count):
             command = worker_command(rank, scheduler.address, script, environment)
             await asyncio.to_thread(launcher.start, command)

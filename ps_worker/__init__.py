@@ -38,6 +38,7 @@ from ps_worker.local_cluster import LocalCluster, local_cluster
 from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Add, Aggregate, Assign, RMSprop
 from ps_worker.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
 from ps_worker.shared_buffers import empty_shared
+from ps_worker.straggler import ComputeTime
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 
@@ -58,6 +59,7 @@ __all__ = [
     "AlreadyPast",
     "Assign",
     "Client",
+    "ComputeTime",
     "Consistency",
     "Constant",
     "DistributedOptimizer",

@@ -46,6 +46,11 @@ class ConnectOptions(TypedDict, total=False):
         lane: "auto" (default: memory shared with the servers on this host, bytes to the others),
             "shm" (an error where memory cannot be shared) or "grpc" (bytes always).
         window_bytes: payload bytes in flight: sent and not yet received; 32 MiB.
+        consistency: of tables that name none: "bsp" (default), "ssp:4", "asp", ...
+        compute: emulated computation of a step of `DistributedOptimizer`, such as "30ms", or
+            "rotating:30ms,90ms,burst=2,seed=1"; by default none.
+        record: a directory for a record of the steps, as `pushpull compare` reads it; by default
+            none.
     """
 
     role: str
@@ -55,6 +60,9 @@ class ConnectOptions(TypedDict, total=False):
     request_deadline_s: float
     lane: str
     window_bytes: int
+    consistency: str
+    compute: str
+    record: str
 
 
 def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> Client:
@@ -110,13 +118,17 @@ class Client(Connection):
         loss: float | None = None,
         planned_steps: int | None = None,
         step_count: int | None = None,
+        quality: Mapping[str, float] | None = None,
     ) -> None:
-        """Say how training goes, for the progress that `pushpull train` shows.
+        """Say how training goes, for what `pushpull train` and `pushpull compare` show.
 
         Args:
             loss: the last loss; a one-element tensor will do.
             planned_steps: how many steps the script means to take.
             step_count: how many it has taken; by default the highest clock of its tables.
+            quality: at the end of training, how good the model is, by the measure's name, such as
+                {"test accuracy": 0.97}. `compare` takes the worker's whose last step ended last:
+                without a barrier the others' models lack steps.
 
         Blocking: no; it travels with the next heartbeat.
         """
@@ -124,10 +136,13 @@ class Client(Connection):
         counters = self.engine.counters
         if loss is not None:
             counters.loss = float(loss)
+            self.record.loss(counters.loss, counters.step_count)
         if planned_steps is not None:
             counters.planned_step_count = int(planned_steps)
         if step_count is not None:
             counters.reported_step_count = int(step_count)
+        if quality is not None:
+            self.record.quality({name: float(value) for name, value in quality.items()})
 
     # --- tables
 
@@ -156,10 +171,13 @@ class Client(Connection):
             WaitExpired: servers are missing; the message says how many.
         """
         self.check_may_push("create tables")
+        options.setdefault("consistency", self.consistency)
         spec = table_spec(name, layout, optimizer, options)
         deadline_s = self.deadline_s(options.get("timeout_s"))
         creating = self._loop.start(self.engine.create_table(spec, deadline_s))
-        return self.adopt(self._result(creating, deadline_s + GRACE_S))
+        handle = self.adopt(self._result(creating, deadline_s + GRACE_S))
+        self.record.table(handle.spec)
+        return handle
 
     def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
         """Open a table that somebody creates; waits for it.

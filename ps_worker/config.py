@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ps_core import limits
+from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.config import check_choice, resolve
+from ps_worker.straggler import ComputeTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,28 @@ class WorkerConfig:
             "help": "payload bytes in flight: sent to the servers and not yet received there"
         },
     )
+    consistency: str = field(
+        default="",
+        metadata={
+            "help": "the consistency of tables whose script names none: bsp, ssp:4, asp, ...; "
+            "empty means bsp"
+        },
+    )
+    compute: str = field(
+        default="",
+        metadata={
+            "help": "emulated computation: DistributedOptimizer.step waits until so long after the "
+            "step before: 30ms; rotating:30ms,90ms,burst=2,seed=1; permanent:30ms,90ms,rank=0; "
+            "empty emulates none"
+        },
+    )
+    record: str = field(
+        default="",
+        metadata={
+            "help": "a directory where the worker records its steps as JSON lines, in "
+            "worker-RANK.jsonl; empty records nothing"
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.role not in ("worker", "reader"):
@@ -70,6 +94,10 @@ class WorkerConfig:
         check_choice("lane", self.lane, limits.LANES)
         if self.window_bytes <= 0:
             raise InvalidConfig(f"window_bytes is {self.window_bytes}; expected more than 0")
+        if self.consistency:
+            parsed(self.consistency)
+        if self.compute:
+            ComputeTime.parsed(self.compute)
 
 
 def worker_config(

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from ps_core.cluster_view import Role, Session
-from ps_core.consistency import Mode
+from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import InvalidConfig, InvalidKeys, NotPermitted, PushpullError, WaitExpired
 from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
@@ -31,7 +31,9 @@ from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background, stop_background
 from ps_worker.measures import MEASURES, NODE_MEASURES
 from ps_worker.pulls import ReadOrder
+from ps_worker.step_record import StepRecord
 from ps_worker.steps import Step, TableSteps
+from ps_worker.straggler import ComputeTime
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 from ps_worker.values import Raw, element_bytes
@@ -60,6 +62,8 @@ class Connection:
         self._handles: dict[int, TableHandle] = {}
         starting = self._loop.start(Engine.start(config, self._loop.post))
         self.engine = self._result(starting, config.connect_deadline_s + GRACE_S)
+        directory = "" if self.is_reader else config.record
+        self.record = StepRecord(directory, self.rank, self.world_size)
         _open.add(self)
 
     # --- who and where
@@ -83,6 +87,16 @@ class Connection:
     def is_reader(self) -> bool:
         """Whether this client only reads."""
         return self.engine.session.role is Role.READER
+
+    @property
+    def consistency(self) -> Consistency:
+        """The consistency of tables that name none: the setting `consistency`, else BSP."""
+        return parsed(self._config.consistency or "bsp")
+
+    @property
+    def compute_time(self) -> ComputeTime | None:
+        """What computation is emulated: the setting `compute`; None if none is."""
+        return ComputeTime.parsed(self._config.compute) if self._config.compute else None
 
     @property
     def is_closed(self) -> bool:
@@ -331,6 +345,7 @@ class Connection:
     def _end(self, reason: str) -> None:
         """Close everything; with a reason the scheduler is told that this node has left."""
         self._is_closed = True
+        self.record.close()
         _open.discard(self)
         self._result(self._loop.start(self.engine.stop(reason)), GRACE_S)
         self._callbacks.stop()

@@ -43,6 +43,7 @@ from ps_worker.optimizers import (
     for_group,
     hyperparameters,
 )
+from ps_worker.step_record import StepTimes
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
@@ -96,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._client = client
         self._optimizer = optimizer
-        self._options = TrainingOptions.of(options)
+        self._options = TrainingOptions.of(options, client.consistency)
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._tables: list[TrainedTable] = []
         self._buffers: list[BufferTable] = []
@@ -115,6 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._taken_name():
             self._start()
         self._hook_trainable()
+        self._times = StepTimes(client)
         self._is_made = True
 
     def _start(self) -> None:
@@ -157,6 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._times.computed(1 + max((table.handle.clock for table in self._tables), default=0))
         with torch.no_grad():
             self._step()
         return loss
@@ -306,11 +309,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             buffers.push()
         for buffers in self._buffers:
             buffers.seal()
-        for table, numbers in awake:
-            table.seal(numbers, scale.contribution_scale, skip=scale.skip or bad is not None)
+        skip = scale.skip or bad is not None
+        self._times.sealed(
+            [table.seal(numbers, scale.contribution_scale, skip=skip) for table, numbers in awake]
+        )
         self._take_over([table for table, _ in awake])
         for buffers in self._buffers:
             buffers.finish()
+        self._times.ended()
         if bad is not None:
             name, table = bad
             raise InvalidTensor(

@@ -29,7 +29,7 @@ from ps_worker.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from ps_worker.client import Client
-    from ps_worker.tickets import Pulled, PullTicket
+    from ps_worker.tickets import Pulled, PullTicket, PushTicket
 
 _REMEDIES = (
     "use mode='sealed' (the default), which sends it again; or change gradients only before their "
@@ -186,15 +186,20 @@ class TrainedTable:
         self._push(parts, hyperparameters)
         return None
 
-    def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> None:
+    def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> PushTicket:
         """Ends the step and asks for what comes of it.
+
+        Returns:
+            The step's ticket.
 
         Blocking: no; `finish` waits.
         """
         step = self._client.begin_step(self.handle)
-        self._pending.add(step.seal(hyperparameters, contribution_scale=scale, skip=skip))
+        ticket = step.seal(hyperparameters, contribution_scale=scale, skip=skip)
+        self._pending.add(ticket)
         self._was_skipped = skip
         self.begin_pull()
+        return ticket
 
     def begin_pull(self) -> None:
         """Asks for the table as of this worker's clock.

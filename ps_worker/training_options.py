@@ -35,7 +35,8 @@ class TrainingOptions:
 
     Attributes:
         name: the first part of its tables' names; two optimizers of one cluster need two names.
-        consistency: `BSP()` (default), `SSP(staleness)` or `ASP()`, or their short form ("ssp:4").
+        consistency: `BSP()`, `SSP(staleness)` or `ASP()`, or their short form ("ssp:4"); by default
+            the client's, which is BSP unless the setting `consistency` says otherwise.
         reduction: "mean" (default) or "sum" of the workers' gradients; SSP and ASP apply each
             whole.
         mode: "sealed" (default): a gradient that changes after its block left is sent again before
@@ -80,8 +81,12 @@ class TrainingOptions:
             )
 
     @classmethod
-    def of(cls, given: OptimizerOptions) -> TrainingOptions:
+    def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:
         """The options that a caller gave, with the defaults of the rest.
+
+        Args:
+            given: what the caller gave.
+            default: the consistency where the caller names none.
 
         Raises:
             InvalidConfig: an option that there is not, or a value that is wrong.
@@ -93,7 +98,7 @@ class TrainingOptions:
                 f"DistributedOptimizer has no option {', '.join(unknown)}; it has "
                 f"{', '.join(sorted(known))}"
             )
-        consistency = consistency_of(given.get("consistency", BSP()))
+        consistency = consistency_of(given.get("consistency", default))
         return cls(**cast("dict[str, Any]", {**given, "consistency": consistency}))
 
     @property

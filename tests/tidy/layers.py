@@ -13,6 +13,7 @@ from tests.tidy.source import Finding, Source, imports_of
 PURE_MODULES = {
     "ps_server.buffer_pool",
     "ps_server.contributions",
+    "ps_server.delay",
     "ps_server.entry_rules",
     "ps_server.events",
     "ps_server.kernel_fingerprint",
@@ -33,6 +34,7 @@ PURE_MODULES = {
     "ps_worker.push_window",
     "ps_worker.ring",
     "ps_worker.settings",
+    "ps_worker.straggler",
     "ps_worker.training_options",
     "ps_worker.values",
     "scheduler.admission",
@@ -75,6 +77,7 @@ EDGE_MODULES = {
     "ps_worker.pushes",
     "ps_worker.shared_buffers",
     "ps_worker.staging",
+    "ps_worker.step_record",
     "ps_worker.steps",
     "ps_worker.table_handle",
     "ps_worker.tickets",

@@ -1,0 +1,54 @@
+"""Options of commands that are alike for several of them, and commands with many options.
+
+typer reads a command's options from the parameters of its function. A command with many takes one
+value of a dataclass, whose fields are its options.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+OptionsT = TypeVar("OptionsT")
+
+Script = Annotated[
+    Path,
+    typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script."),
+]
+WorkerCount = Annotated[
+    int,
+    typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
+]
+ServerCount = Annotated[
+    int,
+    typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
+]
+
+
+def options_of(
+    cls: Callable[..., OptionsT],
+) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
+    """A command whose options are the fields of a dataclass.
+
+    Args:
+        cls: the dataclass; its fields are annotated as typer wants parameters to be.
+    """
+    signature = inspect.signature(cls, eval_str=True)
+
+    def decorate(command: Callable[[OptionsT], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**given: object) -> None:
+            command(cls(**given))
+
+        hints = {name: option.annotation for name, option in signature.parameters.items()}
+        vars(called).pop("__wrapped__")  # its parameters are not the command's
+        vars(called)["__signature__"] = signature
+        called.__annotations__ = hints
+        return called
+
+    return decorate

@@ -1,0 +1,296 @@
+"""Plots as SVG, as pure functions from values to text: no library, no script, no network.
+
+Rules:
+    - Every axis has a name with its unit, every plot a title, and whatever carries a value says it
+      in a `<title>`, which browsers show beside the pointer and readers read out.
+    - Colours are those of Okabe and Ito, which colour-blind people tell apart; from the ninth mode
+      on lines are dashed as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+PALETTE = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C",
+)  # fmt: skip
+_DASHES = ("", "7 4", "2 3", "9 3 2 3")
+
+WIDTH = 760
+_HEIGHT = 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 16, 52
+_TICK_COUNT = 6
+_BAR_HEIGHT = 15
+_GROUP_GAP = 10
+_LABEL_WIDTH = 190
+_PANEL_WIDTH, _PANEL_HEIGHT, _PANEL_COLUMNS = 250, 190, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve: `style` chooses colour and dashes; lines of one style are one entry of a legend."""
+
+    name: str
+    style: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis shows, with its unit."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """One panel: how often each value came."""
+
+    name: str
+    style: int
+    counts: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of parts, one after the other; bars of one group stand together."""
+
+    group: str
+    name: str
+    parts: tuple[float, ...]
+
+
+def colour(style: int) -> str:
+    """The colour of a style."""
+    return PALETTE[style % len(PALETTE)]
+
+
+def dashes(style: int) -> str:
+    """The dashes of a style, as SVG's stroke-dasharray; empty for a solid line."""
+    return _DASHES[style // len(PALETTE) % len(_DASHES)]
+
+
+def ticks(low: float, high: float, count: int = _TICK_COUNT) -> list[float]:
+    """Round numbers from `low` or above to `high` or below, about `count` of them."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * unit for unit in (1, 2, 5, 10) if power * unit >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def line_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> str:
+    """Curves over one pair of axes.
+
+    Args:
+        title: what the plot shows, for whoever cannot see it.
+        x_axis: the horizontal axis; begins at 0.
+        y_axis: the vertical axis; from the lowest to the highest value.
+        lines: the curves; a point each at least, or they are left out.
+    """
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return _empty(title)
+    frame = _Frame(
+        high_x=max(x for x, _ in points) or 1.0,
+        low_y=min(y for _, y in points),
+        high_y=max(y for _, y in points),
+    )
+    inside = [*frame.grid(x_axis, y_axis)]
+    inside += [part for line in lines if line.points for part in _curve(frame, line, x_axis)]
+    return _svg(title, WIDTH, _HEIGHT, inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where values lie within a line chart."""
+
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + value / self.high_x * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        span = self.high_y - self.low_y or 1.0
+        return _HEIGHT - _BOTTOM - (value - self.low_y) / span * (_HEIGHT - _TOP - _BOTTOM)
+
+    def grid(self, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+        """Lines, numbers and names of the axes."""
+        bottom, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
+        for value in ticks(self.low_y, self.high_y):
+            yield _rule(_LEFT, self.y(value), right, self.y(value), "grid")
+            yield _text(_LEFT - 8, self.y(value) + 4, f"{value:g}", "number end")
+        for value in ticks(0.0, self.high_x):
+            yield _rule(self.x(value), bottom, self.x(value), bottom + 5, "axis")
+            yield _text(self.x(value), bottom + 19, f"{value:g}", "number middle")
+        yield _rule(_LEFT, bottom, right, bottom, "axis")
+        yield _text((_LEFT + right) / 2, _HEIGHT - 10, x_axis.name, "axis-name middle")
+        yield _upright(18, (_TOP + bottom) / 2, y_axis.name)
+
+
+def _curve(frame: _Frame, line: Line, x_axis: Axis) -> Iterator[str]:
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line.points)
+    dash = f' stroke-dasharray="{dashes(line.style)}"' if dashes(line.style) else ""
+    yield (
+        f'<polyline class="curve" points="{path}" stroke="{colour(line.style)}"{dash}>'
+        f"<title>{escape(line.name)}</title></polyline>"
+    )
+    for x, y in line.points:
+        yield (
+            f'<circle class="point" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4">'
+            f"<title>{escape(line.name)}: {y:.4g} at {x:.4g} {escape(x_axis.name)}</title></circle>"
+        )
+
+
+def histogram_panels(title: str, axis: Axis, histograms: Sequence[Histogram]) -> str:
+    """A panel for each histogram, all over the same axes: the share of each value in percent."""
+    counted = [one for one in histograms if one.counts]
+    if not counted:
+        return _empty(title)
+    width = _bin_width(max(max(one.counts) for one in counted))
+    shares = [_shares(one, width) for one in counted]
+    bin_count = max(max(share) for share in shares) + 1
+    top = max(max(share.values()) for share in shares)
+    rows = math.ceil(len(counted) / _PANEL_COLUMNS)
+    inside: list[str] = []
+    for number, (one, share) in enumerate(zip(counted, shares, strict=True)):
+        left = number % _PANEL_COLUMNS * _PANEL_WIDTH
+        above = number // _PANEL_COLUMNS * _PANEL_HEIGHT
+        panel = _Panel(left, above, bin_count, width, top)
+        inside += panel.parts(one, share, axis)
+    return _svg(title, _PANEL_COLUMNS * _PANEL_WIDTH + 10, rows * _PANEL_HEIGHT + 6, inside)
+
+
+_MAX_BIN_COUNT = 24
+
+
+def _bin_width(highest: int) -> int:
+    return max(1, math.ceil((highest + 1) / _MAX_BIN_COUNT))
+
+
+def _shares(histogram: Histogram, width: int) -> dict[int, float]:
+    """Per cent of all in each interval of `width` values."""
+    total = sum(histogram.counts.values())
+    shares: dict[int, float] = {}
+    for value, count in histogram.counts.items():
+        shares[value // width] = shares.get(value // width, 0.0) + 100.0 * count / total
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One histogram of several: where it lies, and the axes that all share."""
+
+    left: float
+    above: float
+    bin_count: int
+    bin_width: int
+    top: float
+
+    def parts(self, one: Histogram, shares: dict[int, float], axis: Axis) -> Iterator[str]:
+        left, right = self.left + 46, self.left + _PANEL_WIDTH - 12
+        top, bottom = self.above + 26, self.above + _PANEL_HEIGHT - 44
+        step = (right - left) / self.bin_count
+        yield _text(left, self.above + 16, one.name, "panel-name")
+        for value in ticks(0.0, self.top, 4):
+            y = bottom - value / self.top * (bottom - top)
+            yield _rule(left, y, right, y, "grid")
+            yield _text(left - 6, y + 4, f"{value:g}%", "number end")
+        for index, share in sorted(shares.items()):
+            first, last = index * self.bin_width, (index + 1) * self.bin_width - 1
+            values = f"{first}" if first == last else f"{first} to {last}"
+            height = share / self.top * (bottom - top)
+            yield _rectangle(
+                (left + index * step + 0.5, bottom - height, max(step - 1, 1), height),
+                colour(one.style),
+                f"{one.name}: {axis.name} {values} in {share:.1f}% of the steps",
+            )
+        for tick in ticks(0.0, self.bin_count - 1.0, 5):
+            if tick == int(tick):
+                x = left + (tick + 0.5) * step
+                yield _text(x, bottom + 15, f"{int(tick) * self.bin_width}", "number middle")
+        yield _rule(left, bottom, right, bottom, "axis")
+        yield _text((left + right) / 2, bottom + 32, axis.name, "axis-name middle")
+
+
+def stacked_bars(title: str, axis: Axis, part_names: Sequence[str], bars: Sequence[Bar]) -> str:
+    """Horizontal bars of parts; each group of bars has its name at the left.
+
+    Args:
+        title: what the plot shows.
+        axis: of the parts' lengths.
+        part_names: of the parts, in order; the same for each bar.
+        bars: those of a group follow each other.
+    """
+    longest = max((sum(bar.parts) for bar in bars), default=0.0)
+    if not longest > 0:
+        return _empty(title)
+    scale = (WIDTH - _LABEL_WIDTH - _RIGHT) / longest
+    inside: list[str] = []
+    y, group = float(_TOP), ""
+    for bar in bars:
+        if bar.group != group:
+            y += _GROUP_GAP if group else 0
+            group = bar.group
+            inside.append(_text(4, y + _BAR_HEIGHT - 4, group, "panel-name"))
+        inside.append(_text(_LABEL_WIDTH - 8, y + _BAR_HEIGHT - 4, bar.name, "number end"))
+        x = float(_LABEL_WIDTH)
+        for number, (name, length) in enumerate(zip(part_names, bar.parts, strict=True)):
+            said = f"{bar.group}, {bar.name}: {name} {length:.3g} {axis.name}"
+            inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), colour(number), said))
+            x += length * scale
+        y += _BAR_HEIGHT
+    bottom = y + 6
+    for value in ticks(0.0, longest):
+        x = _LABEL_WIDTH + value * scale
+        inside.insert(0, _rule(x, _TOP, x, bottom, "grid"))
+        inside.append(_text(x, bottom + 15, f"{value:g}", "number middle"))
+    inside.append(_text((_LABEL_WIDTH + WIDTH) / 2, bottom + 34, axis.name, "axis-name middle"))
+    return _svg(title, WIDTH, bottom + 44, inside)
+
+
+def _svg(title: str, width: float, height: float, inside: Sequence[str]) -> str:
+    said = escape(title, quote=True)
+    body = "\n".join(inside)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'role="img" aria-label="{said}">\n{body}\n</svg>'
+    )
+
+
+def _empty(title: str) -> str:
+    return _svg(title, WIDTH, 40, [_text(8, 24, "nothing was recorded", "axis-name")])
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _upright(x: float, y: float, text: str) -> str:
+    return (
+        f'<text class="axis-name middle" transform="translate({x:.1f} {y:.1f}) rotate(-90)">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _rectangle(place: tuple[float, float, float, float], fill: str, said: str) -> str:
+    x, y, width, height = place
+    return (
+        f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'fill="{fill}"><title>{escape(said)}</title></rect>'
+    )
