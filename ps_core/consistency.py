@@ -15,7 +15,7 @@ What it deliberately does not do: decide (the server's gates do), or know protob
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from ps_core import limits
@@ -37,6 +37,7 @@ class StalePolicy(Enum):
     REJECT = "reject"
     DAMP = "damp"
     DIVIDE = "divide"
+    COMPENSATE = "compensate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,9 @@ class Consistency:
         bound: REJECT: the largest staleness that is accepted.
         alpha: DAMP: a push is multiplied by 1 / (1 + alpha * tau). DIVIDE multiplies it by
             1 / max(1, tau).
+        strength: COMPENSATE: lambda. A gradient g that was computed at w' and comes to w is taken
+            as g + lambda * g * g * (w - w'), element by element (Zheng et al., DC-ASGD, 2017).
+        adaptive: COMPENSATE: lambda is divided by the root of the running mean of g * g.
     """
 
     mode: Mode = Mode.BSP
@@ -62,6 +66,8 @@ class Consistency:
     policy: StalePolicy = StalePolicy.ACCEPT
     bound: int = 0
     alpha: float = 0.0
+    strength: float = 0.0
+    adaptive: bool = False
 
     def validated(self) -> Consistency:
         """The setting, checked.
@@ -80,18 +86,24 @@ class Consistency:
             ("policy", self.policy is not StalePolicy.ACCEPT, self.mode is Mode.ASP),
             ("bound", self.bound, self.policy is StalePolicy.REJECT),
             ("alpha", self.alpha, self.policy is StalePolicy.DAMP),
+            ("strength", self.strength, self.policy is StalePolicy.COMPENSATE),
+            ("adaptive", self.adaptive, self.policy is StalePolicy.COMPENSATE),
         ):
             if is_set and not belongs:
                 raise InvalidConfig(f"{self} has {field}; expected it with {_OWNER[field]} only")
-        if self.policy is StalePolicy.DAMP and not 0.0 < self.alpha <= limits.MAX_ALPHA:
-            raise InvalidConfig(
-                f"alpha is {self.alpha}; expected above 0, at most {limits.MAX_ALPHA:g}"
-            )
+        for field, value, policy in (
+            ("alpha", self.alpha, StalePolicy.DAMP),
+            ("strength", self.strength, StalePolicy.COMPENSATE),
+        ):
+            if self.policy is policy and not 0.0 < value <= limits.MAX_ALPHA:
+                raise InvalidConfig(
+                    f"{field} is {value}; expected above 0, at most {limits.MAX_ALPHA:g}"
+                )
         return self
 
     def without_policy(self) -> Consistency:
         """The same for values that are not gradients: what is stale is taken as it is."""
-        return replace(self, policy=StalePolicy.ACCEPT, bound=0, alpha=0.0)
+        return Consistency(self.mode, self.backup_workers, self.grace_ms, staleness=self.staleness)
 
     def scale(self, tau: int) -> float:
         """What a push of staleness `tau` is multiplied by."""
@@ -114,7 +126,11 @@ class Consistency:
             return f"bsp:backup={self.backup_workers}{grace}"
         if self.policy is StalePolicy.ACCEPT:
             return str(self.mode.value)
-        number = {StalePolicy.REJECT: f"={self.bound}", StalePolicy.DAMP: f"={self.alpha:g}"}
+        number = {
+            StalePolicy.REJECT: f"={self.bound}",
+            StalePolicy.DAMP: f"={self.alpha:g}",
+            StalePolicy.COMPENSATE: f"={self.strength:g}" + ",adaptive" * self.adaptive,
+        }
         return f"{self.mode.value}:{self.policy.value}{number.get(self.policy, '')}"
 
 
@@ -125,11 +141,15 @@ _OWNER = {
     "policy": "ASP",
     "bound": "ASP and reject",
     "alpha": "ASP and damp",
+    "strength": "ASP and compensate",
+    "adaptive": "ASP and compensate",
 }
+
+_ADAPTIVE = ",adaptive"
 
 _FORMS = (
     "bsp, bsp:backup=B, bsp:backup=B,grace=Tms, ssp:S, asp, asp:reject=BOUND, asp:damp=ALPHA, "
-    "asp:divide"
+    "asp:divide, asp:compensate=LAMBDA, asp:compensate=LAMBDA,adaptive"
 )
 
 
@@ -149,7 +169,9 @@ def parsed(text: str) -> Consistency:
 def _parsed(name: str, rest: str) -> Consistency:
     if name == "ssp":
         return Consistency(Mode.SSP, staleness=int(rest))
-    words = dict(word.partition("=")[::2] for word in rest.split(",") if word)
+    adaptive = rest.endswith(_ADAPTIVE)
+    parts = rest.removesuffix(_ADAPTIVE).split(",")
+    words = dict(part.partition("=")[::2] for part in parts if part)
     found = Consistency(Mode(name))
     if name == "bsp" and words:
         grace_ms = int(words.pop("grace", "0ms").removesuffix("ms"))
@@ -165,9 +187,11 @@ def _parsed(name: str, rest: str) -> Consistency:
             policy=kind,
             bound=int(number) if kind is StalePolicy.REJECT else 0,
             alpha=float(number) if kind is StalePolicy.DAMP else 0.0,
+            strength=float(number) if kind is StalePolicy.COMPENSATE else 0.0,
+            adaptive=adaptive,
         )
-    if words:
-        raise ValueError(words)
+    if words or (adaptive and name != "asp"):
+        raise ValueError(rest)
     return found
 
 

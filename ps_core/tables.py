@@ -288,6 +288,11 @@ class TableSpec:
                 f"table '{self.name}': ASSIGN takes values, not gradients; expected no policy for "
                 "stale ones",
             )
+        if self.optimizer.kind is OptimizerKind.ADD:
+            _require(
+                self.consistency.policy is not StalePolicy.COMPENSATE,
+                f"table '{self.name}': ADD takes deltas, not gradients; expected no compensation",
+            )
         try:
             self.consistency.validated()
         except InvalidConfig as error:

@@ -288,6 +288,9 @@ def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
         asp.damp.alpha = consistency.alpha
     elif consistency.policy is StalePolicy.DIVIDE:
         asp.divide.SetInParent()
+    elif consistency.policy is StalePolicy.COMPENSATE:
+        asp.compensate.strength = consistency.strength
+        asp.compensate.adaptive = consistency.adaptive
     return types_pb2.Consistency(asp=asp)
 
 
@@ -310,6 +313,8 @@ def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
         policy=StalePolicy.ACCEPT if policy is None else StalePolicy(policy),
         bound=message.asp.reject.bound,
         alpha=message.asp.damp.alpha,
+        strength=message.asp.compensate.strength,
+        adaptive=message.asp.compensate.adaptive,
     )
 
 

@@ -159,6 +159,15 @@ def scaled(part: Contribution, scale: float, pool: BufferPool) -> Contribution:
     return _with(part, target, part.present)
 
 
+def owned(part: Contribution, pool: BufferPool) -> Contribution:
+    """`part` in memory that may be written to: its own, or a copy."""
+    if part.is_owned:
+        return part
+    target = take_padded(pool, part.length, part.values.dtype)
+    head(target, part.length).copy_(head(part.values, part.length))
+    return _with(part, target, part.present)
+
+
 def added(total: Contribution, part: Contribution, pool: BufferPool) -> Contribution:
     """`total` plus `part`; the memory of both goes into the result or back to the pool."""
     if total.block != part.block:

@@ -119,6 +119,8 @@ class Fold(NamedTuple):
     rank: int
     parts: tuple[tuple[int, object], ...]
     scale: float
+    reader: Incarnation | None = None
+    """Whose pulled values the parts are compensated for; None for nobody's."""
 
 
 class Contributor(NamedTuple):
@@ -179,6 +181,16 @@ class AnswerPull(NamedTuple):
     range_clock: int
     versions: Mapping[int, int]
     own_updates: Mapping[int, int]
+    keeps_for: Incarnation | None = None
+    """Who is given the values, where they must be remembered."""
+
+
+class Forget(NamedTuple):
+    """The worker has gone: what was remembered for it is of no use any more."""
+
+    table_id: TableId
+    range_id: RangeId
+    reader: Incarnation
 
 
 class RefusePull(NamedTuple):
@@ -190,4 +202,4 @@ class RefusePull(NamedTuple):
     error: PushpullError
 
 
-Effect = ReplyTo | Fold | Apply | Assign | AnswerPull | RefusePull
+Effect = ReplyTo | Fold | Apply | Assign | AnswerPull | Forget | RefusePull

@@ -37,6 +37,7 @@ from ps_server.events import (
     Assign,
     Effect,
     Fold,
+    Forget,
     Place,
     PullEvent,
     RefusePull,
@@ -348,13 +349,16 @@ class ParameterNode:
                     replies.append(effect)
                 case Fold():
                     shard = self.shards[effect.table_id, effect.range_id]
-                    shard.fold(effect.clock, _contributions(effect.parts), effect.scale)
+                    parts = _contributions(effect.parts)
+                    shard.fold(effect.clock, parts, effect.scale, effect.reader)
                 case Apply():
                     self._apply(effect)
                 case Assign():
                     self._assign(effect)
                 case AnswerPull():
                     self._answer(effect)
+                case Forget():
+                    self.shards[effect.table_id, effect.range_id].forget(effect.reader)
                 case RefusePull():
                     self._refuse(effect)
         for reply in replies:
@@ -429,6 +433,8 @@ class ParameterNode:
                     raise InvalidKeys(
                         f"block {block} of table '{state.name}' is not in range {effect.range_id}"
                     )
+                if effect.keeps_for is not None:
+                    shard.keep(effect.keeps_for, block)
                 if lent is not None:
                     answer.append(self._lent_value(lent, effect, block))
                     continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ps_core.cluster_view import Node
-from ps_core.consistency import Mode
+from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
@@ -138,6 +138,11 @@ class RangeState:
     def is_bsp(self) -> bool:
         """Whether an update has the steps of several workers; else each step is one by itself."""
         return self.consistency.mode is Mode.BSP
+
+    def compensates(self, incarnation: Incarnation | None) -> Incarnation | None:
+        """The worker, if what it is given must be remembered for its gradients."""
+        is_kept = self.consistency.policy is StalePolicy.COMPENSATE
+        return incarnation if is_kept else None
 
     def slowest_clock(self) -> int:
         """The lowest clock of a worker that has not left; a worker that was never heard of is at 0.

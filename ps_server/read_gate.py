@@ -133,6 +133,7 @@ class ReadGate:
             state.clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
+            state.compensates(event.incarnation),
         )
 
     def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:

@@ -15,6 +15,7 @@ Rules:
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
+    - Delay compensation: what a worker was given last is kept, block by block, until it goes.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
 
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation, check
+from ps_core.keys import Incarnation
 from ps_core.tables import (
     NATIVE_CODEC,
     Codec,
@@ -50,7 +52,7 @@ from ps_core.tables import (
     Table,
     presence_bytes,
 )
-from ps_server import contributions
+from ps_server import contributions, delay
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
@@ -96,6 +98,7 @@ class ShardStore:
         self._states = {block: self._initial_state(block) for block in sorted(blocks)}
         self._payloads = {block: _payload_of(state) for block, state in self._states.items()}
         self._versions = dict.fromkeys(self._states, 0)
+        self._kept: dict[tuple[Incarnation, int], Tensor] = {}
         self._forming: dict[int, dict[int, Contribution]] = {}
         self._sums: dict[int, dict[int, Contribution]] = {}
         self._is_mean = spec.reduction is Reduction.MEAN
@@ -106,8 +109,11 @@ class ShardStore:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of values, optimizer state and kept sums; sums in the making do not count."""
-        sums = sum(part.byte_count for kept in self._sums.values() for part in kept.values())
+        """Bytes of values, optimizer state, kept sums and what readers were given; sums in the
+        making do not count.
+        """
+        sums = sum(kept.nbytes for kept in self._kept.values())
+        sums += sum(part.byte_count for kept in self._sums.values() for part in kept.values())
         return sums + sum(state.state_bytes for state in self._states.values())
 
     def decode(
@@ -160,8 +166,47 @@ class ShardStore:
             self._check_finite(part)
         return part
 
-    def fold(self, clock: int, parts: Sequence[tuple[int, Contribution]], scale: float) -> None:
+    def keep(self, reader: Incarnation, block: int) -> None:
+        """Remember the block's values as `reader` has them now: what its gradients start from."""
+        state = self._state(block)
+        kept = self._kept.get((reader, block))
+        if kept is None:
+            kept = self._kept[reader, block] = self._pool.take(state.values.numel(), self._dtype)
+        kept.copy_(state.values)
+
+    def forget(self, reader: Incarnation) -> None:
+        """The reader has gone."""
+        for key in [key for key in self._kept if key[0] == reader]:
+            self._pool.give_back(self._kept.pop(key))
+
+    def compensate(self, reader: Incarnation, part: Contribution) -> Contribution:
+        """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
+        reader was never given the block.
+        """
+        kept = self._kept.get((reader, part.block))
+        if kept is None:
+            return part
+        setting, state = self._table.spec.consistency, self._states[part.block]
+        part = contributions.owned(part, self._pool)
+        scratch = self._pool.take(state.values.numel(), self._dtype)
+        delay.compensate(part, state, kept, (setting.strength, setting.adaptive), scratch)
+        self._pool.give_back(scratch)
+        return part
+
+    def fold(
+        self,
+        clock: int,
+        parts: Sequence[tuple[int, Contribution]],
+        scale: float,
+        reader: Incarnation | None = None,
+    ) -> None:
         """Add one worker's step to the sums of `clock`; called in rank order.
+
+        Args:
+            clock: the update.
+            parts: as below.
+            scale: what the contributions are multiplied by.
+            reader: whose pulled values they are compensated for; None for nobody's.
 
         Shapes:
             parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
@@ -179,6 +224,8 @@ class ShardStore:
                 contributions.release(part, self._pool)
                 continue
             part = contributions.scaled(part, scale, self._pool)
+            if reader is not None:
+                part = self.compensate(reader, part)
             total = forming.get(block)
             forming[block] = part if total is None else contributions.added(total, part, self._pool)
 

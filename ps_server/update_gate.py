@@ -33,7 +33,7 @@ from ps_core.consistency import StalePolicy
 from ps_core.errors import AlreadyPast, InvalidTensor, check
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
-from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Record, SealEvent
+from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Forget, Record, SealEvent
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.read_gate import ReadGate
 
@@ -175,7 +175,14 @@ class UpdateGate:
             self._form_all(now_s, out)
         else:
             self._state.clock = self._state.slowest_clock()
+            self._forget(worker, out)
         self._reads.release(out)
+
+    def _forget(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """A worker that has left pushes no gradient that needs what it was given."""
+        state = self._state
+        if worker.left_clock is not None and state.compensates(worker.incarnation) is not None:
+            out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
 
     def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
         """The worker leaves after its newest seal in effect, unless it left before."""
@@ -198,6 +205,7 @@ class UpdateGate:
             for other in moved:
                 self._record_sealed(other, out)
             state.clock = state.slowest_clock()
+            self._forget(worker, out)
         if before != state.record_count:
             self._reads.release(out)
 
@@ -290,6 +298,7 @@ class UpdateGate:
                 worker.rank,
                 (part,),
                 self._state.consistency.scale(tau),
+                self._state.compensates(worker.incarnation),
             )
         )
         out.append(Apply(record))
@@ -398,7 +407,10 @@ class UpdateGate:
         check(state.initialized, "RM-3", "fold before the initial values")
         parts = self._take_parts(worker, step)
         scale = step.sealed_by.terms.contribution_scale
-        return Fold(state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale)
+        reader = self._state.compensates(worker.incarnation)
+        return Fold(
+            state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale, reader
+        )
 
     def _contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
         sequences = (*sorted(step.pushes), step.sealed_by.sequence)

@@ -56,7 +56,12 @@ def SSP(staleness: int) -> Consistency:  # noqa: N802
 
 
 def ASP(  # noqa: N802
-    *, reject: int | None = None, damp: float | None = None, divide: bool = False
+    *,
+    reject: int | None = None,
+    damp: float | None = None,
+    divide: bool = False,
+    compensate: float | None = None,
+    adaptive: bool = False,
 ) -> Consistency:
     """Asynchronous: every step is applied when it arrives; nobody waits. At most one of:
 
@@ -64,17 +69,24 @@ def ASP(  # noqa: N802
         reject: turn away what is staler than this many updates; `StepResult.rejected` names it.
         damp: multiply what is tau updates stale by 1 / (1 + damp * tau).
         divide: multiply it by 1 / max(1, tau).
+        compensate: take a gradient g that was computed at w' and comes to w as
+            g + compensate * g * g * (w - w') (DC-ASGD); servers keep what each worker pulled.
+        adaptive: with `compensate`: divide it by the root of the running mean of g * g.
 
     Raises:
         InvalidConfig: two of them, or a number out of its bounds.
     """
-    given = [name for name, value in (("reject", reject), ("damp", damp)) if value is not None]
-    given += ["divide"] * divide
+    choices = {"reject": reject, "damp": damp, "compensate": compensate}
+    given = [name for name, value in choices.items() if value is not None] + ["divide"] * divide
     if len(given) > 1:
         raise InvalidConfig(f"ASP has {' and '.join(given)}; expected at most one of them")
-    policy = StalePolicy(given[0]) if given else StalePolicy.ACCEPT
     return Consistency(
-        Mode.ASP, policy=policy, bound=reject or 0, alpha=0.0 if damp is None else damp
+        Mode.ASP,
+        policy=StalePolicy(given[0]) if given else StalePolicy.ACCEPT,
+        bound=reject or 0,
+        alpha=damp or 0.0,
+        strength=compensate or 0.0,
+        adaptive=adaptive,
     ).validated()
 
 
@@ -124,7 +136,8 @@ class TableOptions(TypedDict, total=False):
     Attributes:
         dtype: "float32" (default), "float64", "float16" or "bfloat16": the element type of pushes
             and pulls. The two halves keep float32 values on the servers.
-        consistency: `BSP()` (default), `SSP(staleness)` or `ASP()`, or their short form ("ssp:4").
+        consistency: `BSP()`, `SSP(staleness)` or `ASP()`, or their short form ("ssp:4"); by default
+            the client's, which is BSP unless the setting `consistency` says otherwise.
         reduction: "mean" (default: sum in rank order, one multiply by 1 / contributors) or "sum".
             Under SSP and ASP each step is applied whole in both cases.
         init: `Zeros()` (default), `Constant(value)`, `Inline(values)` or `FromRank0()`.

@@ -123,6 +123,21 @@ def test_what_is_stale_is_scaled(team: Team, policy: str, scale: float) -> None:
     np.testing.assert_allclose(one.pull(tables[0]), _ones(-scale), rtol=1e-6)
 
 
+@pytest.mark.parametrize("policy", ["compensate=0.5", "compensate=0.5,adaptive"])
+def test_what_is_stale_is_compensated_for_what_changed_since(team: Team, policy: str) -> None:
+    one, two, _ = team.workers
+    tables = team.tables(f"asp:{policy}")
+    one.pull(tables[0])
+    two.wait(two.push(tables[1], _ones(3.0)))  # never pulled: taken as it is
+    np.testing.assert_array_equal(two.pull(tables[1]), _ones(-3.0))
+    one.wait(one.push(tables[0], _ones(2.0)))
+    strength = 0.5 / (0.05 * 2.0**2 + 1e-7) ** 0.5 if "adaptive" in policy else 0.5
+    gradient = 2.0 + strength * 2.0**2 * (-3.0 - 0.0)
+    np.testing.assert_allclose(one.pull(tables[0]), _ones(-3.0 - gradient), rtol=1e-5)
+    one.wait(one.push(tables[0], _ones(1.0)))  # nothing came between
+    np.testing.assert_allclose(one.pull(tables[0]), _ones(-3.0 - gradient - 1.0), rtol=1e-5)
+
+
 def test_backup_workers_go_on_without_the_slowest(team: Team) -> None:
     one, two, three = team.workers
     tables = team.tables("bsp:backup=1")

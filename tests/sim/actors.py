@@ -22,6 +22,7 @@ from ps_server.events import (
     Assign,
     Effect,
     Fold,
+    Forget,
     Place,
     PullEvent,
     PushEvent,
@@ -134,6 +135,8 @@ class SimServer:
                 for block, payload in effect.parts:
                     assert isinstance(payload, Grad)
                     self.values[effect.record.table_id, block] = [payload]
+            elif isinstance(effect, Forget):
+                self.world.counts["forgotten"] += 1
             else:
                 on_answer = self.reads.pop(effect.waiter, None)
                 self.machine.answered(effect.waiter)

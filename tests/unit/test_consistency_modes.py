@@ -309,7 +309,7 @@ def test_a_wait_says_that_some_may_be_missing() -> None:
     "text",
     [
         "bsp", "bsp:backup=2", "bsp:backup=1,grace=20ms", "ssp:0", "ssp:4", "asp", "asp:reject=8",
-        "asp:damp=0.5", "asp:divide",
+        "asp:damp=0.5", "asp:divide", "asp:compensate=0.04", "asp:compensate=2,adaptive",
     ],
 )  # fmt: skip
 def test_a_setting_is_read_as_it_is_written(text: str) -> None:
@@ -332,6 +332,12 @@ def test_a_setting_is_read_as_it_is_written(text: str) -> None:
         ("asp:reject=1,damp=2", "consistency is 'asp:reject=1,damp=2'"),
         ("asp:accept=1", "consistency is 'asp:accept=1'"),
         ("asp:divide=2", "consistency is 'asp:divide=2'"),
+        ("asp:adaptive", "consistency is 'asp:adaptive'"),
+        ("asp:damp=1,adaptive", "has adaptive; expected it with ASP and compensate only"),
+        ("bsp,adaptive", "consistency is 'bsp,adaptive'"),
+        ("bsp:backup=1,adaptive", "consistency is 'bsp:backup=1,adaptive'"),
+        ("asp:compensate=-1", "strength is -1.0"),
+        ("asp:compensate=1,adaptive=3", "consistency is 'asp:compensate=1,adaptive=3'"),
     ],
 )
 def test_a_wrong_setting_is_named(text: str, words: str) -> None:

@@ -73,6 +73,13 @@ CONSISTENCIES = st.one_of(
     st.builds(
         Consistency,
         st.just(Mode.ASP),
+        policy=st.just(StalePolicy.COMPENSATE),
+        strength=st.floats(1e-3, 9),
+        adaptive=st.booleans(),
+    ),
+    st.builds(
+        Consistency,
+        st.just(Mode.ASP),
         policy=st.sampled_from((StalePolicy.ACCEPT, StalePolicy.DIVIDE)),
     ),
 )

@@ -219,15 +219,25 @@ class DivideStale(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CompensateDelay(_message.Message):
+    __slots__ = ("strength", "adaptive")
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
+    strength: float
+    adaptive: bool
+    def __init__(self, strength: _Optional[float] = ..., adaptive: _Optional[bool] = ...) -> None: ...
+
 class Asynchronous(_message.Message):
-    __slots__ = ("reject", "damp", "divide")
+    __slots__ = ("reject", "damp", "divide", "compensate")
     REJECT_FIELD_NUMBER: _ClassVar[int]
     DAMP_FIELD_NUMBER: _ClassVar[int]
     DIVIDE_FIELD_NUMBER: _ClassVar[int]
+    COMPENSATE_FIELD_NUMBER: _ClassVar[int]
     reject: RejectStale
     damp: DampStale
     divide: DivideStale
-    def __init__(self, reject: _Optional[_Union[RejectStale, _Mapping]] = ..., damp: _Optional[_Union[DampStale, _Mapping]] = ..., divide: _Optional[_Union[DivideStale, _Mapping]] = ...) -> None: ...
+    compensate: CompensateDelay
+    def __init__(self, reject: _Optional[_Union[RejectStale, _Mapping]] = ..., damp: _Optional[_Union[DampStale, _Mapping]] = ..., divide: _Optional[_Union[DivideStale, _Mapping]] = ..., compensate: _Optional[_Union[CompensateDelay, _Mapping]] = ...) -> None: ...
 
 class Consistency(_message.Message):
     __slots__ = ("bsp", "asp", "ssp")

@@ -1,0 +1,68 @@
+"""Delay compensation: a gradient that was computed at old values, corrected for what has changed.
+
+    g + lambda * g * g * (w - w')          g * g stands for the diagonal of the Hessian
+    adaptive: lambda / sqrt(m + eps), where m is the running mean of g * g
+
+Reference: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation" (ICML
+2017), equations 10 and 14. As there, m is one value an element, shared by all workers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ps_server.contributions import Contribution, element_mask, head
+from ps_server.optimizers import BlockState
+
+MEAN_SQUARE = "delay_mean_square"
+"""The optimizer state that the adaptive form adds to a block."""
+
+MEAN_DECAY = 0.95
+EPSILON = 1e-7
+
+
+def compensate(
+    part: Contribution,
+    state: BlockState,
+    kept: Tensor,
+    setting: tuple[float, bool],
+    scratch: Tensor,
+) -> None:
+    """Correct `part` in place.
+
+    Args:
+        part: the gradient; owned.
+        state: the block's values; the adaptive form updates its running mean.
+        kept: the values that the gradient was computed at.
+        setting: lambda, and whether it is adaptive.
+        scratch: working memory.
+
+    Shapes:
+        kept, scratch: like `state.values`.
+    """
+    strength, adaptive = setting
+    length = part.length
+    gradient, change = head(part.values, length), head(scratch, length)
+    torch.sub(head(state.values, length), head(kept, length), out=change)
+    change.mul_(gradient)
+    if adaptive:
+        change.div_(_root_mean_square(part, state, gradient))
+    if part.present is not None:  # what is absent has no gradient, whatever its memory holds
+        absent = torch.from_numpy(~element_mask(part.bounds, part.present))
+        change.masked_fill_(absent, 0.0)
+    gradient.addcmul_(change, gradient, value=strength)
+
+
+def _root_mean_square(part: Contribution, state: BlockState, gradient: Tensor) -> Tensor:
+    mean = state.slots.get(MEAN_SQUARE)
+    if mean is None:
+        mean = state.slots[MEAN_SQUARE] = torch.zeros_like(state.values)
+    mean = head(mean, part.length)
+    updated = mean.mul(MEAN_DECAY).addcmul_(gradient, gradient, value=1 - MEAN_DECAY)
+    if part.present is None:
+        mean.copy_(updated)
+    else:
+        here = torch.from_numpy(element_mask(part.bounds, part.present))
+        torch.where(here, updated, mean, out=mean)
+    return mean.add(EPSILON).sqrt_()
