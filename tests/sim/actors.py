@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ps_core.errors import PushpullError
+from ps_core.cluster_view import ClusterView, Node, NodeState
+from ps_core.consistency import StalePolicy
+from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_core.ledger import Outcome
+from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
 from ps_server.events import (
     AnswerPull,
@@ -45,50 +47,12 @@ from ps_worker.push_entries import (
     StepRefused,
 )
 from ps_worker.push_window import PushWindow
+from tests.sim.truth import Body, Grad
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
 RESEND_S = 1.0
 TICK_S = 0.25
-
-
-class Grad(NamedTuple):
-    """One worker's gradient of one block."""
-
-    clock: int
-    rank: int
-    block: int
-    revision: int
-    pulled: int | None = None
-    """Others' updates of the block that its worker had seen."""
-
-
-class Body(NamedTuple):
-    """What a push carries."""
-
-    grad: Grad
-    problem: PushpullError | None
-    is_assign: bool
-    is_eager: bool
-
-
-@dataclass
-class Truth:
-    """What every block must hold in the end: what was sealed without skip, at its last revision."""
-
-    contributions: dict[tuple[TableId, int], set[Grad]] = field(
-        default_factory=lambda: defaultdict(set)
-    )
-
-    def upto(self, table_id: TableId, block: int, clock: int) -> set[Grad]:
-        """The block's contributions up to a clock."""
-        return {g for g in self.contributions[table_id, block] if g.clock <= clock}
-
-    sealed: dict[tuple[TableId, int], int] = field(default_factory=lambda: defaultdict(int))
-    """(table, rank) -> the newest clock that the worker has sealed."""
-
-    left: set[tuple[TableId, int]] = field(default_factory=set)
-    """(table, rank) of workers that have left."""
 
 
 class SimServer:
@@ -103,7 +67,41 @@ class SimServer:
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
         self.numbers = itertools.count(1)
+        self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
+        self.given_back: set[int] = set()  # ranks that had to give room after their fence
         world.after(TICK_S, self._tick)
+
+    def observe(self, view: ClusterView) -> None:
+        """As `ps_server.node` does."""
+        if view.view_number > self.machine.view_number:
+            self.machine.observe(view)
+            gone = [node for node in view.nodes if node.state is NodeState.GONE]
+            for node in gone:
+                self.fenced.setdefault(node.rank, self._landed(node))
+            self.carry_out(self.machine.gone(gone, self.world.now_s))
+
+    def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
+        """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
+        found = {
+            (table_id, grad)
+            for (table_id, _), grads in self.values.items()
+            for grad in grads
+            if grad.rank == node.rank
+        }
+        for (table_id, _, _), grads in self.sums.items():
+            found |= {(table_id, grad) for grad in grads if grad.rank == node.rank}
+        for (table_id, _), part in self.machine.parts.items():
+            worker = part.state.workers.get(node.incarnation)
+            if worker is None:
+                continue
+            for step in worker.steps.values():
+                is_cut_off = step.clock > worker.sealed_clock
+                self.world.counts["steps cut off"] += is_cut_off
+                for push in step.pushes.values():
+                    if isinstance(push.payload, Grad) and not is_cut_off:
+                        self.world.counts["sealed and held"] += 1
+                        found.add((table_id, push.payload))
+        return found
 
     def _tick(self) -> None:
         self.carry_out(self.machine.tick(self.world.now_s))
@@ -120,6 +118,8 @@ class SimServer:
                 self.world.counts[effect.kind.value] += 1
                 self.outbox[effect.sender.origin](effect)
                 self._check_rejected(effect)
+                if effect.kind is ReplyKind.GIVEN_BACK and effect.sender.rank in self.fenced:
+                    self.given_back.add(effect.sender.rank)
             elif isinstance(effect, Fold):
                 key = (effect.table_id, effect.range_id, effect.clock)
                 for _, payload in effect.parts:
@@ -149,8 +149,15 @@ class SimServer:
         found = self.values[fold.table_id, grad.block]
         others = sum(1 for other in found if other.clock and other.rank != grad.rank)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
-        assert not consistency.rejects(tau), f"{grad} is {tau} stale under {consistency}"
-        assert fold.scale == consistency.scale(tau), (fold.scale, tau, consistency)
+        scale = 1.0
+        match consistency.policy:
+            case StalePolicy.REJECT:
+                assert tau <= consistency.bound, f"{grad} is {tau} stale under {consistency}"
+            case StalePolicy.DAMP:
+                scale = 1 / (1 + consistency.alpha * tau)
+            case StalePolicy.DIVIDE:
+                scale = 1 / tau if tau else 1.0
+        assert fold.scale == scale, (fold.scale, tau, consistency)
         self.world.counts["scaled"] += fold.scale != 1.0
 
     def _check_rejected(self, reply: ReplyTo) -> None:
@@ -203,6 +210,7 @@ class Reads:
         self.world, self.cluster, self.layout = world, cluster, layout
         self.answers: dict[RangeId, RangeAnswer] = {}
         self.refusals: list[PushpullError] = []
+        self.is_down = False
         self._current = 0
 
     def begin(
@@ -230,7 +238,7 @@ class Reads:
         if question != self._current or self.is_done(table):
             return
         for range_id in table.blocks_by_range(self.layout.range_count):
-            if range_id not in self.answers:
+            if range_id not in self.answers and not self.is_down:
                 self._ask_range(question, table, range_id, (clock, incarnation, consistent))
         self.world.after(
             RESEND_S, lambda: self._ask(question, table, clock, incarnation, consistent)
@@ -265,15 +273,19 @@ class Reads:
         self.world.send("read", lambda: server.read(event, on_answer))
 
     def _answered(self, question: int, range_id: RangeId, found: RangeAnswer) -> None:
-        if question == self._current:
+        if question == self._current and not self.is_down:
             self.answers.setdefault(range_id, found)
 
     def _refused(self, question: int, error: PushpullError) -> None:
-        if question == self._current:
+        if question == self._current and not self.is_down:
             self.refusals.append(error)
 
 
 Waits = Generator[Callable[[], bool], None, None]
+
+
+class TrainingEnded(Exception):
+    """A worker was told something that ends its training; the message is what."""
 
 
 class SimWorker:
@@ -290,10 +302,12 @@ class SimWorker:
         self.ended: dict[tuple[TableId, int], StepEnded] = {}
         self.sent: dict[EntryKey, Grad] = {}
         self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
+        self.read_early = False  # what was read last is of the newest step
         self.peer_versions: dict[tuple[TableId, int], int] = {}
         self.connection = dict.fromkeys(cluster, 0)
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
         self.finished = False
+        self.fence: PushpullError | None = None
         self._condition: Callable[[], bool] = lambda: True
         for server in cluster.values():
             self.window.connected(server.node_id)
@@ -306,13 +320,40 @@ class SimWorker:
         self._program = program
         self._resume()
 
+    def stop(self) -> None:
+        """It is killed, or paused: it does and hears nothing."""
+        self.reads.is_down = True
+
+    def wake(self) -> None:
+        """It goes on as if nothing had been."""
+        self.reads.is_down = False
+        self._resume()
+
+    def told_fenced(self, error: PushpullError) -> None:
+        """It has been replaced or given up: as a client does, it ends."""
+        if self.is_down:
+            return
+        self.world.say(f"worker {self.rank} FENCED: {error}")
+        self.world.counts["fenced"] += 1
+        self.fence = error
+        self.stop()
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it does nothing."""
+        return self.reads.is_down
+
     def _resume(self) -> None:
-        while not self.finished and self._condition():
+        while not self.finished and not self.is_down and self._condition():
             try:
                 self._condition = next(self._program)
             except StopIteration:
                 self.finished = True
-        self._poll()
+            except TrainingEnded as ended:
+                self.world.counts[str(ended)] += 1
+                self.finished = True
+        if not self.is_down:
+            self._poll()
 
     def pause(self) -> Callable[[], bool]:
         """A condition that holds a little later."""
@@ -337,8 +378,9 @@ class SimWorker:
             self.world.after(self._until_reset(), self._reset)
 
     def _tick(self) -> None:
-        self.window.tick(self.world.now_s)
-        self._resume()
+        if not self.is_down:
+            self.window.tick(self.world.now_s)
+            self._resume()
         self.world.after(TICK_S, self._tick)
 
     def _outbox(self, server: NodeId) -> Callable[[ReplyTo], None]:
@@ -358,8 +400,11 @@ class SimWorker:
         return reply
 
     def _take(self, server: NodeId, stream: int, message: Reply) -> None:
-        if stream != self.connection[server]:
+        if stream != self.connection[server] or self.is_down:
             return  # came on a stream that is no more
+        if isinstance(message.error, Fenced):
+            self.told_fenced(message.error)
+            return
         self.world.say(f"worker {self.rank} <- {server}: {message}")
         self._note_loss(message)
         self._handle(self.window.reply(server, message, self.world.now_s))
