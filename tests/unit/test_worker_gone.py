@@ -209,6 +209,9 @@ def test_another_incarnation_that_has_the_rank_stays() -> None:
     step(bsp, 0, 1)
     step(bsp, 1, 1)
     assert [len(parts) for _, parts in applied(bsp.effects)] == [3]
+    step(bsp, 0, 2)
+    step(bsp, 1, 2)
+    assert len(applied(bsp.effects)) == 1  # it is waited for
 
 
 # --- backup workers

@@ -1,0 +1,186 @@
+"""Workers that are killed or paused in the simulated cluster: the others finish without them.
+
+The scheduler's own machine hears heartbeats over the faulty network and declares the worker gone;
+each server learns of it at another moment. A worker that was only paused goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ps_core.cluster_view import Session
+from ps_core.consistency import Mode
+from ps_core.errors import Fenced
+from ps_core.keys import TableId
+from scheduler.cluster import Decision
+from scheduler.cluster_state import NodeSilent, WorkerGone
+from tests.sim.actors import SimServer, SimWorker
+from tests.sim.test_simulation import SERVERS, Simulation
+from tests.sim.truth import Grad
+
+BEAT_S = 1.0
+LOOK_S = 0.25
+VIEW_DELAY_S = 1.5
+SLOW_S = 40.0
+"""A step that takes this long, at a worker whose heartbeats go on: more than the timeout."""
+
+
+class CrashSimulation(Simulation):
+    """One seed in which one worker is killed or paused at some moment."""
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        super().__init__(seed, narrate=narrate)
+        draw = self.world.draw
+        self.victim = draw.choice(self.workers)
+        self.is_killed = draw.random() < 0.6
+        others = [worker for worker in self.workers if worker is not self.victim]
+        self.slow = draw.choice((None, others[0], others[1]))
+        self.gone_rank: int | None = None
+        self.history: dict[tuple[TableId, int, int], list[Grad]] = {}
+        for session in self.sessions[:SERVERS]:
+            self._beat(session, None)
+        for session, worker in zip(self.sessions[SERVERS:], self.workers, strict=True):
+            self._beat(session, worker)
+        self._look()
+        self.strike_clock = draw.choice((0, 1, 2, 4))
+        self.world.after(draw.random() * draw.choice((0.1, 1.0, 10.0)), self._strike)
+
+    def _strike(self) -> None:
+        """Now, or in the middle of the step that it is to die in: while its seals are under way."""
+        if self.victim.finished:
+            return
+        table_id = self.layout.tables[-1].table_id
+        clock = self.truth.sealed.get((table_id, self.victim.rank), 0)
+        if self.strike_clock and clock < self.strike_clock:
+            self.world.after(LOOK_S / 10, self._strike)
+            return
+        self.world.say(f"STRIKE worker {self.victim.rank}, killed: {self.is_killed}")
+        self.world.counts["killed" if self.is_killed else "paused"] += 1
+        self.victim.stop()
+        if self.slow is not None:  # long enough that ranges still hold what the victim sealed
+            self.slow.stop()
+            self.world.after(SLOW_S, self.slow.wake)
+        if not self.is_killed:
+            wake_s = self.world.draw.choice((5.0, 40.0)) + self.world.draw.random()
+            self.world.after(wake_s, self.victim.wake)
+
+    def _beat(self, session: Session, worker: SimWorker | None) -> None:
+        def arrive() -> None:
+            try:
+                self._publish(self.scheduler.heartbeat(session, self.world.now_s))
+            except Fenced as error:
+                assert worker is not None
+                fenced = error
+                self.world.send("fenced", lambda: worker.told_fenced(fenced))
+
+        if worker is None:
+            arrive()
+        elif worker is self.slow or not worker.is_down:
+            self.world.send("heartbeat", arrive)
+        self.world.after(BEAT_S, lambda: self._beat(session, worker))
+
+    def _look(self) -> None:
+        self._publish(self.scheduler.tick(self.world.now_s))
+        self.world.after(LOOK_S, self._look)
+
+    def _publish(self, decision: Decision[int] | Decision[None]) -> None:
+        for transition in decision.transitions:
+            self.world.say(str(transition))
+            if isinstance(transition, WorkerGone):
+                rank = self.gone_rank = transition.node.rank
+                assert rank == self.victim.rank
+                self.world.counts["gone"] += 1
+                self.truth.gone.add(rank)
+                self.truth.left |= {(table.table_id, rank) for table in self.layout.tables}
+            self.world.counts["silent"] += isinstance(transition, NodeSilent)
+        if decision.transitions:
+            view = self.scheduler.view
+            for server in self.cluster.values():
+                self._tell(server, view)
+
+    def _tell(self, server: SimServer, view: object) -> None:
+        delay_s = self.world.draw.random() * VIEW_DELAY_S
+        self.world.after(delay_s, lambda: server.observe(view))  # type: ignore[arg-type]
+
+    def _is_over(self) -> bool:
+        """The living have finished, and whoever is gone has been fenced everywhere and knows it."""
+        if not all(w.finished for w in self.workers if w.rank != self.gone_rank):
+            return False
+        if self.gone_rank is None:
+            return True
+        is_told = self.is_killed or self.victim.fence is not None
+        return is_told and all(self.gone_rank in s.fenced for s in self.cluster.values())
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        for worker in self.workers:
+            assert worker.fence is None or worker.rank == self.gone_rank
+        if self.gone_rank is None:
+            return
+        for server in self.cluster.values():
+            self._check_landed(server, self.gone_rank)
+        for table in self.layout.tables:
+            if table.spec.consistency.mode is Mode.BSP:
+                self._check_whole(table.table_id, self.gone_rank)
+
+    def _check_landed(self, server: SimServer, rank: int) -> None:
+        """Nothing of the dead landed after its fence, and what it had sealed here did."""
+        found = {
+            (table_id, grad)
+            for (table_id, _), grads in server.values.items()
+            for grad in grads
+            if grad.rank == rank
+        }
+        before = server.fenced[rank]
+        assert found <= before, f"landed after the fence: {found - before}"
+        if rank not in server.given_back:  # a step that gave room could not be sent again
+            assert found == before, f"sealed and lost: {before - found}"
+            self.world.counts["fences without loss"] += 1
+
+    def _check_whole(self, table_id: TableId, rank: int) -> None:
+        """BSP: each step of the dead is in a range as a whole, or not at all."""
+        clocks: set[tuple[int, bool]] = set()
+        for table in self.layout.tables:
+            if table.table_id != table_id:
+                continue
+            for range_id, blocks in table.blocks_by_range(self.layout.range_count).items():
+                server = self.cluster[self.layout.owner[range_id]]
+                found = self._of(rank, [g for b in blocks for g in server.values[table_id, b]])
+                sealed = self._of(
+                    rank, [g for b in blocks for g in self.truth.contributions[table_id, b]]
+                )
+                for clock, grads in sealed.items():
+                    clocks.add((clock, clock in found))
+                    assert found.get(clock, grads) == grads, f"clock {clock} is torn"
+        both = {clock for clock, is_in in clocks if (clock, not is_in) in clocks}
+        self.world.counts["steps in some ranges only"] += len(both)
+
+    @staticmethod
+    def _of(rank: int, grads: list[Grad]) -> dict[int, set[Grad]]:
+        found: dict[int, set[Grad]] = {}
+        for grad in grads:
+            if grad.rank == rank:
+                found.setdefault(grad.clock, set()).add(grad)
+        return found
+
+
+def test_the_living_finish_without_the_dead(sim_seeds: tuple[int, ...]) -> None:
+    """S6, whenever it dies; what landed of the dead is what each range held sealed at the fence."""
+    total: Counter[str] = Counter()
+    for seed in sim_seeds:
+        simulation = CrashSimulation(seed, narrate=len(sim_seeds) == 1)
+        try:
+            total += simulation.run()
+        except Exception:
+            print("\n".join(simulation.world.transcript))
+            print(f"SEED={seed}")
+            raise
+    print(f"\n{len(sim_seeds)} seeds with a crash")
+    print(", ".join(f"{name} {count}" for name, count in sorted(total.items())))
+    often = {"killed", "paused", "silent", "gone", "steps cut off", "fences without loss"}
+    seldom = {"fenced", "sealed and held", "no initial values"}
+    expected = (often if len(sim_seeds) >= 20 else set()) | (
+        seldom if len(sim_seeds) >= 200 else set()
+    )
+    missing = expected - set(total)
+    assert not missing, f"never happened: {missing}"
