@@ -47,7 +47,7 @@ from ps_worker.push_entries import (
     StepRefused,
 )
 from ps_worker.push_window import PushWindow
-from tests.sim.truth import Body, Grad
+from tests.sim.truth import Body, Grad, TrainingEnded
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -282,10 +282,6 @@ class Reads:
 
 
 Waits = Generator[Callable[[], bool], None, None]
-
-
-class TrainingEnded(Exception):
-    """A worker was told something that ends its training; the message is what."""
 
 
 class SimWorker:

@@ -6,8 +6,8 @@ from ps_core.consistency import Mode
 from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
-from tests.sim.actors import SimWorker, TrainingEnded, Waits
-from tests.sim.truth import Body, Grad, Truth
+from tests.sim.actors import SimWorker, Waits
+from tests.sim.truth import Body, Grad, TrainingEnded, Truth
 
 
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:

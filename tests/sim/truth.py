@@ -22,6 +22,10 @@ class Grad(NamedTuple):
     """Others' updates of the block that its worker had seen."""
 
 
+class TrainingEnded(Exception):
+    """A worker was told something that ends its training; the message is what."""
+
+
 class Body(NamedTuple):
     """What a push carries."""
 
