@@ -188,7 +188,7 @@ def _watch(
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
     metrics.state_bytes.set_function(lambda: node.state_bytes)
     metrics.parked_pulls.set_function(lambda: node.parked_count)
-    metrics.sessions.set_function(lambda: node.session_count)
+    metrics.sessions.set_function(lambda: node.sessions.count)
     metrics.shm_sessions.set_function(lambda: node.lanes.session_count)
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
 

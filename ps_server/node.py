@@ -15,14 +15,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
+from ps_core.cluster_view import ClusterView, Node, Role, Session
 from ps_core.errors import (
     Draining,
     Fenced,
     InvalidKeys,
     InvariantViolation,
     PushpullError,
-    Unauthenticated,
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
@@ -49,9 +48,10 @@ from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
 from ps_server.server_machine import PartAdded, ServerMachine
+from ps_server.sessions import Sessions
 from ps_server.shard_store import ShardStore
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2, types_pb2
+from pushpull.v1 import parameters_pb2
 
 _DRAIN_RETRY_MS = 500
 
@@ -94,6 +94,7 @@ class ParameterNode:
         now: the clock, in seconds.
         """
         self.session = session
+        self.sessions = Sessions(session, token_key)
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
         self.shards: dict[tuple[TableId, RangeId], ShardStore] = {}
         self.lanes = SharedLanes()
@@ -105,10 +106,7 @@ class ParameterNode:
         self.received_bytes = 0
         self.sent_bytes = 0
         self.applied_count = 0
-        self._token_key = token_key
         self._pool = BufferPool()
-        self._known: set[Session] = set()
-        self._left: dict[NodeId, Node] = {}
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
@@ -118,58 +116,14 @@ class ParameterNode:
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- who is calling
-
-    def admit(self, message: types_pb2.SessionIdentity) -> Session:
-        """The caller's session, checked.
-
-        Raises:
-            Unauthenticated: its token was not made for it by this cluster's scheduler.
-            Fenced: it belongs to another cluster or timeline, or has left this one, or is gone.
-        """
-        if not message.session_token:
-            raise Unauthenticated(
-                "the session token is missing; send the session as RegisterNode gave it"
-            )
-        session = wire.session_from_proto(message)
-        if session in self._known:
-            return session
-        if session.cluster_id != self.session.cluster_id:
-            raise Fenced(
-                f"this is cluster '{self.session.cluster_id}'; the caller belongs to "
-                f"'{session.cluster_id[:100]}': register again"
-            )
-        if session.timeline != self.session.timeline:
-            raise Fenced(
-                f"the caller belongs to timeline {session.timeline[:16].hex() or 'none'}; this is "
-                f"timeline {self.session.timeline.hex()}: register again"
-            )
-        if not session.is_genuine(self._token_key):
-            raise Unauthenticated(
-                f"the session token of node {session.node_id} ({session.role.value}, incarnation "
-                f"{session.incarnation}) is wrong; send the session as RegisterNode gave it"
-            )
-        left = self._left.get(session.node_id)
-        if left is not None and left.state is NodeState.GONE:
-            raise Fenced(left.fence_words)
-        if left is not None:
-            raise Fenced(f"node {session.node_id} has left the cluster: register again")
-        self._known.add(session)
-        return session
-
     # --- views
 
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
         added = self.machine.observe(view)
-        before, self._left = self._left, {n.node_id: n for n in view.nodes if not n.state.is_member}
-        # Evaluators come and go; those that the scheduler forgot would be checked again.
-        known = {
-            s for s in self._known if s.node_id in view.nodes_by_id and s.node_id not in self._left
-        }
-        for session in self._known - known:
+        before = {node.node_id for node in self.sessions.gone}
+        for session in self.sessions.observe(view):
             self.lanes.forget(session.incarnation)
-        self._known = known
         by_table: dict[TableId, list[PartAdded]] = {}
         for part in added:
             by_table.setdefault(part.table.table_id, []).append(part)
@@ -183,7 +137,7 @@ class ParameterNode:
                 tables=sorted({part.table.spec.name for part in added}),
                 blocks=sum(len(part.blocks) for part in added),
             )
-        gone = [node for node in self._left.values() if node.state is NodeState.GONE]
+        gone = self.sessions.gone
         if gone:
             self._go_on_without(gone, [node for node in gone if node.node_id not in before])
 
@@ -309,11 +263,6 @@ class ParameterNode:
     def parked_count(self) -> int:
         """Reads that wait."""
         return len(self._reads)
-
-    @property
-    def session_count(self) -> int:
-        """Sessions that have called."""
-        return len(self._known)
 
     @property
     def state_bytes(self) -> int:

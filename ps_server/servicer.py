@@ -89,7 +89,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.OpenSessionRequest, context: Any
     ) -> parameters_pb2.OpenSessionResponse:
         """See parameters.proto."""
-        session = self._node.admit(request.session)
+        session = self._node.sessions.admit(request.session)
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
         await self._view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
         if self._node.machine.view_number < request.view_number:
@@ -122,7 +122,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     @translated
     async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
         """See parameters.proto; the responses come serialized (`frames`)."""
-        session = self._node.admit(request.session)
+        session = self._node.sessions.admit(request.session)
         async for response in self._read(request, session):
             yield response
 
@@ -167,7 +167,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise InvalidConfig(
                 f"the first message of a push stream holds {came}; expected its header"
             )
-        session = self._node.admit(first.header.session)
+        session = self._node.sessions.admit(first.header.session)
         intake.check_may_push(session.role is Role.WORKER)
         stream = self._node.open_stream(session)
         try:

@@ -54,6 +54,7 @@ EDGE_MODULES = {
     "ps_server.lent_values",
     "ps_server.node",
     "ps_server.servicer",
+    "ps_server.sessions",
     "ps_server.stats",
     "ps_server.stream_reads",
     "ps_server.streams",
