@@ -57,6 +57,7 @@ class LaneCluster:
 
     address: str
     servers: list[Served] = field(default_factory=list)
+    roles: list[RoleProcess] = field(default_factory=list)
 
     @property
     def shm_sessions(self) -> list[int]:
@@ -80,6 +81,7 @@ def lane_cluster(
         for process in start_servers(launcher, shape, scheduler.address):
             ready = launcher.wait_ready(process)
             cluster.servers.append(Served(process, ready.address, ready.http_address))
+        cluster.roles += launcher.processes
         yield cluster
 
 
