@@ -17,14 +17,21 @@ import datetime
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ps_worker
-from ps_cli.compare_figures import ModeRow, figures_of, median_time_s, mode_row, other_consistency
+from ps_cli.compare_figures import (
+    ModeRow,
+    figures_of,
+    gradient_tables,
+    median_time_s,
+    mode_row,
+    other_consistency,
+)
 from ps_cli.compare_options import CompareOptions
-from ps_cli.compare_records import read_records
+from ps_cli.compare_records import WorkerRecord, read_records
 from ps_cli.output import Output
 from ps_cli.report_document import (
     FAILED,
@@ -35,7 +42,7 @@ from ps_cli.report_document import (
     document_of,
 )
 from ps_cli.report_html import page_of
-from ps_cli.report_table import table_of
+from ps_cli.report_table import measure_text, table_of
 from ps_cli.supervisor import Ending
 from ps_cli.train import TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
@@ -223,25 +230,33 @@ def _one_run(settings: CompareSettings, mode: str, seed: int, progress: Output) 
         with contextlib.suppress(KeyboardInterrupt):
             ending = asyncio.run(_ending(trained, progress))
         records = read_records(Path(folder))
-    state = FINISHED
+    state, message = _judged(ending, records, mode)
+    return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
+
+
+def _judged(ending: Ending, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
+    """What a run was, and what there is to say of it.
+
+    A script that fixes the consistency of all its tables has not been trained under the mode; one
+    that fixes that of some may have its reasons, which a remark leaves to the reader.
+    """
     if ending.exit_code:
-        state = STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED
-    message = ending.message
-    other = other_consistency(records, mode)
-    if other is not None:
-        state = FAILED if state == FINISHED else state
-        message = (
-            f"the script fixes a consistency: its table '{other.name}' is {other.consistency}, so "
-            f"this run says nothing of {mode}. Leave consistency= out of the script, or set it "
-            f"from the client's `consistency`.\n{message}"
-        ).rstrip()
-    elif state == FINISHED and not any(record.steps or record.losses for record in records):
-        state = FAILED
-        message = (
-            "no worker recorded a step: expected a script that trains with DistributedOptimizer, "
+        return (STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED), ending.message
+    others = other_consistency(records, mode)
+    remark = ""
+    if others:
+        names = ", ".join(f"'{table.name}' is {table.consistency}" for table in others[:3])
+        remark = f"the script fixes a consistency of its own: table {names}, not {mode}"
+    if others and len(others) == len(gradient_tables(records)):
+        return FAILED, (
+            f"{remark}; expected a script without consistency=, or with the client's `consistency`"
+        )
+    if not any(record.steps or record.losses for record in records):
+        return FAILED, (
+            "no worker recorded a step; expected a script that trains with DistributedOptimizer, "
             "or reports its losses with client.report(loss=...)"
         )
-    return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
+    return FINISHED, remark
 
 
 async def _ending(trained: TrainSettings, progress: Output) -> Ending:
@@ -252,22 +267,21 @@ def _outcome(run: Run) -> str:
     figures = run.figures
     if run.state != FINISHED:
         return f"{run.state}: {run.message}"
-    measures = "".join(f", {name} {value}" for name, value in figures.quality.items())
-    return f"{figures.step_count} steps in {figures.time_s:.1f} s{measures}"
+    measures = "".join(f", {name} {measure_text(value)}" for name, value in figures.quality.items())
+    remark = f"; {run.message}" if run.message else ""
+    return f"{figures.step_count} steps in {figures.time_s:.1f} s{measures}{remark}"
 
 
 def _rows(comparison: Comparison, runs: Sequence[Run]) -> list[ModeRow]:
-    return list(_each_row(comparison, runs))
-
-
-def _each_row(comparison: Comparison, runs: Sequence[Run]) -> Iterator[ModeRow]:
+    rows: list[ModeRow] = []
     first_time_s: float | None = None
     for number, mode in enumerate(comparison.modes):
         of_mode = [run for run in runs if run.mode == mode]
         finished = [run.figures for run in of_mode if run.state == FINISHED]
         if number == 0:
             first_time_s = median_time_s(finished)
-        yield mode_row(mode, len(of_mode), finished, first_time_s)
+        rows.append(mode_row(mode, len(of_mode), finished, first_time_s))
+    return rows
 
 
 def _write(settings: CompareSettings, comparison: Comparison, runs: Sequence[Run]) -> None:

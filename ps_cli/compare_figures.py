@@ -2,7 +2,8 @@
 
 Definitions:
     time          from the begin of the first step's computation of any worker to the end of the
-                  last step of any worker: neither starting processes nor evaluating counts
+                  last step of any worker: neither starting processes nor evaluating counts, and
+                  workers that record begin together
     steps/s       the steps of all workers over that time
     quality       as the worker reports whose last step ended last: its model has all updates
     wait share    of the workers' time between their first and last step, what they spent in
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from ps_cli.compare_records import LossEntry, TableRecord, WorkerRecord
 from ps_core import consistency
 
-MAX_CURVE_POINTS = 100
+MAX_CURVE_POINTS = 60
 """A curve has so many points at most; each is the mean of the losses around it."""
 
 Point = tuple[float, float]
@@ -154,15 +155,19 @@ def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> 
     )
 
 
-def other_consistency(records: Sequence[WorkerRecord], mode: str) -> TableRecord | None:
-    """A table whose consistency is not the one that the run was to have, if there is one."""
-    wanted = consistency.parsed(mode)
-    for table in (table for record in records for table in record.tables):
-        # A model's buffers are values, not gradients: what is stale of them is taken as it is.
-        expected = wanted.without_policy() if table.optimizer == "assign" else wanted
-        if table.consistency != str(expected):
-            return table
-    return None
+def other_consistency(records: Sequence[WorkerRecord], mode: str) -> tuple[TableRecord, ...]:
+    """The tables of gradients whose consistency is not the one that the run was to have.
+
+    Buffers are not among them: they are values, of which nothing is too stale to be taken.
+    """
+    wanted = str(consistency.parsed(mode))
+    return tuple(table for table in gradient_tables(records) if table.consistency != wanted)
+
+
+def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableRecord, ...]:
+    """The tables that gradients are pushed to, each once."""
+    tables = (table for record in records for table in record.tables)
+    return tuple(dict.fromkeys(table for table in tables if table.optimizer != "assign"))
 
 
 @dataclass(frozen=True, slots=True)

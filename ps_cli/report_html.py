@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -13,6 +14,7 @@ from ps_cli.report_svg import (
     Bar,
     Histogram,
     Line,
+    Part,
     colour,
     dashes,
     histogram_panels,
@@ -23,6 +25,9 @@ from ps_cli.report_table import head_and_cells
 
 WAIT_PARTS = ("computing", "sending", "waiting for the commit", "waiting for the read")
 """The parts of a worker's time, as `WorkerTime` has them."""
+
+PART_COLOURS = ("#BDBDBD", "#56B4E9", "#D55E00", "#0072B2")
+"""Computing is grey: what waits stands out, for colour-blind people as well."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
@@ -48,7 +53,7 @@ svg text { font: 12px system-ui, sans-serif; fill: #333; } .end { text-anchor: e
 
 _NOTES = """
 Time: from the begin of the first step's computation of any worker to the end of the last step of
-any worker; neither starting processes nor evaluating at the end counts.
+any worker; neither starting processes nor evaluating at the end counts: all begin together.
 
 Quality: as the worker reports whose last step ended last, since its model has every update.
 
@@ -112,8 +117,9 @@ def _table(comparison: Comparison, rows: Sequence[ModeRow]) -> Iterator[str]:
 
 def _failures(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
-        if run.state != FINISHED:
-            yield f'<p class="failed">{escape(run.mode)}, seed {run.seed}: {escape(run.state)}</p>'
+        if run.state != FINISHED or run.message:
+            kind = "quiet" if run.state == FINISHED else "failed"
+            yield f'<p class="{kind}">{escape(run.mode)}, seed {run.seed}: {escape(run.state)}</p>'
             yield f"<pre>{escape(run.message)}</pre>"
 
 
@@ -125,14 +131,15 @@ def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     for title, axis, curve in kinds:
         lines = [
             Line(
-                f"{run.mode}, seed {run.seed}",
+                f"{run.mode}, seed {run.seed}"
+                + ("" if run.state == FINISHED else f", {run.state}"),
                 comparison.modes.index(run.mode),
                 getattr(run.figures, curve),
             )
             for run in runs
         ]
         yield f"<h2>{title}</h2>"
-        yield from _legend(comparison.modes, is_line=True)
+        yield from _legend(comparison.modes)
         plot = line_chart(title, axis, Axis("training loss, mean of the workers"), lines)
         yield f"<figure>{plot}</figure>"
 
@@ -141,12 +148,11 @@ def _staleness(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     title = "Staleness"
     histograms = []
     for style, mode in enumerate(comparison.modes):
-        counts: dict[int, int] = {}
-        for run in runs:
-            if run.mode == mode:
-                for value, count in run.figures.staleness.items():
-                    counts[value] = counts.get(value, 0) + count
-        histograms.append(Histogram(mode, style, counts))
+        name, judged = _judged_runs(mode, runs)
+        counts: Counter[int] = Counter()
+        for run in judged:
+            counts.update(run.figures.staleness)
+        histograms.append(Histogram(name, style, dict(counts)))
     yield f"<h2>{title}</h2>"
     yield f"<figure>{histogram_panels(title, Axis('staleness, updates'), histograms)}</figure>"
 
@@ -155,17 +161,16 @@ def _waits(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     title = "Where the workers' time went"
     bars = [bar for mode in comparison.modes for bar in _bars(mode, runs)]
     yield f"<h2>{title}</h2>"
-    yield from _legend(WAIT_PARTS, is_line=False)
-    plot = stacked_bars(title, Axis("seconds a run, mean of the runs"), WAIT_PARTS, bars)
+    yield from _legend(WAIT_PARTS, PART_COLOURS)
+    plot = stacked_bars(title, Axis("seconds a run, mean of the runs"), _parts(), bars)
     yield f"<figure>{plot}</figure>"
 
 
 def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
+    name, judged = _judged_runs(mode, runs)
     by_rank: dict[int, list[WorkerTime]] = {}
-    for run in runs:
-        if run.mode == mode:
-            for worker in run.figures.workers:
-                by_rank.setdefault(worker.rank, []).append(worker)
+    for worker in (worker for run in judged for worker in run.figures.workers):
+        by_rank.setdefault(worker.rank, []).append(worker)
     for rank, workers in sorted(by_rank.items()):
         count = len(workers)
         parts = (
@@ -174,17 +179,31 @@ def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
             sum(worker.commit_s for worker in workers) / count,
             sum(worker.read_s for worker in workers) / count,
         )
-        yield Bar(mode, f"worker {rank}", parts)
+        yield Bar(name, f"worker {rank}", parts)
 
 
-def _legend(names: Sequence[str], *, is_line: bool) -> Iterator[str]:
+def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:
+    """The finished runs of a mode; where none has finished all of them, and a name that says so."""
+    of_mode = [run for run in runs if run.mode == mode]
+    finished = [run for run in of_mode if run.state == FINISHED]
+    if finished or not of_mode:
+        return mode, finished
+    return f"{mode}, unfinished", of_mode
+
+
+def _parts() -> list[Part]:
+    return [Part(name, fill) for name, fill in zip(WAIT_PARTS, PART_COLOURS, strict=True)]
+
+
+def _legend(names: Sequence[str], fills: Sequence[str] = ()) -> Iterator[str]:
+    """The names behind a sample of their line, or of their fill where there are fills."""
     yield '<ul class="legend">'
     for style, name in enumerate(names):
         shape = (
             f'<line x1="0" y1="5" x2="30" y2="5" stroke="{colour(style)}" stroke-width="3" '
             f'stroke-dasharray="{dashes(style)}"/>'
-            if is_line
-            else f'<rect width="30" height="10" fill="{colour(style)}"/>'
+            if not fills
+            else f'<rect width="30" height="10" fill="{fills[style]}"/>'
         )
         yield (f'<li><svg viewBox="0 0 30 10" aria-hidden="true">{shape}</svg>{escape(name)}</li>')
     yield "</ul>"

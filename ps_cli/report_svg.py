@@ -57,6 +57,14 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A part of stacked bars: its name and its colour."""
+
+    name: str
+    fill: str
+
+
+@dataclass(frozen=True, slots=True)
 class Bar:
     """A bar of parts, one after the other; bars of one group stand together."""
 
@@ -224,13 +232,13 @@ class _Panel:
         yield _text((left + right) / 2, bottom + 32, axis.name, "axis-name middle")
 
 
-def stacked_bars(title: str, axis: Axis, part_names: Sequence[str], bars: Sequence[Bar]) -> str:
+def stacked_bars(title: str, axis: Axis, parts: Sequence[Part], bars: Sequence[Bar]) -> str:
     """Horizontal bars of parts; each group of bars has its name at the left.
 
     Args:
         title: what the plot shows.
         axis: of the parts' lengths.
-        part_names: of the parts, in order; the same for each bar.
+        parts: what each bar is made of, in order.
         bars: those of a group follow each other.
     """
     longest = max((sum(bar.parts) for bar in bars), default=0.0)
@@ -246,9 +254,9 @@ def stacked_bars(title: str, axis: Axis, part_names: Sequence[str], bars: Sequen
             inside.append(_text(4, y + _BAR_HEIGHT - 4, group, "panel-name"))
         inside.append(_text(_LABEL_WIDTH - 8, y + _BAR_HEIGHT - 4, bar.name, "number end"))
         x = float(_LABEL_WIDTH)
-        for number, (name, length) in enumerate(zip(part_names, bar.parts, strict=True)):
-            said = f"{bar.group}, {bar.name}: {name} {length:.3g} {axis.name}"
-            inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), colour(number), said))
+        for part, length in zip(parts, bar.parts, strict=True):
+            said = f"{bar.group}, {bar.name}: {part.name} {length:.3g} {axis.name}"
+            inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), part.fill, said))
             x += length * scale
         y += _BAR_HEIGHT
     bottom = y + 6

@@ -74,7 +74,8 @@ class WorkerConfig:
         default="",
         metadata={
             "help": "a directory where the worker records its steps as JSON lines, in "
-            "worker-RANK.jsonl; empty records nothing"
+            "worker-RANK.jsonl; the first step then begins when all workers are there; empty "
+            "records nothing"
         },
     )
 

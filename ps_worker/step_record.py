@@ -14,6 +14,7 @@ Rules:
     - A loss is reported after its step, so the line of a step is written when the next begins.
     - Lines are written whole and at once: what a worker that is killed has recorded can be read.
     - A number that is not finite is null.
+    - Workers that record begin their first step together.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import numpy as np
+
 from ps_core.errors import InvalidConfig
 from ps_core.tables import TableSpec
 from ps_runtime.clock import now_s
+from ps_worker.optimizers import Assign
+from ps_worker.settings import BSP
 from ps_worker.straggler import ComputeTime
 from ps_worker.tickets import PushTicket, StepResult
 
@@ -163,14 +168,32 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+START_TABLE = "pushpull-start"
+"""A table whose one step is a barrier."""
+
+
+def _begin_together(client: Client) -> None:
+    """Waits for all workers, so that no run has the seconds in it that some start later.
+
+    Without it those of a BSP run would wait in their first step, and those of an ASP run would have
+    trained alone; what is compared is how they wait once all are there.
+    """
+    table = client.create_table(START_TABLE, 1, optimizer=Assign(), consistency=BSP())
+    if table.clock == 0:  # one barrier a client, whatever number of optimizers it has
+        client.push_pull(table, np.zeros(1, dtype=np.float32))
+
+
 class StepTimes:
     """Where the time of one optimizer's steps goes; waits where computation is emulated.
 
     Args:
         client: the optimizer's.
 
+    Blocking: where steps are recorded, until all workers of the cluster are here.
+
     Raises:
         InvalidConfig: the emulated straggler is a rank that the cluster does not have.
+        WaitExpired: workers are missing.
     """
 
     def __init__(self, client: Client) -> None:
@@ -178,6 +201,8 @@ class StepTimes:
         self._compute: ComputeTime | None = client.compute_time
         if self._compute is not None:
             self._compute.check_fits(client.world_size)
+        if client.record.is_on:
+            _begin_together(client)
         self._tickets: Sequence[PushTicket] = ()
         self._committed_s: list[float] = []
         self._ended_s = self._computed_s = self._sealed_s = now_s()

@@ -1,0 +1,176 @@
+"""`pushpull compare` with real clusters: what it measures, what it refuses, how it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.integration.test_cli import Tool, environment
+
+RUN_DEADLINE_S = 150.0
+END_DEADLINE_S = 20.0
+
+pytestmark = pytest.mark.timeout(200)
+
+TRAINING = """
+import sys
+import torch
+import ps_worker as ps
+
+step_count, seed = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(seed)
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+with ps.connect() as client:
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.05))
+    for step in range(step_count):
+        inputs = torch.randn(8, 4)
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        client.report(loss=loss.item(), planned_steps=step_count)
+    client.report(quality={"rank and seed": client.rank + 10 * seed})
+"""
+
+STUBBORN = """
+import torch
+import ps_worker as ps
+
+with ps.connect() as client:
+    if client.consistency == ps.ASP():
+        raise RuntimeError("this script refuses to be asynchronous")
+    model = torch.nn.Linear(4, 1)
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.05), consistency="bsp")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        client.report(loss=loss.item())
+"""
+
+ENDLESS_UNDER_ASP = """
+import itertools
+import numpy as np
+import ps_worker as ps
+
+with ps.connect() as client:
+    is_endless = client.consistency == ps.ASP()
+    table = client.create_table("weights", 64, optimizer=ps.SGD(lr=0.1))
+    gradient = np.ones(64, dtype=np.float32)
+    for step in itertools.count(1) if is_endless else range(1, 6):
+        client.push_pull(table, gradient)
+        client.report(loss=1.0 / step)
+        if step == 40:
+            print("is well on its way", flush=True)
+"""
+
+
+def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ps_cli", "compare", *arguments],
+        cwd=folder, env=environment(), capture_output=True, text=True,
+        timeout=RUN_DEADLINE_S, check=False,
+    )  # fmt: skip
+
+
+def figures(folder: Path, name: str = "compare") -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return document
+
+
+def page(folder: Path, name: str = "compare") -> ElementTree.Element:
+    return ElementTree.parse(folder / f"{name}.html").getroot()  # noqa: S314 - our own page
+
+
+def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    found = compare(
+        tmp_path, str(script), "--modes", "bsp,asp:divide", "--straggler",
+        "permanent:1ms,25ms,rank=1", "--seeds", "3", "-o", "made/here.html", "--", "20", "{seed}",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "rank and seed" in found.stdout
+    assert "run 2 of 2: asp:divide, seed 3: 40 steps in" in found.stderr
+    document = figures(tmp_path, "made/here")
+    assert [(run["mode"], run["state"]) for run in document["runs"]] == [
+        ("bsp", "finished"),
+        ("asp:divide", "finished"),
+    ]
+    for run in document["runs"]:
+        measured = run["figures"]
+        assert measured["step_count"] == 40
+        assert len(measured["loss_by_step"]) == 20
+        assert measured["quality"] in ({"rank and seed": 30.0}, {"rank and seed": 31.0})
+        fast, slow = measured["workers"]
+        assert slow["compute_s"] >= 20 * 0.025
+        assert measured["time_s"] >= 20 * 0.025
+        if run["mode"] == "bsp":
+            assert measured["staleness"] == {"0": 40}
+            parts = (fast[f"{part}_s"] for part in ("compute", "send", "commit", "read"))
+            assert sum(parts) >= 18 * 0.025, "BSP: no worker is faster than the straggler"
+        else:
+            assert measured["max_staleness"] > 0
+    assert document["compute"] == "permanent:1ms,25ms,rank=1"
+    rows = [[cell.text for cell in row] for row in page(tmp_path, "made/here").iter("tr")]
+    assert [row[0] for row in rows[:3]] == ["mode", "bsp", "asp:divide"]
+
+
+def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path) -> None:
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    found = compare(tmp_path, str(script), "--modes", "ssp:1,asp,bsp", "--workers", "1")
+    assert found.returncode == 1, found.stdout + found.stderr
+    ssp, asp, bsp = figures(tmp_path)["runs"]
+    assert ssp["state"] == "failed"
+    assert "'model/0/float32' is bsp, not ssp:1; expected a script without" in ssp["message"]
+    assert asp["state"] == "failed"
+    assert "this script refuses to be asynchronous" in asp["message"]
+    assert bsp["state"] == "finished"
+    said = "".join(page(tmp_path).itertext())
+    assert "is bsp, not ssp:1" in said
+    assert "this script refuses to be asynchronous" in said
+
+
+def test_ctrl_c_leaves_no_process_and_a_report_of_what_there_is(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS_UNDER_ASP)
+    tool = Tool("compare", str(script), "-v", "--modes", "bsp,asp", "-w", "1", cwd=tmp_path)
+    tool.wait_for(r"\[worker 0\] is well on its way")
+    roles = [pid for pids in tool.role_pids().values() for pid in pids]
+    assert len(roles) == 3
+    tool.process.send_signal(signal.SIGINT)
+    assert tool.end(END_DEADLINE_S) == 130, tool.text
+    assert not [pid for pid in roles if Path(f"/proc/{pid}").exists()]
+    first, second = figures(tmp_path)["runs"]
+    assert (first["state"], len(first["figures"]["loss_by_step"])) == ("finished", 5)
+    assert (second["state"], second["message"]) == ("stopped", "stopped by SIGINT")
+    assert second["figures"]["loss_by_step"][-1][0] >= 39
+    assert "stopped by SIGINT" in "".join(page(tmp_path).itertext())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--modes", "bsp,lax"), "consistency is 'lax'; expected one of bsp"),
+        (("--straggler", "permanent:1ms,2ms,rank=7"), "a rank below 2"),
+        (("-o", "/proc/nowhere/report.html"), "cannot be written"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    arguments: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    found = compare(tmp_path, "training.py", *arguments)
+    assert found.returncode == 2
+    assert named in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "compare.html").exists()

@@ -1,0 +1,183 @@
+"""What a comparison says of its runs, from records written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ps_cli.compare import CompareSettings, modes_of, seeds_of
+from ps_cli.compare_figures import (
+    MAX_CURVE_POINTS,
+    RunFigures,
+    figures_of,
+    mode_row,
+    other_consistency,
+)
+from ps_cli.compare_records import LossEntry, StepEntry, TableRecord, WorkerRecord
+from ps_core.errors import InvalidConfig
+
+
+def step(ended_s: float, staleness: int = 0, **changed: float) -> StepEntry:
+    given = {"compute_s": 0.5, "send_s": 0.1, "commit_s": 0.3, "read_s": 0.1, **changed}
+    return StepEntry(
+        ended_s=ended_s, staleness=staleness, rejected=2, discarded=True, applied=False, **given
+    )
+
+
+def worker(rank: int, steps: tuple[StepEntry, ...], **quality: float) -> WorkerRecord:
+    losses = tuple(
+        LossEntry(number, one.ended_s, 2.0 / number + rank) for number, one in enumerate(steps, 1)
+    )
+    return WorkerRecord(rank, (), steps, losses, dict(quality))
+
+
+def test_time_is_from_the_first_computation_to_the_last_step() -> None:
+    figures = figures_of([worker(0, (step(11.0), step(12.0))), worker(1, (step(11.5), step(14.0)))])
+    assert figures.time_s == pytest.approx(4.0)
+    assert figures.step_count == 4
+    assert figures.steps_per_s == pytest.approx(1.0)
+    assert (figures.rejected_count, figures.discarded_count, figures.skipped_count) == (8, 4, 4)
+
+
+def test_waiting_is_the_share_of_commit_and_read() -> None:
+    figures = figures_of([worker(0, (step(1.0), step(2.0, read_s=1.1)))])
+    assert figures.workers[0].total_s == pytest.approx(3.0)
+    assert figures.wait_share == pytest.approx((0.6 + 1.2) / 3.0)
+
+
+def test_staleness_is_counted_by_step() -> None:
+    figures = figures_of([worker(0, (step(1.0, 0), step(2.0, 3), step(3.0, 3), step(4.0, 10)))])
+    assert figures.staleness == {0: 1, 3: 2, 10: 1}
+    assert figures.mean_staleness == pytest.approx(4.0)
+    assert figures.max_staleness == 10
+
+
+def test_quality_is_that_of_the_worker_whose_last_step_ended_last() -> None:
+    early = worker(0, (step(1.0), step(2.0)), accuracy=0.9)
+    late = worker(1, (step(1.0), step(3.0)), accuracy=0.8)
+    silent = worker(2, (step(9.0),))
+    assert figures_of([early, late, silent]).quality == {"accuracy": 0.8}
+    assert figures_of([silent]).quality == {}
+
+
+def test_loss_is_the_mean_of_the_workers() -> None:
+    figures = figures_of([worker(0, (step(1.0), step(2.0))), worker(1, (step(1.0), step(4.0)))])
+    assert figures.loss_by_step == ((1.0, 2.5), (2.0, 1.5))
+    assert [x for x, _ in figures.loss_by_time] == pytest.approx([1.0, 2.0, 4.0])
+    assert [y for _, y in figures.loss_by_time] == pytest.approx([2.5, 1.0, 2.0])
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_mean_and_its_ends() -> None:
+    losses = tuple(LossEntry(n, float(n), float(n % 2)) for n in range(1, 10_001))
+    figures = figures_of([WorkerRecord(0, (), (), losses, {})])
+    assert len(figures.loss_by_step) == MAX_CURVE_POINTS
+    assert all(y == pytest.approx(0.5, abs=0.01) for _, y in figures.loss_by_step)
+    assert figures.loss_by_step[0][0] < 100
+    assert figures.loss_by_step[-1][0] > 9_900
+
+
+def test_a_loss_that_is_not_finite_is_in_no_curve() -> None:
+    losses = (LossEntry(1, 1.0, None), LossEntry(2, 2.0, 0.25))
+    assert figures_of([WorkerRecord(0, (), (), losses, {})]).loss_by_step == ((2.0, 0.25),)
+
+
+def test_nothing_recorded_is_a_run_without_figures() -> None:
+    assert figures_of([]) == RunFigures()
+    assert RunFigures().steps_per_s == 0.0
+
+
+def test_tables_of_another_consistency_are_found_and_buffers_are_not_judged() -> None:
+    tables = (
+        TableRecord("model/0", "adam", "asp:divide"),
+        TableRecord("model/1", "adam", "bsp"),
+        TableRecord("model/buffers/float32", "assign", "asp"),
+    )
+    records = [WorkerRecord(rank, tables, (), (), {}) for rank in range(2)]
+    assert [table.name for table in other_consistency(records, "asp:divide")] == ["model/1"]
+    assert [table.name for table in other_consistency(records, "bsp")] == ["model/0"]
+
+
+def test_a_row_has_the_medians_of_the_finished_runs() -> None:
+    runs = [
+        RunFigures(time_s=time_s, step_count=100, quality={"accuracy": value}, staleness={tau: 4})
+        for time_s, value, tau in ((10.0, 0.9, 1), (20.0, 0.7, 2), (12.0, 0.8, 9))
+    ]
+    row = mode_row("asp", 4, runs, first_time_s=24.0)
+    assert (row.finished_count, row.run_count) == (3, 4)
+    assert (row.time_s, row.relative_time) == (12.0, 0.5)
+    assert row.quality == {"accuracy": (0.8, (0.9, 0.7, 0.8))}
+    assert (row.mean_staleness, row.max_staleness) == (2.0, 9)
+    assert row.steps_per_s == pytest.approx(100 / 12)
+
+
+def test_a_row_without_a_finished_run_has_no_figures() -> None:
+    row = mode_row("asp", 2, [], first_time_s=1.0)
+    assert (row.finished_count, row.time_s, row.wait_share, row.quality) == (0, None, None, {})
+
+
+def test_a_quality_that_is_not_finite_is_shown_and_not_in_the_median() -> None:
+    runs = [RunFigures(quality={"accuracy": None}), RunFigures(quality={"accuracy": 0.5})]
+    assert mode_row("asp", 2, runs, None).quality == {"accuracy": (0.5, (None, 0.5))}
+
+
+def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
+    assert modes_of("bsp, ssp:4,bsp:backup=1,grace=5ms,ASP:divide") == (
+        "bsp",
+        "ssp:4",
+        "bsp:backup=1,grace=5ms",
+        "asp:divide",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("bsp,ssp:-1", "staleness is -1"),
+        ("bsp,,asp", "consistency is ''"),
+        ("grace=5ms", "consistency is 'grace=5ms'"),
+        ("bsp,asp,asp", "'asp' twice"),
+        ("lax", "expected one of bsp"),
+    ],
+)
+def test_wrong_modes_are_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(InvalidConfig, match=named):
+        modes_of(text)
+
+
+def settings(**changed: object) -> CompareSettings:
+    given: dict[str, object] = {
+        "script": Path("train.py"),
+        "arguments": (),
+        "modes": ("bsp", "asp"),
+        "seeds": (0,),
+        "worker_count": 2,
+        "server_count": 1,
+        "compute": "",
+        "report": Path("compare.html"),
+    }
+    return CompareSettings(**{**given, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"modes": ("bsp:backup=2",)}, "2 backup workers of 2 workers"),
+        ({"seeds": (1, 1)}, "name one twice"),
+        ({"compute": "permanent:1ms,2ms,rank=2"}, "a rank below 2"),
+        ({"compute": "later"}, "compute is 'later'"),
+        ({"report": Path("compare.json")}, "another ending than .json"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_runs(
+    changed: dict[str, object], named: str
+) -> None:
+    assert settings().json_path == Path("compare.json")
+    with pytest.raises(InvalidConfig, match=named):
+        settings(**changed)
+
+
+def test_seeds_are_whole_numbers() -> None:
+    assert seeds_of("0, 3,17") == (0, 3, 17)
+    with pytest.raises(InvalidConfig, match="seeds is '1,x'"):
+        seeds_of("1,x")

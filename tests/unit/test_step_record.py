@@ -1,0 +1,102 @@
+"""What a worker writes down of its steps, and what the comparison reads of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ps_cli.compare_records import LossEntry, TableRecord, read_records
+from ps_core.consistency import parsed
+from ps_core.errors import InvalidConfig
+from ps_core.tables import TableSpec
+from ps_worker.optimizers import SGD
+from ps_worker.settings import table_spec
+from ps_worker.step_record import StepLine, StepRecord
+
+
+def line(clock: int, staleness: int = 0) -> StepLine:
+    return StepLine(
+        clock=clock,
+        compute_s=0.03,
+        send_s=0.001,
+        commit_s=0.01,
+        read_s=0.002,
+        staleness=staleness,
+        rejected=0,
+        discarded=False,
+        applied=True,
+    )
+
+
+def spec(consistency: str) -> TableSpec:
+    return table_spec("w", 64, SGD(lr=0.1), {"consistency": parsed(consistency)})
+
+
+def kinds(folder: Path, rank: int = 0) -> list[str]:
+    text = (folder / f"worker-{rank}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(one)["kind"] for one in text.splitlines()]
+
+
+def test_a_loss_belongs_to_the_step_before_it(tmp_path: Path) -> None:
+    record = StepRecord(str(tmp_path), 1, 2)
+    record.table(spec("ssp:2"))
+    record.step(line(1))
+    record.loss(0.5, 1)
+    record.step(line(2, staleness=3))
+    record.loss(float("nan"), 2)
+    record.quality({"accuracy": 0.75})
+    record.close()
+    record.close()
+    assert kinds(tmp_path, 1) == ["start", "table", "step", "step", "quality", "end"]
+    (read,) = read_records(tmp_path)
+    assert read.rank == 1
+    assert read.tables == (TableRecord("w", "sgd", "ssp:2"),)
+    assert [step.staleness for step in read.steps] == [0, 3]
+    assert [(entry.step, entry.loss) for entry in read.losses] == [(1, 0.5), (2, None)]
+    assert read.quality == {"accuracy": 0.75}
+    assert read.steps[0].duration_s == pytest.approx(0.043)
+    assert read.steps[0].ended_s <= read.steps[1].ended_s
+
+
+def test_losses_without_a_step_of_ours_are_kept_with_their_clock(tmp_path: Path) -> None:
+    record = StepRecord(str(tmp_path), 0, 1)
+    record.loss(0.5, 7)
+    record.close()
+    (read,) = read_records(tmp_path)
+    assert read.steps == ()
+    assert read.losses == (LossEntry(7, read.losses[0].at_s, 0.5),)
+
+
+def test_a_record_that_was_cut_counts_up_to_there(tmp_path: Path) -> None:
+    record = StepRecord(str(tmp_path), 0, 1)
+    for clock in (1, 2, 3):
+        record.step(line(clock))
+    path = tmp_path / "worker-0.jsonl"
+    whole = path.read_text(encoding="utf-8")
+    assert len(whole.splitlines()) == 3, "the line of the last step waits for its loss"
+    path.write_text(whole[:-9], encoding="utf-8")
+    (read,) = read_records(tmp_path)
+    assert len(read.steps) == 1
+    record.close()
+
+
+def test_an_empty_file_is_no_worker(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.jsonl").touch()
+    assert read_records(tmp_path) == ()
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
+    record = StepRecord("", 0, 1)
+    record.step(line(1))
+    record.loss(0.5, 1)
+    record.close()
+    assert not record.is_on
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidConfig, match=r"record is '.*file', where nothing can be written"):
+        StepRecord(str(tmp_path / "file"), 0, 1)
