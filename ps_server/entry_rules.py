@@ -58,7 +58,8 @@ class EntryRules:
         first = max(worker.sealed_clock, 0) + 1
         newest = max(worker.sealed_clock, self._state.clock)  # where who was left behind may go
         last = newest + limits.MAX_CLOCK_LEAD_COUNT
-        if worker.left_clock is not None:
+        left = worker.left_clock
+        if left is not None and not worker.sealed_clock < clock <= left:  # else it was given back
             return InvalidConfig(
                 f"worker {worker.rank} left table '{self._state.name}' at clock "
                 f"{worker.left_clock}; got clock {clock}"

@@ -295,7 +295,7 @@ class RangeMachine:
             step.missing[push.sequence] = push.sender
             self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
-        if worker.left_clock is not None and worker.left_clock >= given.clock:
-            worker.left_clock = None  # its last seal is no longer in effect: it may send again
-            if given.rank in self.state.gone:  # it will not
-                self._gate.leave_unsealed(worker, out)
+        if given.rank in self.state.gone:  # it will not send again
+            self._gate.leave_unsealed(worker, out)
+        elif worker.left_clock is not None and worker.holds_last_seal:
+            worker.left_clock = None  # that seal is no longer in effect: it may send again

@@ -87,6 +87,11 @@ class WorkerPart:
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
 
+    @property
+    def holds_last_seal(self) -> bool:
+        """Whether the seal that it left by has no outcome yet."""
+        return any(step.seal is not None and step.seal.terms.last for step in self.steps.values())
+
     def arrived(self, sequence: int) -> None:
         """What was given back has come again, or has ended (RM-1)."""
         for step in self.steps.values():

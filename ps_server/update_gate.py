@@ -185,8 +185,8 @@ class UpdateGate:
             out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
 
     def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
-        """The worker leaves after its newest seal in effect, unless it left before."""
-        if worker.left_clock is None:
+        """The worker leaves after its newest seal in effect, unless it left before that."""
+        if worker.left_clock is None or worker.left_clock > worker.sealed_clock:
             self._leave(worker, worker.sealed_clock, out)
 
     def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:

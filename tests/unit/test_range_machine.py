@@ -144,6 +144,26 @@ def test_a_sealed_step_may_be_given_back_and_counts_again_when_it_returns(bsp: B
     assert applied(bsp.push(1, 1, 1)) == [(1, [(1, 1)])]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_worker_that_left_stays_so_when_an_earlier_step_is_given_back(
+    bsp: Bench, skip: bool
+) -> None:
+    bsp.push(1, 1, 1)
+    bsp.seal(1, 2, 1)
+    bsp.seal(1, 3, 2, skip=skip, last=True)  # without skip this one has no outcome yet
+    bsp.machine.give_back(Step(1, 1), [])
+    assert kinds(bsp.push(1, 1, 1)) == [ReplyKind.RECEIVED]
+    assert isinstance(problem(bsp.push(1, 9, 3)), InvalidConfig)
+    for clock in (1, 2, 3):
+        bsp.push(0, 2 * clock - 1, clock)
+        bsp.seal(0, 2 * clock, clock)
+    assert applied(bsp.effects) == [
+        (1, [(0, 1), (1, 1)]),
+        (2, [(0, 3)]),
+        (3, [(0, 5)]),
+    ]
+
+
 # --- S4: steps
 
 

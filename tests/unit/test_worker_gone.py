@@ -182,6 +182,24 @@ def test_a_sealed_step_that_is_given_back_for_room_will_not_come_again() -> None
     assert bsp.room.staged_bytes == 0
 
 
+@pytest.mark.parametrize("is_gone_first", [True, False])
+def test_one_that_left_and_crashed_before_it_sent_again_what_was_given_back(
+    is_gone_first: bool,
+) -> None:
+    bsp = bench()
+    step(bsp, 2, 1)
+    bsp.seal(2, 3, 2, skip=True, last=True)
+    if is_gone_first:
+        declare_gone(bsp)
+    bsp.machine.give_back(Step(1, 2), [])
+    if not is_gone_first:
+        declare_gone(bsp)
+    for clock in (1, 2):
+        for rank in (0, 1):
+            step(bsp, rank, clock)
+    assert [(c, len(parts)) for c, parts in applied(bsp.effects)] == [(1, 2), (2, 2)]
+
+
 def test_all_but_one_may_go() -> None:
     bsp = bench()
     for rank in (0, 1, 2):
