@@ -55,6 +55,14 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def last(self, count: int) -> Pictures:
+        first = len(self) - count
+        return Pictures(self.pixels[first:], self.labels[first:])
+
+    def without_last(self, count: int) -> Pictures:
+        first = len(self) - count
+        return Pictures(self.pixels[:first], self.labels[:first])
+
 
 def find_data(wanted: Path | None) -> Path:
     """The folder that holds the four files; exits with what to do if there is none."""
@@ -167,11 +175,13 @@ def batches(pictures: Pictures, step_count: int, size: int, seed: int) -> Iterat
         yield Pictures(pictures.pixels[chosen], pictures.labels[chosen])
 
 
-def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
-    """Train to the end; returns the accuracy on the test pictures."""
+def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, float]:
+    """Train to the end; returns the accuracy on the test pictures, and on those held out."""
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     folder = find_data(arguments.data)
     everything = load(folder, "train")
+    held_out = everything.last(arguments.hold_out)
+    everything = everything.without_last(arguments.hold_out)
     shard = Pictures(everything.pixels[rank::world_size], everything.labels[rank::world_size])
     step_count = arguments.steps or (
         len(everything) // world_size // arguments.batch_size * arguments.epochs
@@ -199,7 +209,10 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
             client.report(loss=loss.item(), planned_steps=step_count)
         if rank == 0 and step % arguments.log_every == 0:
             print(f"step {step} of {step_count}: loss {loss.item():.4f}")
-    return accuracy(model, load(folder, "t10k"))
+    reached = {"test accuracy": accuracy(model, load(folder, "t10k"))}
+    if len(held_out):
+        reached["validation accuracy"] = accuracy(model, held_out)
+    return reached
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -210,6 +223,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training pictures")
     parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
     parser.add_argument("--batch-size", type=int, default=64, help="pictures a step and worker")
+    parser.add_argument(
+        "--hold-out", type=int, default=0, help="training pictures to judge settings by"
+    )
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the shuffling")
     parser.add_argument("--log-every", type=int, default=100, help="steps between two lines")
@@ -217,17 +233,21 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def print_reached(reached: dict[str, float]) -> None:
+    print(", ".join(f"{name} {value:.2%}" for name, value in reached.items()))
+
+
 def main() -> None:
     arguments = parse_arguments()
     if arguments.single:
-        print(f"test accuracy {train(arguments, None):.2%}")
+        print_reached(train(arguments, None))
         return
     find_data(arguments.data)  # before joining: a worker without data must not hold up the others
     with ps.connect() as client:
         reached = train(arguments, client)
-        client.report(quality={"test accuracy": reached})
+        client.report(quality=reached)
         if client.rank == 0:
-            print(f"test accuracy {reached:.2%}")
+            print_reached(reached)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Does a consistency setting cost quality? Fashion-MNIST under several, against one process.
+
+    python -m benchmarks.quality --report quality.json
+
+Every setting sees the same number of pictures. Its learning rate is the best of one grid, judged by
+pictures that are held out of training; what counts is the accuracy on the test pictures, the median
+of several seeds at that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ps_core.errors import Internal
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "fashion_mnist.py"
+SINGLE = "one process"
+MODES = ("bsp", "ssp:4", "asp", "asp:divide", "asp:compensate=2,adaptive")
+_REACHED = re.compile(r"(test|validation) accuracy ([\d.]+)%")
+
+Reached = dict[str, float]
+"""Accuracy by name: "test accuracy" and "validation accuracy", from 0 to 1."""
+
+
+def one_process(options: Sequence[str]) -> Reached:
+    """The script without a cluster."""
+    command = [sys.executable, str(SCRIPT), "--single", *options]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {f"{name} accuracy": float(value) / 100 for name, value in _REACHED.findall(printed)}
+
+
+def compared(mode: str, worker_count: int, options: Sequence[str]) -> Reached:
+    """The script on a cluster under `mode`.
+
+    Raises:
+        Internal: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        command = [
+            sys.executable, "-m", "ps_cli", "compare", str(SCRIPT), "--modes", mode, "--workers",
+            str(worker_count), "--report", str(report), "--", *options,
+        ]  # fmt: skip
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        figures = report.with_suffix(".json")
+        if done.returncode or not figures.is_file():
+            raise Internal(f"compare {mode} failed: {(done.stderr or done.stdout)[-2000:]}")
+        (run,) = json.loads(figures.read_text(encoding="utf-8"))["runs"]
+    found: Reached = run["figures"]["quality"]
+    return found
+
+
+def judged(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """The best rate of the grid for `mode`, and what each seed reaches with it."""
+
+    def reached(rate: float, seed: int) -> Reached:
+        options = [
+            "--epochs", str(arguments.epochs), "--lr", str(rate), "--seed", str(seed),
+            "--hold-out", str(arguments.hold_out), "--log-every", "1000000",
+        ]  # fmt: skip
+        found = (
+            one_process(options) if mode == SINGLE else compared(mode, arguments.workers, options)
+        )
+        print(f"{mode}, lr {rate:g}, seed {seed}: {found}", file=sys.stderr, flush=True)
+        return found
+
+    first = {rate: reached(rate, arguments.seeds[0]) for rate in arguments.rates}
+    best = max(first, key=lambda rate: first[rate]["validation accuracy"])
+    ends = [first[best], *(reached(best, seed) for seed in arguments.seeds[1:])]
+    tests = [end["test accuracy"] for end in ends]
+    return {
+        "mode": mode,
+        "rate": best,
+        "validation": {str(rate): found["validation accuracy"] for rate, found in first.items()},
+        "tests": tests,
+        "median": statistics.median(tests),
+    }
+
+
+def main() -> None:
+    """Judge every setting, and print a line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="the settings")
+    parser.add_argument("--rates", nargs=3, type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the pictures")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--hold-out", type=int, default=5000, help="pictures to choose a rate by")
+    parser.add_argument("--report", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for mode in [SINGLE, *arguments.modes]:
+        row = judged(arguments, mode)
+        rows.append({**row, "points": 100 * (row["median"] - (rows or [row])[0]["median"])})
+        if arguments.report is not None:
+            arguments.report.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for row in rows:
+        tests = ", ".join(f"{test:.2%}" for test in row["tests"])
+        print(
+            f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
+            f"lr {row['rate']:g}"
+        )
+
+
+if __name__ == "__main__":
+    main()
