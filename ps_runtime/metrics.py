@@ -207,7 +207,15 @@ class ServerMetrics:
         )
         self.parked_pulls = Gauge(
             "pushpull_server_parked_pulls",
-            "Reads that wait for the consistency setting to allow them.",
+            "Reads that wait, by what for (initial_values, own_step, workers, consistent).",
+            ("cause",),
+            registry=registry,
+        )
+        self.read_wait_seconds = Histogram(
+            "pushpull_server_read_wait_seconds",
+            "How long reads waited that could not be answered at once, by what for.",
+            ("cause",),
+            buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
         self.primary_ranges = Gauge(

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from ps_runtime.scheduler_link import SchedulerLink
 from ps_server import frames
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
+from ps_server.read_gate import WaitCause
 from ps_server.servicer import FEATURES, ParameterServicer
 from pushpull.v1 import scheduler_pb2, types_pb2
 
@@ -187,7 +189,10 @@ def _watch(
     )
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
     metrics.state_bytes.set_function(lambda: node.state_bytes)
-    metrics.parked_pulls.set_function(lambda: node.parked_count)
+    for cause in WaitCause:
+        metrics.parked_pulls.labels(cause=cause.value).set_function(
+            partial(node.parked_count, cause)
+        )
     metrics.sessions.set_function(lambda: node.sessions.count)
     metrics.shm_sessions.set_function(lambda: node.lanes.session_count)
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)

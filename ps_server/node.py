@@ -47,6 +47,7 @@ from ps_server.frames import block_answer
 from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
+from ps_server.read_gate import WaitCause
 from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.sessions import Sessions
 from ps_server.shard_store import ShardStore
@@ -73,6 +74,9 @@ class Read:
     session: Session
     shared: bool
     on_answer: Callable[[list[AnswerPart]], None]
+    parked_s: float = 0.0
+    cause: WaitCause | None = None
+    """What it waits for, since `parked_s`, if it does."""
 
 
 class ParameterNode:
@@ -238,7 +242,10 @@ class ParameterNode:
         is_worker = read.session.role is Role.WORKER
         incarnation = read.session.incarnation if is_worker else None
         event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s)
-        self.carry_out(self.machine.pull(event, self.now()))
+        now_s = self.now()
+        self.carry_out(self.machine.pull(event, now_s))
+        if number in self._reads:
+            read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
 
     def lends(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
@@ -256,13 +263,20 @@ class ParameterNode:
 
     def end_read(self, number: int) -> None:
         """The caller has gone, or has its answer."""
-        self._reads.pop(number, None)
-        self.machine.answered(number)
+        self._take_read(number)
 
-    @property
-    def parked_count(self) -> int:
-        """Reads that wait."""
-        return len(self._reads)
+    def _take_read(self, number: int) -> Read | None:
+        """The read, which waits no more; None if it does not wait any more already."""
+        self.machine.answered(number)
+        read = self._reads.pop(number, None)
+        if read is not None and read.cause is not None:
+            waited_s = self.now() - read.parked_s
+            self.metrics.read_wait_seconds.labels(cause=read.cause.value).observe(waited_s)
+        return read
+
+    def parked_count(self, cause: WaitCause) -> int:
+        """Reads that wait for this."""
+        return sum(read.cause is cause for read in self._reads.values())
 
     @property
     def state_bytes(self) -> int:
@@ -365,8 +379,7 @@ class ParameterNode:
             lent.end_change(record.blocks)
 
     def _answer(self, effect: AnswerPull) -> None:
-        read = self._reads.pop(effect.waiter, None)
-        self.machine.answered(effect.waiter)
+        read = self._take_read(effect.waiter)
         if read is None:
             return
         place = effect.table_id, effect.range_id
@@ -434,8 +447,7 @@ class ParameterNode:
         )
 
     def _refuse(self, effect: RefusePull) -> None:
-        read = self._reads.pop(effect.waiter, None)
-        self.machine.answered(effect.waiter)
+        read = self._take_read(effect.waiter)
         if read is not None:
             read.on_answer([range_error(effect.range_id, effect.error)])
 

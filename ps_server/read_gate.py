@@ -8,12 +8,23 @@ What it deliberately does not do: copy values (`ps_server.node` does, at once, o
 
 from __future__ import annotations
 
+from enum import Enum
+
 from ps_core.cluster_view import Node
 from ps_core.consistency import Mode
 from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
 from ps_core.tables import OptimizerKind
 from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.range_state import RangeState
+
+
+class WaitCause(Enum):
+    """What a parked read waits for."""
+
+    INITIAL_VALUES = "initial_values"
+    OWN_STEP = "own_step"
+    WORKERS = "workers"
+    CONSISTENT = "consistent"
 
 
 class ReadGate:
@@ -174,6 +185,20 @@ class ReadGate:
             if state.is_member(rank, clock)
             and (rank not in state.by_rank or state.by_rank[rank].sealed_clock < clock)
         ]
+
+    def cause(self, waiter: int) -> WaitCause | None:
+        """What a read waits for; None if it does not wait."""
+        event = self._waiters.get(waiter)
+        if event is None:
+            return None
+        state = self._state
+        if not state.initialized:
+            return WaitCause.INITIAL_VALUES
+        if event.consistent and event.incarnation is None:
+            return WaitCause.CONSISTENT
+        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        clock = -1 if worker is None else worker.sealed_clock if state.is_bsp else worker.done_clock
+        return WaitCause.OWN_STEP if clock < event.clock else WaitCause.WORKERS
 
     def waits(self, now_s: float) -> tuple[str, ...]:
         """What the parked reads wait for, each sentence once."""

@@ -47,6 +47,7 @@ from ps_server.events import (
     WithdrawEvent,
 )
 from ps_server.range_machine import RangeMachine
+from ps_server.read_gate import WaitCause
 from ps_server.room import GateRoom, Step
 
 
@@ -276,6 +277,11 @@ class ServerMachine:
         part = self._waiting.pop(waiter, None)
         if part is not None:
             part.reads.cancel(waiter)
+
+    def wait_cause(self, waiter: int) -> WaitCause | None:
+        """What a read waits for; None if it does not wait."""
+        part = self._waiting.get(waiter)
+        return None if part is None else part.reads.cause(waiter)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed: reads expire, and updates form that gave slow workers time."""

@@ -12,6 +12,7 @@ from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
 from ps_server.events import Effect, Fold, RefusePull, ReplyTo
+from ps_server.read_gate import WaitCause
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, problem
 
 LR = (("lr", 0.5),)
@@ -100,6 +101,34 @@ def test_a_read_that_expires_under_ssp_names_the_bound_and_who_is_behind() -> No
         in (refusal.error.message)
     )
     assert "ssp:1 allows no more" in refusal.error.message
+
+
+def test_a_wait_has_a_cause() -> None:
+    bench = _bench("ssp:0")
+    reads = bench.machine.reads
+    bench.pull(0, 1, waiter=1)
+    assert reads.cause(1) is WaitCause.OWN_STEP
+    Steps(bench).step(0, 1)
+    assert reads.cause(1) is WaitCause.WORKERS
+    Steps(bench).step(1, 1)
+    assert reads.cause(1) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "consistent", "cause"),
+    [(0, False, WaitCause.WORKERS), (None, True, WaitCause.CONSISTENT)],
+)
+def test_causes_under_bsp(rank: int | None, consistent: bool, cause: WaitCause) -> None:
+    bench = _bench("bsp")
+    Steps(bench).step(0, 1)
+    bench.pull(rank, 1, consistent=consistent)
+    assert bench.machine.reads.cause(1) is cause
+
+
+def test_a_table_without_values_is_a_cause_of_its_own() -> None:
+    bench = Bench(make_table(Mode.ASP, from_rank_zero=True))
+    bench.pull(1, 0)
+    assert bench.machine.reads.cause(1) is WaitCause.INITIAL_VALUES
 
 
 # --- ASP with a policy
