@@ -128,8 +128,13 @@ class EntryRules:
         return None
 
     def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
-        """BSP: all seals of a clock carry the same numbers (skipped ones have no say)."""
-        if not self._state.is_bsp or terms.skip:
+        """BSP: all seals of a clock carry the same numbers (skipped ones have no say).
+
+        With backup workers a worker that was left behind leaves out clocks, so that its schedules
+        are elsewhere: there the update takes the numbers of the first step that it holds.
+        """
+        state = self._state
+        if not state.is_bsp or state.consistency.backup_workers or terms.skip:
             return None
         mine = self._numbers.merged(terms.hyperparameters)
         for other in self._state.by_rank.values():

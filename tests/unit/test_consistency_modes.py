@@ -11,7 +11,7 @@ from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
-from ps_server.events import Effect, Fold, RefusePull, ReplyTo
+from ps_server.events import Apply, Effect, Fold, RefusePull, ReplyTo
 from ps_server.read_gate import WaitCause
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, problem
 
@@ -282,6 +282,17 @@ def test_nobody_skips_an_update_that_has_not_formed() -> None:
     steps.step(1, 1)
     steps.step(1, 2)  # worker 2's turn has come
     assert applied(bench.effects) == [(1, [(0, 1), (1, 1)]), (2, [(2, 1), (1, 3)])]
+
+
+def test_the_first_step_says_the_learning_rate() -> None:
+    """Who was left behind is elsewhere in its schedule; the update needs one rate."""
+    bench = _bench("bsp:backup=1", workers=3)
+    for rank, rate in ((2, 0.25), (0, 0.5)):
+        bench.push(rank, 1, 1)
+        assert not [e for e in bench.seal(rank, 2, 1, (("lr", rate),)) if isinstance(e, RefusePull)]
+    (record,) = [effect.record for effect in bench.effects if isinstance(effect, Apply)]
+    assert dict(record.hyperparameters)["lr"] == 0.25
+    assert [contributor.rank for contributor in record.contributors] == [2, 0]
 
 
 def test_the_grace_time_gives_the_slowest_a_chance() -> None:
