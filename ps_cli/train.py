@@ -127,7 +127,8 @@ class TrainRun:
         if self._output.is_terminal:
             self._output.show(live_view(rows, elapsed_s, self._note))
             return
-        if rows and rows == self._shown and all(row.sample.state == "left" for row in rows):
+        has_ended = all(row.sample.state in ("left", "gone") for row in rows)
+        if rows and rows == self._shown and has_ended:
             return
         self._shown = rows
         for line in plain_lines(rows, elapsed_s):
