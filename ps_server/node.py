@@ -141,12 +141,13 @@ class ParameterNode:
                 tables=sorted({part.table.spec.name for part in added}),
                 blocks=sum(len(part.blocks) for part in added),
             )
-        gone = self.sessions.gone
-        if gone:
-            self._go_on_without(gone, [node for node in gone if node.node_id not in before])
+        new = [node for node in self.sessions.gone if node.node_id not in before]
+        if new or added:
+            self._go_on_without(new)
 
-    def _go_on_without(self, gone: Sequence[Node], new: Sequence[Node]) -> None:
-        effects = self.machine.gone(gone, self.now())
+    def _go_on_without(self, new: Sequence[Node]) -> None:
+        """Nobody waits for the gone any more, parts that were just added included."""
+        effects = self.machine.gone(self.sessions.gone, self.now())
         for node in new:
             for stream in self._streams_of.get(node.incarnation, ()):
                 stream.end_input(Fenced(node.fence_words))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -94,6 +95,31 @@ def test_stop_when_done_ends_after_the_last_worker_and_the_servers(tmp_path: Pat
             "event=node_left",
         ]
         assert 'reason="all workers and servers have left"' in log
+
+    asyncio.run(test())
+
+
+def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> None:
+    async def test() -> None:
+        arguments = (
+            *("--workers=2", "--servers=1", "--stop-when-done"),
+            *("--heartbeat-interval-s=0.1", "--lease-s=0.3", "--worker-timeout-s=0.6"),
+        )
+        async with process(tmp_path, *arguments) as scheduler:
+            channel = channels.aio_channel(await scheduler.address())
+            async with channel:
+                cluster = Caller(channel)
+                server = await cluster.join(Role.SERVER)
+                await cluster.leave(await cluster.join(Role.WORKER))
+                await cluster.join(Role.WORKER)  # and is never heard of again
+                view = await cluster.view_where(server, lambda view: view.finished)
+                await cluster.leave(server)
+                status, log = await scheduler.end()
+        assert [node.state.value for node in view.nodes][1:] == ["left", "gone"]
+        assert status == 0
+        assert re.search(
+            r'event=worker_gone reason="worker 1 was declared gone after 0\.\d s of silence"', log
+        )
 
     asyncio.run(test())
 

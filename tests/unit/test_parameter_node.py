@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,22 @@ def test_a_node_that_left_is_fenced_even_if_it_was_known(node: ParameterNode) ->
     node.sessions.admit(session)
     node.observe(_view(2, NodeState.LEFT))
     with pytest.raises(Fenced, match="node 2 has left"):
+        node.sessions.admit(session)
+
+
+def test_a_worker_that_is_gone_is_fenced_and_so_are_its_streams(node: ParameterNode) -> None:
+    async def next_answer() -> None:
+        stream = node.open_stream(_signed(WORKER))
+        node.observe(_view(2, NodeState.GONE))
+        async for _ in stream.batches():
+            raise AssertionError("it is owed no answer")
+
+    session = wire.session_to_proto(_signed(WORKER))
+    node.observe(_view(1, NodeState.SILENT))
+    node.sessions.admit(session)
+    with pytest.raises(Fenced, match="worker 0 was declared gone"):
+        asyncio.run(next_answer())
+    with pytest.raises(Fenced, match="register again as a new worker"):
         node.sessions.admit(session)
 
 
