@@ -54,12 +54,19 @@ class CrashSimulation(Simulation):
         if self.strike_clock and clock < self.strike_clock:
             self.world.after(LOOK_S / 10, self._strike)
             return
-        self.world.say(f"STRIKE worker {self.victim.rank}, killed: {self.is_killed}")
+        if self.slow is None:
+            self._stop_victim()
+            return
+        self.slow.stop()  # so long that ranges still hold what the victim seals meanwhile
+        self.world.after(SLOW_S, self.slow.wake)
+        self.world.after(self.world.draw.random() * 2.0, self._stop_victim)
+
+    def _stop_victim(self) -> None:
+        if self.victim.finished:
+            return
+        self.world.say(f"STOP worker {self.victim.rank}, killed: {self.is_killed}")
         self.world.counts["killed" if self.is_killed else "paused"] += 1
         self.victim.stop()
-        if self.slow is not None:  # long enough that ranges still hold what the victim sealed
-            self.slow.stop()
-            self.world.after(SLOW_S, self.slow.wake)
         if not self.is_killed:
             wake_s = self.world.draw.choice((5.0, 40.0)) + self.world.draw.random()
             self.world.after(wake_s, self.victim.wake)
