@@ -44,6 +44,7 @@ from ps_worker.optimizers import (
     hyperparameters,
 )
 from ps_worker.step_record import StepTimes
+from ps_worker.tickets import StepResult
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
@@ -70,6 +71,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: the module of the parameters where they are given otherwise: for the names of
             parameters that come without, and for its buffers.
         options: see `TrainingOptions`.
+
+    Attributes:
+        results: how the last step ended on each table: what was too stale (`ASP(reject=...)`), and
+            whether an update has formed without it (`BSP(backup_workers=...)`); empty if the step
+            was skipped.
 
     All workers start from the parameters of rank 0. They must register the same parameters in the
     same order, with `requires_grad` as on the others.
@@ -104,6 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._inner: torch.optim.Optimizer | None = None
         self._is_made = False
+        self.results: tuple[StepResult, ...] = ()
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
@@ -310,10 +317,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for buffers in self._buffers:
             buffers.seal()
         skip = scale.skip or bad is not None
-        self._times.sealed(
-            [table.seal(numbers, scale.contribution_scale, skip=skip) for table, numbers in awake]
-        )
+        tickets = [
+            table.seal(numbers, scale.contribution_scale, skip=skip) for table, numbers in awake
+        ]
+        self._times.sealed(tickets)
         self._take_over([table for table, _ in awake])
+        self.results = () if skip else tuple(ticket.future.result() for ticket in tickets)
         for buffers in self._buffers:
             buffers.finish()
         self._times.ended()
