@@ -1,6 +1,6 @@
 r"""A training script whose workers take batches from one queue, until so many have been applied.
 
-    pushpull compare benchmarks/shared_queue.py -m bsp,bsp:backup=1,ssp:4,asp -w 4 \\
+    pushpull compare benchmarks/shared_queue.py -m bsp,bsp:backup=1,ssp:4,asp -w 4 \
         --straggler permanent:30ms,90ms,rank=0
 
 With a fixed number of steps a worker a slow worker makes every setting slow; with one queue the
