@@ -38,7 +38,7 @@ def log_transition(transition: Transition) -> None:
                 elements=table.spec.element_count,
                 blocks=table.block_count,
                 optimizer=table.spec.optimizer.kind.value,
-                mode=table.spec.mode.value,
+                consistency=str(table.spec.consistency),
             )
         case RangesPlaced(counts):
             shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
