@@ -20,7 +20,6 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType
-from ps_worker.cutting import BlockPart
 from ps_worker.flat_layout import TABLE_DTYPE, FlatLayout, layout_of
 from ps_worker.optimizers import Assign
 from ps_worker.pending import Pending
@@ -173,12 +172,7 @@ class BufferTable:
         for name, source, staged in self._current(self._sent):
             self._check(name, source, staged)
             staged.copy_(source)
-        size = self.handle.spec.block_elements * self._sent.values.element_size()
-        raw = self._sent.raw.data
-        step.push_blocks(
-            BlockPart(block, raw[block * size : (block + 1) * size])
-            for block in range(self.handle.table.block_count)
-        )
+        step.push_blocks(self._sent.blocks(self.handle.table))
         return step
 
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

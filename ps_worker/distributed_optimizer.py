@@ -37,6 +37,7 @@ from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
 from ps_worker.model_pull import birth_clock, table_prefix
 from ps_worker.optimizers import (
+    Add,
     Aggregate,
     ServerOptimizer,
     check_switches,
@@ -68,6 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             or groups of them. With a module, its buffers are shared as well.
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
+            `Add`: each worker runs one on its own gradients; the servers add up what it did.
         module: the module of the parameters where they are given otherwise: for the names of
             parameters that come without, and for its buffers.
         options: see `TrainingOptions`.
@@ -114,7 +116,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
-        if isinstance(optimizer, Aggregate):
+        self._adds = isinstance(optimizer, Add)
+        if self._adds and self._options.is_eager:
+            raise InvalidConfig(
+                "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
+            )
+        if isinstance(optimizer, Aggregate | Add):
             self._inner = _inner_optimizer(optimizer, groups)
             super().__init__(self._inner.param_groups, dict(self._inner.defaults))
             self._share(self._inner)
@@ -252,7 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]
         optimizer = self._optimizer
-        if not isinstance(optimizer, Aggregate):
+        if not isinstance(optimizer, Aggregate | Add):
             optimizer = for_group(optimizer, group)
         prefix = table_prefix(self._options.name, number, self._birth_clock())
         return [
@@ -281,7 +288,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""
         for table in self._tables:
             for index, entry in enumerate(table.layout.placed):
-                if entry.tensor.requires_grad and entry.tensor not in self._hooks:
+                if entry.tensor.requires_grad and self._adds:
+                    table.is_asleep = False  # what is pushed is there after the step only
+                elif entry.tensor.requires_grad and entry.tensor not in self._hooks:
                     table.is_asleep = False
                     hook = _Hook(weakref.ref(self), table, index)
                     self._hooks[entry.tensor] = entry.tensor.register_post_accumulate_grad_hook(
@@ -301,7 +310,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for buffers in self._buffers:
             buffers.settle()
         awake = [(t, self._numbers(t)) for t in self._tables if not t.is_asleep]
-        scale = self._scale()
+        scale = self._move(self._scale()) if self._adds else self._scale()
         if self._options.applies_on_arrival and scale != _StepScale(1.0, skip=False):
             raise InvalidConfig(
                 "loss scaling needs steps that count as a whole; expected mode='sealed', got "
@@ -337,12 +346,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _take_over(self, tables: list[TrainedTable]) -> None:
         for table in tables:
             pulled = table.finish()
-            if self._inner is None:
+            if self._inner is None or self._adds:
                 table.write_parameters()
             elif pulled is not None:
                 table.write_gradients(pulled)
-        if self._inner is not None:
+        if self._inner is not None and not self._adds:
             self._inner.step()
+
+    def _move(self, scale: _StepScale) -> _StepScale:
+        """ADD: the local optimizer takes a step on this worker's own gradients."""
+        if self._inner is not None and not scale.skip:
+            if scale.contribution_scale != 1.0:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(scale.contribution_scale)
+            self._inner.step()
+        return _StepScale(1.0, scale.skip)
 
     def _numbers(self, table: TrainedTable) -> Hyperparameters:
         group = self.param_groups[table.group]
@@ -389,13 +409,16 @@ def _push_rest(
     return None
 
 
-def _inner_optimizer(optimizer: Aggregate, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _inner_optimizer(
+    optimizer: Aggregate | Add, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    kind = type(optimizer).__name__
     if optimizer.factory is None:
-        raise InvalidConfig("Aggregate has no factory; expected one that makes a torch optimizer")
+        raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
     inner = optimizer.factory(groups)
     if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
         raise InvalidConfig(
-            f"Aggregate's factory made a {type(inner).__name__}; expected a torch optimizer that "
+            f"{kind}'s factory made a {type(inner).__name__}; expected a torch optimizer that "
             "uses one gradient a step"
         )
     return inner

@@ -207,9 +207,23 @@ class Assign(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class Add(ServerOptimizer):
-    """The reduced contribution is added to the table's value: deltas that workers computed."""
+    """The reduced contribution is added to the table's value: how far each worker moved it.
+
+    With `DistributedOptimizer` each worker runs its own torch optimizer on its own gradient, and
+    pushes what that did to the parameters. Its state stays with the worker.
+
+    Args:
+        factory: as `Aggregate`'s. Needed by `DistributedOptimizer`; a table made by hand has no use
+            for it.
+    """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADD
+
+    factory: Callable[[list[dict[str, Any]]], Any] | None = None
+
+    def defaults(self) -> dict[str, Any]:
+        """None: the groups belong to the worker's own optimizer."""
+        return {}
 
 
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:

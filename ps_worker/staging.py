@@ -129,6 +129,13 @@ class FlatBuffer:
         self.views = layout.views(self.values)
         self.raw: Raw = self.values.view(torch.uint8).numpy()
 
+    def blocks(self, table: Table) -> Iterator[BlockPart]:
+        """All of it, block by block, where it lies."""
+        size = table.spec.block_elements * self.values.element_size()
+        raw = self.raw.data
+        for block in range(table.block_count):
+            yield BlockPart(block, raw[block * size : (block + 1) * size])
+
 
 def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor that servers on this host can read; None where no memory can be shared."""
@@ -263,10 +270,10 @@ class GradientStaging:
         Blocking: reads the staged gradients once.
         """
         present = [i for i, place in enumerate(self._places) if place.is_present]
-        if len(present) == len(self._places) and _is_finite(self._buffer.values):
+        if len(present) == len(self._places) and is_finite(self._buffer.values):
             return None
         for index in present:
-            if not _is_finite(self._buffer.views[index]):
+            if not is_finite(self._buffer.views[index]):
                 return self.layout.placed[index].name
         return None
 
@@ -397,7 +404,8 @@ class GradientStaging:
                 yield entry.name
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether there is neither an infinity nor a NaN."""
     if not values.numel():
         return True
     # The extremes propagate NaN. One vectorised pass: 17 GB/s a core, 12 times as fast as a norm.

@@ -21,10 +21,10 @@ from ps_core.tables import Hyperparameters, unpack_presence
 from ps_worker.cutting import BlockPart
 from ps_worker.device_copies import Arrival, from_host
 from ps_worker.flat_layout import FlatLayout
-from ps_worker.optimizers import ServerOptimizer
+from ps_worker.optimizers import Add, ServerOptimizer
 from ps_worker.pending import Pending
 from ps_worker.settings import FromRank0
-from ps_worker.staging import FlatBuffer, GradientStaging
+from ps_worker.staging import FlatBuffer, GradientStaging, is_finite
 from ps_worker.training_options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ class TrainedTable:
         )
         self._client = client
         self._options = options
+        self._adds = isinstance(optimizer, Add)
         self._applies_on_arrival = options.applies_on_arrival
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout)
         self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
+        self._moved: FlatBuffer | None = None
         self._pending = Pending(client)
         self._pull: PullTicket[Pulled] | None = None
 
@@ -116,13 +118,7 @@ class TrainedTable:
         for entry, view in zip(self.layout.placed, self._received.views, strict=True):
             view.copy_(entry.tensor.detach())
         step = self._client.begin_assign(self.handle)
-        width = self._received.values.element_size()
-        size = self.handle.spec.block_elements * width
-        raw = self._received.raw.data
-        step.push_blocks(
-            BlockPart(block, raw[block * size : (block + 1) * size])
-            for block in range(self.handle.table.block_count)
-        )
+        step.push_blocks(self._received.blocks(self.handle.table))
         self._pending.add(step.seal())
 
     # --- while backward runs
@@ -176,6 +172,8 @@ class TrainedTable:
             The name of a parameter whose gradient is not finite, unless such are allowed, or are
             refused block by block (eager steps under ASP). Then nothing more is sent.
         """
+        if self._adds:
+            return self._push_moved()
         for parts in self.staging.arriving():
             self._push(parts, hyperparameters)
         parts = self.staging.take()
@@ -184,6 +182,24 @@ class TrainedTable:
             if bad is not None:
                 return bad
         self._push(parts, hyperparameters)
+        return None
+
+    def _push_moved(self) -> str | None:
+        """ADD: sends how far the parameters have moved from what was pulled last.
+
+        Returns:
+            As `push_rest`.
+        """
+        if self._moved is None:
+            self._moved = FlatBuffer(self.layout, is_shared=self._client.may_share_memory)
+        for arrival in self._landing:
+            arrival.synchronize()
+        placed, bases = self.layout.placed, self._received.views
+        for entry, view, base in zip(placed, self._moved.views, bases, strict=True):
+            view.copy_(entry.tensor.detach()).sub_(base)
+            if not self._options.allow_non_finite and not is_finite(view):
+                return entry.name
+        self._client.begin_step(self.handle).push_blocks(self._moved.blocks(self.handle.table))
         return None
 
     def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> PushTicket:

@@ -1,0 +1,165 @@
+"""Add: each worker runs a torch optimizer of its own, and pushes how far that moved things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker as ps
+
+WORKERS = 2
+STEPS = 5
+NADAM = partial(torch.optim.NAdam, lr=0.05)
+
+_names = count()
+
+
+@pytest.fixture(scope="module", params=["shm", "grpc"])
+def workers(request: pytest.FixtureRequest) -> Iterator[list[ps.Client]]:
+    with ps.local_cluster(servers=2, workers=WORKERS) as cluster:
+        clients = [
+            ps.connect(cluster.address, rank=rank, lane=request.param) for rank in range(WORKERS)
+        ]
+        yield clients
+        for client in clients:
+            client.close(leave=False)
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+    draw = torch.Generator().manual_seed(3)  # its own: threads share the default one
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=draw)
+    return model
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    inputs = torch.randn(8, 40, generator=draw)
+    loss: torch.Tensor = (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean()
+    return loss
+
+
+def _together(workers: list[ps.Client], train: Any, count: int = WORKERS) -> list[Any]:
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(train, workers[:count], range(count)))
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _train(
+    name: str, client: ps.Client, rank: int, *, consistency: str, scaled: bool = False
+) -> torch.Tensor:
+    model = _model()
+    optimizer = ps.DistributedOptimizer(
+        client, model, ps.Add(NADAM), name=name, consistency=consistency, block_elements=256
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(_loss(model, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.close()
+    return _weights(model)
+
+
+def test_bsp_averages_what_each_worker_did(workers: list[ps.Client]) -> None:
+    """As one process that keeps an optimizer for each worker and averages after each step."""
+    name = f"model-{next(_names)}"
+    ends = _together(workers, lambda c, rank: _train(name, c, rank, consistency="bsp"))
+    models = [_model() for _ in range(WORKERS)]
+    optimizers = [NADAM(model.parameters()) for model in models]
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            _loss(model, rank, step).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for parts in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack(list(parts)).mean(dim=0)
+                for part in parts:
+                    part.copy_(mean)
+    for end in ends:
+        torch.testing.assert_close(end, _weights(models[0]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(*ends)
+
+
+def test_loss_scaling_changes_nothing(workers: list[ps.Client]) -> None:
+    plain, scaled = f"model-{next(_names)}", f"model-{next(_names)}"
+    (first, _) = _together(workers, lambda c, rank: _train(plain, c, rank, consistency="bsp"))
+    (second, _) = _together(
+        workers, lambda c, rank: _train(scaled, c, rank, consistency="bsp", scaled=True)
+    )
+    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("consistency", ["ssp:1", "asp"])
+def test_without_bsp_every_move_is_applied_whole(
+    workers: list[ps.Client], consistency: str
+) -> None:
+    """Each worker moves every parameter by -1 a step: all moves are in the end."""
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, _: int) -> Any:
+        model = nn.Linear(500, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = ps.DistributedOptimizer(
+            client,
+            model,
+            ps.Add(partial(torch.optim.SGD, lr=1.0)),
+            name=name,
+            consistency=consistency,
+            block_elements=64,
+        )
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        optimizer.close()
+
+    _together(workers, train)
+    table = workers[0].table(f"{name}/0/float32")
+    assert (workers[0].pull(table) == -float(WORKERS * STEPS)).all()
+
+
+def test_a_step_with_a_nan_moves_nothing(workers: list[ps.Client]) -> None:
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, rank: int) -> torch.Tensor:
+        model = _model()
+        before = _weights(model)
+        optimizer = ps.DistributedOptimizer(
+            client, model, ps.Add(NADAM), name=name, consistency="bsp"
+        )
+        bad = _loss(model, rank, 0) * (float("nan") if rank == 1 else 0.0)
+        bad.backward()
+        if rank == 1:
+            with pytest.raises(ps.InvalidTensor, match="has an infinity or a NaN"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.close()
+        torch.testing.assert_close(_weights(model), before, rtol=0, atol=1e-6)
+        return _weights(model)
+
+    assert torch.equal(*_together(workers, train))
+
+
+def test_it_has_no_eager_mode(workers: list[ps.Client]) -> None:
+    with pytest.raises(ps.InvalidConfig, match="mode is 'eager' with Add"):
+        ps.DistributedOptimizer(workers[0], _model(), ps.Add(NADAM), name="none", mode="eager")
+
+
+def test_it_needs_a_factory(workers: list[ps.Client]) -> None:
+    with pytest.raises(ps.InvalidConfig, match="Add has no factory"):
+        ps.DistributedOptimizer(workers[0], _model(), ps.Add(), name="none")
