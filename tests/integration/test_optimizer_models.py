@@ -284,7 +284,7 @@ def test_a_step_without_any_gradient_and_dropped_optimizers_do_no_harm(client: p
         ({"reduction": "max"}, "reduction is 'max'"),
         ({"accumulate": 0}, "accumulate is 0"),
         ({"name": "a/b"}, "without '/'"),
-        ({"buffers": "mean", "consistency": ps.ASP()}, "'mean' under ASP"),
+        ({"buffers": "mean", "consistency": ps.ASP()}, "'mean' under asp"),
         ({"learning_rate": 1}, "no option learning_rate"),
     ],
 )
