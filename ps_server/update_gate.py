@@ -13,35 +13,30 @@
 Rules:
     - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
       seal of the clock before it is in effect.
-    - A decision is a Record; outcomes are given when it commits. With one replica that is at once.
 
 Invariants:
     RM-2  Under BSP update c is applied after update c - 1 and holds each member's step once, in
           rank order (with backup workers: each contributor's, in the record's order).
-    RM-3  Nothing is folded before the range has its initial values.
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
-What it deliberately does not do: take entries in (`range_machine` does), or replicate (a later
-record path hooks in at `_commit`).
+What it deliberately does not do: take entries in (`range_machine` does), or say what an update does
+to those who took part (`records` does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ps_core.consistency import StalePolicy
-from ps_core.errors import AlreadyPast, InvalidTensor, check
+from ps_core.errors import AlreadyPast, InvalidTensor
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
-from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Forget, Record, SealEvent
+from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Forget, SealEvent
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.read_gate import ReadGate
+from ps_server.records import Records
 
 _NAMED_COUNT = 8
 """Invalid pushes that an error names; there may be thousands."""
-
-_APPLIED = Ending(Outcome.APPLIED)
-_SKIPPED = Ending(Outcome.SKIPPED)
 
 
 class UpdateGate:
@@ -49,6 +44,7 @@ class UpdateGate:
 
     def __init__(self, state: RangeState, reads: ReadGate) -> None:
         self._state = state
+        self._records = Records(state)
         self._reads = reads
         self.wake_s: float | None = None
         self._folded: list[int] = []  # backup workers: who is in the update in the making
@@ -148,7 +144,9 @@ class UpdateGate:
         for the others to form it, else two that leave one after the other would wait for ever.
         """
         worker.left_clock = step.clock - 1
-        self._commit(self._record(step.clock, [self._contributor(worker, step)], (), ()), out)
+        self._records.commit(
+            self._records.record(step.clock, [self._records.contributor(worker, step)], (), ()), out
+        )
 
     def _leave(self, worker: WorkerPart, clock: int, out: list[Effect]) -> None:
         """The worker is not waited for beyond `clock`; what it sent beyond it is withdrawn."""
@@ -215,10 +213,12 @@ class UpdateGate:
         if worker is None or step is None or worker.sealed_clock < 0:
             return
         self._state.initialized = True
-        parts = self._take_parts(worker, step)
-        record = self._record(0, [self._contributor(worker, step)], (), tuple(b for b, _ in parts))
+        parts = self._records.take_parts(worker, step)
+        record = self._records.record(
+            0, [self._records.contributor(worker, step)], (), tuple(b for b, _ in parts)
+        )
         out.append(Assign(record, parts))
-        self._commit(record, out)
+        self._records.commit(record, out)
 
     def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
         """Not BSP: record every step of the worker whose seal is in effect."""
@@ -229,47 +229,15 @@ class UpdateGate:
 
     def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         if not step.skip:
-            self._reject_stale(worker, step, out)
-        folds = self._scaled_folds(worker, step) if step.pushes and not step.skip else []
+            self._records.reject_stale(worker, step, out)
+        folds = self._records.scaled_folds(worker, step) if step.pushes and not step.skip else []
         blocks = tuple(sorted(block for fold in folds for block, _ in fold.parts))
-        contributor = self._contributor(worker, step)
-        record = self._record(step.clock, [contributor], step.numbers, blocks)
+        contributor = self._records.contributor(worker, step)
+        record = self._records.record(step.clock, [contributor], step.numbers, blocks)
         if folds:
             out += folds
             out.append(Apply(record))
-        self._commit(record, out)
-
-    def _reject_stale(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
-        """What is too stale takes no part in the step."""
-        if self._state.consistency.policy is not StalePolicy.REJECT:
-            return
-        for push in list(step.pushes.values()):
-            tau = self._staleness(worker, push)
-            if self._state.consistency.rejects(tau):
-                self._state.drop_push(step, worker, push.sequence)
-                self._reject(worker, push, tau, out)
-
-    def _reject(self, worker: WorkerPart, push: HeldPush, tau: int, out: list[Effect]) -> None:
-        ending = Ending(Outcome.REJECTED, staleness=tau)
-        self._state.end(worker, push.sender, push.sequence, ending, out)
-
-    def _scaled_folds(self, worker: WorkerPart, step: StepPart) -> list[Fold]:
-        """The step's parts, together where what their staleness makes of them is the same."""
-        consistency = self._state.consistency
-        if consistency.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
-            return [self._fold(worker, step)]
-        factors = {
-            push.block: consistency.scale(self._staleness(worker, push))
-            for push in step.pushes.values()
-        }
-        whole = self._fold(worker, step)
-        return [
-            whole._replace(
-                parts=tuple(part for part in whole.parts if factors[part[0]] == factor),
-                scale=whole.scale * factor,
-            )
-            for factor in sorted(set(factors.values()), reverse=True)
-        ]
+        self._records.commit(record, out)
 
     def record_eager(
         self,
@@ -280,16 +248,16 @@ class UpdateGate:
         out: list[Effect],
     ) -> None:
         """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
-        tau = self._staleness(worker, push)
+        tau = self._records.staleness(worker, push)
         if self._state.consistency.rejects(tau):
             self._state.drop_push(step, worker, push.sequence)
-            self._reject(worker, push, tau, out)
+            self._records.reject(worker, push, tau, out)
             return
         merged = self._state.table.numbers.merged(hyperparameters)
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
-        record = self._record(step.clock, [contributor], merged, (push.block,))
+        record = self._records.record(step.clock, [contributor], merged, (push.block,))
         out.append(
             Fold(
                 self._state.table.table_id,
@@ -302,7 +270,7 @@ class UpdateGate:
             )
         )
         out.append(Apply(record))
-        self._commit(record, out)
+        self._records.commit(record, out)
         del step.pushes[push.sequence]
 
     def _form_all(self, now_s: float, out: list[Effect]) -> None:
@@ -326,7 +294,7 @@ class UpdateGate:
                 return False
             step = worker.steps[clock]
             if not step.skip and step.pushes:
-                out.append(self._fold(worker, step))
+                out.append(self._records.fold(worker, step))
             self._next_rank = rank + 1
         members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
@@ -347,7 +315,7 @@ class UpdateGate:
             self._folded.append(rank)
             step = worker.steps[clock]
             if not step.skip and step.pushes:
-                out.append(self._fold(worker, step))
+                out.append(self._records.fold(worker, step))
         ready_count = len(self._folded)
         if not ready_count or ready_count < len(members) - consistency.backup_workers:
             return False
@@ -378,96 +346,18 @@ class UpdateGate:
         for rank in ranks:
             worker = state.by_rank[rank]
             step = worker.steps[clock]
-            contributors.append(self._contributor(worker, step))
+            contributors.append(self._records.contributor(worker, step))
             if not step.skip:
                 blocks.update(step.blocks)
                 numbers = step.numbers if numbers is None else numbers
         if not contributors:
             return False
         numbers = state.table.numbers.merged(()) if numbers is None else numbers
-        record = self._record(clock, contributors, numbers, tuple(sorted(blocks)))
+        record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
         state.clock = clock
         self._next_rank = 0
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))
-        self._commit(record, out)
+        self._records.commit(record, out)
         return True
-
-    def _take_parts(self, worker: WorkerPart, step: StepPart) -> tuple[tuple[int, object], ...]:
-        """The staged payloads of a step by block; they are staged no more."""
-        pushes = sorted(step.pushes.values(), key=lambda push: push.block)
-        parts = tuple([(push.block, push.payload) for push in pushes])
-        for push in pushes:
-            self._state.unstage(step, worker, push)
-        return parts
-
-    def _fold(self, worker: WorkerPart, step: StepPart) -> Fold:
-        state = self._state
-        check(state.initialized, "RM-3", "fold before the initial values")
-        parts = self._take_parts(worker, step)
-        scale = step.sealed_by.terms.contribution_scale
-        reader = self._state.compensates(worker.incarnation)
-        return Fold(
-            state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale, reader
-        )
-
-    def _contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
-        sequences = (*sorted(step.pushes), step.sealed_by.sequence)
-        return Contributor(worker.rank, worker.incarnation, sequences, step.skip)
-
-    def _record(
-        self,
-        clock: int,
-        contributors: list[Contributor],
-        hyperparameters: Hyperparameters,
-        blocks: tuple[int, ...],
-    ) -> Record:
-        self._state.record_count += 1
-        return Record(
-            self._state.table.table_id,
-            self._state.range_id,
-            self._state.record_count,
-            clock,
-            clock == 0,
-            tuple(contributors),
-            hyperparameters,
-            blocks,
-            self._state.gone_count(clock) if self._state.is_bsp and clock else 0,
-        )
-
-    def _commit(self, record: Record, out: list[Effect]) -> None:
-        """Every in-sync replica has the record (there is one): its outcomes hold."""
-        if record.blocks and not record.is_assign:
-            self._state.update_count += 1
-            for block in record.blocks:
-                self._state.versions[block] += 1
-        for contributor in record.contributors:
-            self._end_contribution(record, contributor, out)
-
-    def _end_contribution(
-        self, record: Record, contributor: Contributor, out: list[Effect]
-    ) -> None:
-        worker = self._state.workers[contributor.incarnation]
-        step = worker.steps[record.clock]
-        if not contributor.skip and not record.is_assign:
-            for block in record.blocks:
-                worker.own_updates[block] = worker.own_updates.get(block, 0) + 1
-        for sequence in contributor.sequences:
-            push = step.pushes.get(sequence)
-            if push is None:
-                self._state.end(worker, step.sealed_by.sender, sequence, _APPLIED, out)
-                del worker.steps[record.clock]
-                continue
-            ending = _SKIPPED
-            if not contributor.skip:
-                staleness = self._staleness(worker, push)
-                ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else _APPLIED
-            self._state.end(worker, push.sender, sequence, ending, out)
-
-    def _staleness(self, worker: WorkerPart, push: HeldPush) -> int:
-        if push.pulled_peer_version is None:
-            return 0
-        return max(
-            0, self._state.peer_version(worker.incarnation, push.block) - push.pulled_peer_version
-        )

@@ -21,6 +21,7 @@ PURE_MODULES = {
     "ps_server.range_machine",
     "ps_server.range_state",
     "ps_server.read_gate",
+    "ps_server.records",
     "ps_server.room",
     "ps_server.server_machine",
     "ps_server.shard_store",

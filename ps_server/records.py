@@ -1,0 +1,145 @@
+"""From steps in effect to records, and from records to outcomes (SEMANTICS S1, S2).
+
+Rules:
+    - A decision is a Record; outcomes are given when it commits. With one replica that is at once.
+
+Invariants:
+    RM-3  Nothing is folded before the range has its initial values.
+
+What it deliberately does not do: decide when (`update_gate` does), or replicate (a later record
+path hooks in at `commit`).
+"""
+
+from __future__ import annotations
+
+from ps_core.consistency import StalePolicy
+from ps_core.errors import check
+from ps_core.ledger import Ending, Outcome
+from ps_core.tables import Hyperparameters
+from ps_server.events import Contributor, Effect, Fold, Record
+from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
+
+_APPLIED = Ending(Outcome.APPLIED)
+_SKIPPED = Ending(Outcome.SKIPPED)
+
+
+class Records:
+    """The records of one table in one range."""
+
+    def __init__(self, state: RangeState) -> None:
+        self._state = state
+
+    def take_parts(self, worker: WorkerPart, step: StepPart) -> tuple[tuple[int, object], ...]:
+        """The staged payloads of a step by block; they are staged no more."""
+        pushes = sorted(step.pushes.values(), key=lambda push: push.block)
+        parts = tuple([(push.block, push.payload) for push in pushes])
+        for push in pushes:
+            self._state.unstage(step, worker, push)
+        return parts
+
+    def fold(self, worker: WorkerPart, step: StepPart) -> Fold:
+        """The step, to be added to the sum of its clock."""
+        state = self._state
+        check(state.initialized, "RM-3", "fold before the initial values")
+        parts = self.take_parts(worker, step)
+        scale = step.sealed_by.terms.contribution_scale
+        reader = self._state.compensates(worker.incarnation)
+        return Fold(
+            state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale, reader
+        )
+
+    def contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
+        """The worker's part in an update."""
+        sequences = (*sorted(step.pushes), step.sealed_by.sequence)
+        return Contributor(worker.rank, worker.incarnation, sequences, step.skip)
+
+    def record(
+        self,
+        clock: int,
+        contributors: list[Contributor],
+        hyperparameters: Hyperparameters,
+        blocks: tuple[int, ...],
+    ) -> Record:
+        """The next decision."""
+        self._state.record_count += 1
+        return Record(
+            self._state.table.table_id,
+            self._state.range_id,
+            self._state.record_count,
+            clock,
+            clock == 0,
+            tuple(contributors),
+            hyperparameters,
+            blocks,
+            self._state.gone_count(clock) if self._state.is_bsp and clock else 0,
+        )
+
+    def commit(self, record: Record, out: list[Effect]) -> None:
+        """Every in-sync replica has the record (there is one): its outcomes hold."""
+        if record.blocks and not record.is_assign:
+            self._state.update_count += 1
+            for block in record.blocks:
+                self._state.versions[block] += 1
+        for contributor in record.contributors:
+            self._end_contribution(record, contributor, out)
+
+    def _end_contribution(
+        self, record: Record, contributor: Contributor, out: list[Effect]
+    ) -> None:
+        worker = self._state.workers[contributor.incarnation]
+        step = worker.steps[record.clock]
+        if not contributor.skip and not record.is_assign:
+            for block in record.blocks:
+                worker.own_updates[block] = worker.own_updates.get(block, 0) + 1
+        for sequence in contributor.sequences:
+            push = step.pushes.get(sequence)
+            if push is None:
+                self._state.end(worker, step.sealed_by.sender, sequence, _APPLIED, out)
+                del worker.steps[record.clock]
+                continue
+            ending = _SKIPPED
+            if not contributor.skip:
+                staleness = self.staleness(worker, push)
+                ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else _APPLIED
+            self._state.end(worker, push.sender, sequence, ending, out)
+
+    def staleness(self, worker: WorkerPart, push: HeldPush) -> int:
+        """Updates of the block by others since the worker pulled it; 0 if it does not say."""
+        if push.pulled_peer_version is None:
+            return 0
+        return max(
+            0, self._state.peer_version(worker.incarnation, push.block) - push.pulled_peer_version
+        )
+
+    def reject_stale(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """What is too stale takes no part in the step."""
+        if self._state.consistency.policy is not StalePolicy.REJECT:
+            return
+        for push in list(step.pushes.values()):
+            tau = self.staleness(worker, push)
+            if self._state.consistency.rejects(tau):
+                self._state.drop_push(step, worker, push.sequence)
+                self.reject(worker, push, tau, out)
+
+    def reject(self, worker: WorkerPart, push: HeldPush, tau: int, out: list[Effect]) -> None:
+        """The push ends as too stale."""
+        ending = Ending(Outcome.REJECTED, staleness=tau)
+        self._state.end(worker, push.sender, push.sequence, ending, out)
+
+    def scaled_folds(self, worker: WorkerPart, step: StepPart) -> list[Fold]:
+        """The step's parts, together where what their staleness makes of them is the same."""
+        consistency = self._state.consistency
+        if consistency.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
+            return [self.fold(worker, step)]
+        factors = {
+            push.block: consistency.scale(self.staleness(worker, push))
+            for push in step.pushes.values()
+        }
+        whole = self.fold(worker, step)
+        return [
+            whole._replace(
+                parts=tuple(part for part in whole.parts if factors[part[0]] == factor),
+                scale=whole.scale * factor,
+            )
+            for factor in sorted(set(factors.values()), reverse=True)
+        ]
