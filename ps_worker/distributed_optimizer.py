@@ -268,8 +268,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
 
     def _birth_clock(self) -> int:
-        """The model's clock at present; but for BSP, where workers' clocks differ, 0."""
-        if not self._options.is_bsp:
+        """The model's clock at present; where workers' clocks differ, 0."""
+        if not self._options.is_in_lockstep:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 

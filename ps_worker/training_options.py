@@ -113,8 +113,13 @@ class TrainingOptions:
 
     @property
     def is_bsp(self) -> bool:
-        """Whether the workers of the model are at one clock."""
+        """Whether an update has the steps of several workers."""
         return self.consistency.mode is Mode.BSP
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether all workers of the model are at one clock: one that is left behind is not."""
+        return self.is_bsp and not self.consistency.backup_workers
 
 
 def _require_one_of(field: str, given: object, allowed: tuple[object, ...]) -> None:
