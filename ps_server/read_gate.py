@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.consistency import Mode
 from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
@@ -52,11 +53,31 @@ class ReadGate:
             out.append(self._refuse(event, past))
         elif self._may_read(event):
             out.append(self._answer(event))
-        elif (problem := self._lost() or self._dispute_of(event)) is not None:
+        elif (problem := self._unanswerable(event)) is not None:
             out.append(self._refuse(event, problem))
         else:
             self._waiters[event.waiter] = event
         return out
+
+    def _unanswerable(self, event: PullEvent) -> PushpullError | None:
+        """Why a read that cannot be answered now should not wait."""
+        return self._lost() or self._dispute_of(event) or self._ahead_of(event)
+
+    def _ahead_of(self, event: PullEvent) -> PushpullError | None:
+        """A worker reads at its own clock. What seals it may be on its way, on another stream, but
+        no further ahead than a step may be.
+        """
+        if event.incarnation is None:
+            return None
+        state = self._state
+        worker = state.workers.get(event.incarnation)
+        newest = max(0 if worker is None else worker.sealed_clock, state.clock)
+        if event.clock <= newest + limits.MAX_CLOCK_LEAD_COUNT:
+            return None
+        return InvalidConfig(
+            f"a read of table '{state.name}' asks for clock {event.clock}; expected its worker's, "
+            f"at most {limits.MAX_CLOCK_LEAD_COUNT} beyond {newest}, the newest seal in effect"
+        )
 
     def dispute(self, clock: int, problem: PushpullError, out: list[Effect]) -> None:
         """Workers disagree about `clock`: those who wait for it are told too, not left to wait."""

@@ -131,6 +131,17 @@ def test_a_table_without_values_is_a_cause_of_its_own() -> None:
     assert bench.machine.reads.cause(1) is WaitCause.INITIAL_VALUES
 
 
+@pytest.mark.parametrize("text", ["bsp", "ssp:1", "asp"])
+def test_a_read_far_in_the_future_is_refused_and_a_near_one_waits(text: str) -> None:
+    bench = _bench(text)
+    Steps(bench).step(0, 1)
+    assert bench.pull(0, 65, waiter=1) == []
+    (refusal,) = bench.pull(0, 66, waiter=2)
+    assert isinstance(refusal, RefusePull)
+    assert isinstance(refusal.error, InvalidConfig)
+    assert "asks for clock 66; expected its worker's, at most 64 beyond 1" in refusal.error.message
+
+
 # --- ASP with a policy
 
 
