@@ -121,7 +121,8 @@ def modes_of(text: str) -> tuple[str, ...]:
     names = {mode.value for mode in Mode}
     words: list[str] = []
     for word in (word.strip() for word in text.split(",")):
-        if words and word and word.partition(":")[0].lower() not in names and "=" in word:
+        is_part = "=" in word or word.lower() == "adaptive"
+        if words and is_part and word.partition(":")[0].lower() not in names:
             words[-1] += f",{word}"
         else:
             words.append(word)
