@@ -270,6 +270,7 @@ def test_a_server_without_descriptors_serves_on_and_lets_in_later(cluster: LaneC
     pid = server.process.pid
     with worker(cluster, "shm") as client, grpc.insecure_channel(server.address) as channel:
         handle = table(client, "no descriptors")
+        client.wait(client.push(handle, gradient()))  # its ring is shared from now on
         opening = parameters_pb2.OpenSessionRequest(session=session_to_proto(client.session))
         stub = parameters_pb2_grpc.ParameterServiceStub(channel)
         offer = stub.OpenSession(opening, timeout=DEADLINE_S).same_host
@@ -279,7 +280,7 @@ def test_a_server_without_descriptors_serves_on_and_lets_in_later(cluster: LaneC
             newcomer = RawLane(offer)
             until(lambda: _complaints(server) > 0, "the server says what it lacks")
             client.wait(client.push(handle, gradient()))
-            assert np.all(steps_in(client, handle) == 1)
+            assert np.all(steps_in(client, handle) == 2)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         with newcomer:
