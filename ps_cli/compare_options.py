@@ -29,7 +29,7 @@ class CompareOptions:
             "--modes",
             "-m",
             help="With commas: bsp, bsp:backup=1, ssp:4, asp, asp:reject=8, asp:damp=0.5, "
-            "asp:divide. Times are set against those of the first.",
+            "asp:divide, asp:compensate=2,adaptive. Times are set against those of the first.",
         ),
     ] = "bsp,ssp:4,asp"
     straggler: Annotated[

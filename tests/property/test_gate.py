@@ -122,9 +122,6 @@ class Gate(RuleBasedStateMachine):
         self.left: set[int] = set()
         self.waiters = 0
 
-    def _here(self, rank: int) -> bool:
-        return rank not in self.left
-
     @precondition(lambda self: len(self.left) < WORKERS)
     @rule(rank=st.integers(0, WORKERS - 1), kind=st.sampled_from(["push", "nothing", "skip"]))
     def step(self, rank: int, kind: str) -> None:
