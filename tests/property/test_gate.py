@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_core.consistency import Consistency, Mode, parsed
-from tests.unit.machine_harness import Bench, answers, applied, make_table
+from ps_core.ledger import Outcome
+from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes
 
 WORKERS = 3
 SETTINGS = (
@@ -47,7 +48,7 @@ class Twin:
     def __init__(self, consistency: Consistency, happened: list[Sealed | Asked]) -> None:
         self.consistency = consistency
         self.updates: list[tuple[int, list[Payload]]] = []
-        self.discarded: set[tuple[int, int]] = set()
+        self.discarded: set[Payload] = set()
         self.answered: set[int] = set()
         self.sealed: dict[int, list[Sealed]] = {rank: [] for rank in range(WORKERS)}
         self.order: list[Sealed] = []
@@ -66,9 +67,10 @@ class Twin:
         if self.consistency.mode is not Mode.BSP:
             if event.payload is not None:
                 self.updates.append((event.clock, [event.payload]))
-        elif event.clock <= self.clock:
-            self.discarded.add((event.rank, event.clock))
         else:
+            if event.clock <= self.clock and event.payload is not None:
+                self.discarded.add(event.payload)
+            # A late goodbye too may let an update form: one worker fewer is waited for.
             while self.form():
                 pass
 
@@ -169,6 +171,14 @@ class Gate(RuleBasedStateMachine):
             return
         twin = Twin(self.consistency, self.happened)
         assert applied(self.bench.effects) == twin.updates
+        ended = outcomes(self.bench.effects)
+        assert twin.discarded == {
+            event.payload
+            for event in self.happened
+            if isinstance(event, Sealed)
+            and event.payload is not None
+            and ended.get(event.payload) is Outcome.DISCARDED
+        }
         assert set(answers(self.bench.effects)) == twin.answered
         assert len(answers(self.bench.effects)) == len(twin.answered), "answered twice"
         if self.consistency.mode is Mode.BSP:
