@@ -2,7 +2,8 @@
 
     python -m benchmarks.quality --report quality.json
 
-Every setting sees the same number of pictures. Its learning rate is the best of one grid, judged by
+Every setting sees the same number of pictures, as many at a clock: a worker's batch is its share of
+the one process's. Its learning rate is the best of one grid, judged by
 pictures that are held out of training; what counts is the accuracy on the test pictures, the median
 of several seeds at that rate.
 """
@@ -63,7 +64,9 @@ def judged(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     """The best rate of the grid for `mode`, and what each seed reaches with it."""
 
     def reached(rate: float, seed: int) -> Reached:
+        worker_count = 1 if mode == SINGLE else arguments.workers
         options = [
+            "--batch-size", str(arguments.batch_size // worker_count),
             "--epochs", str(arguments.epochs), "--lr", str(rate), "--seed", str(seed),
             "--hold-out", str(arguments.hold_out), "--log-every", "1000000",
         ]  # fmt: skip
@@ -92,10 +95,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", nargs="+", default=list(MODES), help="the settings")
-    parser.add_argument("--rates", nargs=3, type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--rates", nargs=3, type=float, default=[3e-3, 6e-3, 1.2e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=5, help="passes over the pictures")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="pictures of all workers a clock"
+    )
     parser.add_argument("--hold-out", type=int, default=5000, help="pictures to choose a rate by")
     parser.add_argument("--report", type=Path, help="a JSON file")
     arguments = parser.parse_args()
