@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core import limits
-from ps_core.consistency import Consistency, Mode, StalePolicy
+from ps_core.consistency import Change, Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 
@@ -388,11 +388,20 @@ class Segment:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the cluster knows it: its number, its place in the key space, its spec."""
+    """A table as the cluster knows it: its number, its place in the key space, its spec as it was
+    created, the newest change of its consistency, and the one that the servers are asked for.
+    """
 
     table_id: TableId
     first_ordinal: int
     spec: TableSpec
+    change: Change | None = None
+    proposed: Change | None = None
+
+    @property
+    def consistency(self) -> Consistency:
+        """The newest setting."""
+        return self.spec.consistency if self.change is None else self.change.consistency
 
     @property
     def block_count(self) -> int:

@@ -10,6 +10,7 @@ Everything belongs to the event loop that `connect` ran on.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -18,7 +19,9 @@ import grpc
 import grpc.aio
 
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.consistency import Change, Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
+from ps_core.keys import TableId
 from ps_core.tables import Table, TableSpec
 from ps_runtime import clock, logs, wire
 from ps_runtime.channels import aio_channel
@@ -213,6 +216,55 @@ class SchedulerLink:
         )
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire.table_from_proto(answer.table), answer.view_number
+
+    async def set_consistency(
+        self, table_name: str, consistency: Consistency, after_clock: int, deadline_s: float
+    ) -> Change:
+        """Change a table's consistency, and wait until the own view holds it.
+
+        Returns:
+            From which clock on it is so.
+
+        Blocking: up to `deadline_s`; the scheduler waits until every server has promised.
+
+        Raises:
+            TableNotFound: there is no such table.
+            InvalidConfig: the table cannot have that setting.
+            WaitExpired: a server has not promised, or no scheduler answered; nothing has changed.
+            Fenced: this node has been replaced.
+        """
+        end_s = clock.now_s() + deadline_s
+        request = scheduler_pb2.SetConsistencyRequest(
+            session=self._identity,
+            table_name=table_name,
+            consistency=wire.consistency_to_proto(consistency),
+            after_clock=after_clock,
+        )
+        what = f"table '{table_name}' to become {consistency}"
+        answer = await self._until(
+            lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
+        )
+        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
+        return wire.change_from_proto(answer.change)
+
+    async def promise_change(self, table_id: TableId, number: int, held_clock: int) -> None:
+        """Servers: say that nothing of a table takes effect here beyond `held_clock`, until the
+        change of that number is settled.
+
+        Blocking: until a scheduler has answered.
+
+        Raises:
+            Fenced: this node has been replaced.
+        """
+        request = scheduler_pb2.PromiseChangeRequest(
+            session=self._identity, table_id=table_id, number=number, clock=held_clock
+        )
+        what = "the scheduler to hear a promise"
+        await self._until(
+            lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self._lease_s)),
+            what,
+            math.inf,
+        )
 
     async def deregister(self, reason: str, deadline_s: float = FAREWELL_DEADLINE_S) -> bool:
         """Leave the cluster: a last heartbeat with the final progress, then the farewell.

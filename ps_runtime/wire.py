@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
-from ps_core.consistency import Consistency, Mode, StalePolicy
+from ps_core.consistency import Change, Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
@@ -368,7 +368,28 @@ def table_to_proto(table: Table) -> types_pb2.Table:
         table_id=table.table_id,
         first_ordinal=table.first_ordinal,
         spec=spec_to_proto(table.spec),
+        change=None if table.change is None else change_to_proto(table.change),
+        proposed=None if table.proposed is None else change_to_proto(table.proposed),
     )
+
+
+def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
+    """A change of a table's consistency."""
+    return types_pb2.ScheduledChange(
+        number=change.number,
+        after_clock=change.after_clock,
+        consistency=consistency_to_proto(change.consistency),
+    )
+
+
+def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
+    """A change of a table's consistency.
+
+    Raises:
+        InvalidConfig: its consistency is unset.
+    """
+    consistency = consistency_from_proto(message.consistency)
+    return Change(message.number, message.after_clock, consistency)
 
 
 def table_from_proto(message: types_pb2.Table) -> Table:
@@ -381,6 +402,8 @@ def table_from_proto(message: types_pb2.Table) -> Table:
         table_id=TableId(message.table_id),
         first_ordinal=message.first_ordinal,
         spec=spec_from_proto(message.spec),
+        change=change_from_proto(message.change) if message.HasField("change") else None,
+        proposed=change_from_proto(message.proposed) if message.HasField("proposed") else None,
     )
 
 

@@ -24,6 +24,7 @@ from ps_runtime.scheduler_link import SchedulerLink
 from ps_server import frames
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
+from ps_server.promises import Promises
 from ps_server.read_gate import WaitCause
 from ps_server.servicer import FEATURES, ParameterServicer
 from pushpull.v1 import scheduler_pb2, types_pb2
@@ -146,7 +147,12 @@ async def _run(
         if settings.lane != "grpc":
             _open_lanes(node, must=settings.lane == "shm")
         finished = asyncio.Event()
+        promises = Promises(
+            lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
+        )
+        stack.callback(promises.close)
         link.on_view.append(node.observe)
+        link.on_view.append(lambda _: promises.stand(node.machine.promises))
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         servicer.attach(node, link.view_at_least)
         await link.view_at_least(1, settings.connect_deadline_s)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ps_server.contributions import Contribution, element_mask, head
+from ps_server.events import Compensation
 from ps_server.optimizers import BlockState
 
 MEAN_SQUARE = "delay_mean_square"
@@ -26,7 +27,7 @@ def compensate(
     part: Contribution,
     state: BlockState,
     kept: Tensor,
-    setting: tuple[float, bool],
+    setting: Compensation,
     scratch: Tensor,
 ) -> None:
     """Correct `part` in place.
@@ -41,17 +42,16 @@ def compensate(
     Shapes:
         kept, scratch: like `state.values`.
     """
-    strength, adaptive = setting
     length = part.length
     gradient, change = head(part.values, length), head(scratch, length)
     torch.sub(head(state.values, length), head(kept, length), out=change)
     change.mul_(gradient)
-    if adaptive:
+    if setting.adaptive:
         change.div_(_root_mean_square(part, state, gradient))
     if part.present is not None:  # what is absent has no gradient, whatever its memory holds
         absent = torch.from_numpy(~element_mask(part.bounds, part.present))
         change.masked_fill_(absent, 0.0)
-    gradient.addcmul_(change, gradient, value=strength)
+    gradient.addcmul_(change, gradient, value=setting.strength)
 
 
 def _root_mean_square(part: Contribution, state: BlockState, gradient: Tensor) -> Tensor:

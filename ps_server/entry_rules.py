@@ -6,6 +6,7 @@ Each returns the error that the entry ends with, or None.
 from __future__ import annotations
 
 from ps_core import limits
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidKeys, PushpullError
 from ps_server.events import PushEvent, SealEvent, SealTerms
 from ps_server.range_state import RangeState, StepPart, WorkerPart
@@ -134,7 +135,8 @@ class EntryRules:
         are elsewhere: there the update takes the numbers of the first step that it holds.
         """
         state = self._state
-        if not state.is_bsp or state.consistency.backup_workers or terms.skip:
+        setting = state.schedule.at(terms.clock)
+        if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip:
             return None
         mine = self._numbers.merged(terms.hyperparameters)
         for other in self._state.by_rank.values():

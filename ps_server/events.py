@@ -110,6 +110,16 @@ class ReplyTo(NamedTuple):
     error: PushpullError | None = None
 
 
+class Compensation(NamedTuple):
+    """How a worker's gradients are corrected for the updates that they missed: `reader` is whose
+    pulled values they were computed at; see `Consistency.strength` and `.adaptive`.
+    """
+
+    reader: Incarnation
+    strength: float
+    adaptive: bool
+
+
 class Fold(NamedTuple):
     """Add one worker's step into the accumulator of `clock`; its payloads are staged no more."""
 
@@ -119,8 +129,7 @@ class Fold(NamedTuple):
     rank: int
     parts: tuple[tuple[int, object], ...]
     scale: float
-    reader: Incarnation | None = None
-    """Whose pulled values the parts are compensated for; None for nobody's."""
+    compensation: Compensation | None = None
 
 
 class Contributor(NamedTuple):

@@ -144,6 +144,8 @@ class ParameterNode:
         new = [node for node in self.sessions.gone if node.node_id not in before]
         if new or added:
             self._go_on_without(new)
+        self.carry_out(self.machine.settle(self.now()))
+        self._arm()
 
     def _go_on_without(self, new: Sequence[Node]) -> None:
         """Nobody waits for the gone any more, parts that were just added included."""
@@ -314,7 +316,7 @@ class ParameterNode:
                 case Fold():
                     shard = self.shards[effect.table_id, effect.range_id]
                     parts = _contributions(effect.parts)
-                    shard.fold(effect.clock, parts, effect.scale, effect.reader)
+                    shard.fold(effect.clock, parts, effect.scale, effect.compensation)
                 case Apply():
                     self._apply(effect)
                 case Assign():

@@ -113,6 +113,15 @@ class RangeMachine:
         self._gate.gone(worker, now_s, out)
         return out
 
+    def observe(self, table: Table, now_s: float) -> list[Effect]:
+        """The newest view says this of the table: a change of its consistency may be proposed,
+        withdrawn or committed.
+        """
+        out: list[Effect] = []
+        if self.state.schedule.observe(table, self.state.reached_clock):
+            self._gate.resume(now_s, out)
+        return out
+
     @property
     def wake_s(self) -> float | None:
         """When `tick` may form an update; None: time alone does not."""
@@ -139,7 +148,8 @@ class RangeMachine:
 
     def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> WorkerPart:
         start = -1 if rank == 0 and not self.state.initialized else 0
-        worker = WorkerPart(rank, incarnation, start, max(start, 0), now_s)
+        done_clock = max(start, self.state.formed_clock)
+        worker = WorkerPart(rank, incarnation, start, done_clock, now_s)
         self.state.workers[incarnation] = worker
         self.state.by_rank[rank] = worker
         return worker
@@ -215,7 +225,7 @@ class RangeMachine:
         worker.held[event.sequence] = event.clock
         if event.eager is not None:
             step.eager = self.state.table.numbers.merged(event.eager)
-        if event.eager is not None and not self.state.is_bsp and self.state.initialized:
+        if event.eager is not None and self._gate.takes_eager(worker, event.clock):
             self._gate.record_eager(worker, step, push, event.eager, out)
             return
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)

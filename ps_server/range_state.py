@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ps_core.cluster_view import Node
-from ps_core.consistency import Mode, StalePolicy
+from ps_core.consistency import StalePolicy
 from ps_core.errors import InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
-from ps_server.events import Effect, ReplyTo, SealEvent, Sender
+from ps_server.events import Compensation, Effect, ReplyTo, SealEvent, Sender
 from ps_server.room import Step
+from ps_server.schedule import Schedule
 
 
 class Room(Protocol):
@@ -71,9 +72,10 @@ class StepPart:
 
 @dataclass(slots=True, eq=False)
 class WorkerPart:
-    """A worker in this range: `sealed_clock` is its newest seal in effect, `done_clock` its newest
-    recorded step (ASP), `held` the clock of each held sequence, `own_updates` how many updates of a
-    block it had a part in, `left_clock` its last.
+    """A worker in this range: `sealed_clock` is its newest seal in effect; up to `done_clock` all
+    is decided for it (its steps are recorded, or updates formed without them); `held` has the clock
+    of each held sequence, `own_updates` how many updates of a block it had a part in; `left_clock`
+    is its last.
     """
 
     rank: int
@@ -125,11 +127,12 @@ class RangeState:
         """A fresh part: clock 0, initialised unless rank 0 is to do it."""
         self.table = table
         self.name = table.spec.name
-        self.consistency = table.spec.consistency
+        self.schedule = Schedule(table)
         self.range_id = range_id
         self.blocks = blocks
         self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
         self.clock = 0
+        self.formed_clock = 0
         self.update_count = 0
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)
@@ -140,23 +143,28 @@ class RangeState:
         self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
 
     @property
-    def is_bsp(self) -> bool:
-        """Whether an update has the steps of several workers; else each step is one by itself."""
-        return self.consistency.mode is Mode.BSP
+    def reached_clock(self) -> int:
+        """The highest clock of which anything has taken effect."""
+        reached = max(self.clock, self.formed_clock)
+        for worker in self.by_rank.values():
+            eager = (clock for clock, step in worker.steps.items() if step.eager is not None)
+            reached = max(reached, worker.sealed_clock, worker.done_clock, *eager)
+        return reached
 
-    def compensates(self, incarnation: Incarnation | None) -> Incarnation | None:
-        """The worker, if what it is given must be remembered for its gradients."""
-        is_kept = self.consistency.policy is StalePolicy.COMPENSATE
-        return incarnation if is_kept else None
+    def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:
+        """How gradients of `clock` by this worker are corrected for what they missed, if so."""
+        setting = self.schedule.at(clock)
+        if setting.policy is not StalePolicy.COMPENSATE:
+            return None
+        return Compensation(incarnation, setting.strength, setting.adaptive)
 
     def slowest_clock(self) -> int:
-        """The lowest clock of a worker that has not left; a worker that was never heard of is at 0.
-
-        Of those that have all left, the highest.
+        """Up to which clock all is decided for every worker that has not left; of those that have
+        all left, the highest. A worker that was never heard of has done what formed without it.
         """
         workers = [self.by_rank.get(rank) for rank in range(self.worker_count)]
         clocks = [
-            0 if worker is None else worker.done_clock
+            self.formed_clock if worker is None else worker.done_clock
             for worker in workers
             if worker is None or worker.left_clock is None
         ]

@@ -12,8 +12,9 @@ from enum import Enum
 
 from ps_core import limits
 from ps_core.cluster_view import Node
-from ps_core.consistency import Mode
+from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
+from ps_core.keys import Incarnation
 from ps_core.tables import OptimizerKind
 from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.range_state import RangeState
@@ -26,6 +27,7 @@ class WaitCause(Enum):
     OWN_STEP = "own_step"
     WORKERS = "workers"
     CONSISTENT = "consistent"
+    CHANGE = "change"
 
 
 class ReadGate:
@@ -44,7 +46,10 @@ class ReadGate:
         if worker is not None:
             worker.last_heard_s = now_s
         out: list[Effect] = []
-        if event.consistent and self._state.initialized and self._state.clock > event.clock:
+        mixed = self._mixed(event)
+        if mixed is not None:
+            out.append(self._refuse(event, mixed))
+        elif event.consistent and self._state.initialized and self._state.clock > event.clock:
             past = AlreadyPast(
                 f"range {self._state.range_id} of table '{self._state.name}' is at clock "
                 f"{self._state.clock}; the read asked for {event.clock}",
@@ -62,6 +67,26 @@ class ReadGate:
     def _unanswerable(self, event: PullEvent) -> PushpullError | None:
         """Why a read that cannot be answered now should not wait."""
         return self._lost() or self._dispute_of(event) or self._ahead_of(event)
+
+    def _mixed(self, event: PullEvent) -> PushpullError | None:
+        """A consistent read needs a clock at which all ranges hold the same updates."""
+        if not event.consistent or self._state.schedule.is_bsp(event.clock):
+            return None
+        return InvalidConfig(
+            f"table '{self._state.name}' is not BSP at clock {event.clock}: it has no consistent "
+            "reads there"
+        )
+
+    def settled(self, out: list[Effect]) -> None:
+        """A change was settled: reads that can never be answered under what now holds are refused,
+        others may be answered.
+        """
+        for event in list(self._waiters.values()):
+            mixed = self._mixed(event)
+            if mixed is not None:
+                del self._waiters[event.waiter]
+                out.append(self._refuse(event, mixed))
+        self.release(out)
 
     def _ahead_of(self, event: PullEvent) -> PushpullError | None:
         """A worker reads at its own clock. What seals it may be on its way, on another stream, but
@@ -138,19 +163,24 @@ class ReadGate:
             out.append(self._answer(event))
 
     def _may_read(self, event: PullEvent) -> bool:
-        """RM-4."""
-        if not self._state.initialized:
-            return False
-        if event.incarnation is None and not event.consistent:
-            return True
+        """RM-4. A worker's read is for its next step: the setting of that clock counts."""
         state = self._state
-        if state.is_bsp:
+        if not state.initialized:
+            return False
+        if event.incarnation is None:
+            return not event.consistent or state.clock >= event.clock
+        setting = state.schedule.at(event.clock + 1)
+        if setting.mode is Mode.BSP:
             return state.clock >= event.clock
+        if self._done_clock(event) < event.clock:
+            return False
+        return setting.mode is Mode.ASP or state.clock >= event.clock - setting.staleness
+
+    def _done_clock(self, event: PullEvent) -> int:
+        """Up to where all is decided for the reader."""
+        state = self._state
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
-        has_own = event.clock == 0 or (worker is not None and worker.done_clock >= event.clock)
-        if state.consistency.mode is Mode.ASP:
-            return has_own
-        return has_own and state.clock >= event.clock - state.consistency.staleness
+        return state.formed_clock if worker is None else worker.done_clock
 
     def _answer(self, event: PullEvent) -> AnswerPull:
         state = self._state
@@ -165,8 +195,14 @@ class ReadGate:
             state.clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
-            state.compensates(event.incarnation),
+            self._keeps_for(event),
         )
+
+    def _keeps_for(self, event: PullEvent) -> Incarnation | None:
+        """Who reads, if its gradients will be corrected for what it is given."""
+        next_setting = self._state.schedule.at(event.clock + 1)
+        keeps = next_setting.policy is StalePolicy.COMPENSATE
+        return event.incarnation if keeps else None
 
     def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:
         return RefusePull(event.waiter, self._state.table.table_id, self._state.range_id, error)
@@ -177,25 +213,29 @@ class ReadGate:
         if not self._state.initialized:
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
-        if not state.is_bsp:
-            worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
-            done_clock = worker.done_clock if worker is not None else 0
-            if done_clock < event.clock:
-                return (
-                    f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
-                    f"the newest in effect is {done_clock}"
-                )
-            clock = event.clock - state.consistency.staleness
-            late = ", ".join(self._behind(clock, now_s))
+        held, setting = state.schedule.hold_clock, state.schedule.at(event.clock + 1)
+        if held is not None and self._done_clock(event) < event.clock and event.clock > held:
             return (
-                f"the read of {name} at clock {event.clock} waits for clock {clock} of {late}: "
-                f"{state.consistency} allows no more"
+                f"the read of {name} at clock {event.clock} waits for the scheduler: a change of "
+                f"its consistency after clock {held} is proposed and not settled"
             )
-        clock = state.clock + 1
-        late = ", ".join(self._behind(clock, now_s)) or "any worker: all have left"
-        if state.consistency.backup_workers:
-            late = f"all but {state.consistency.backup_workers} of {late}"
-        return f"update {clock} of {name} waits for {late}"
+        if setting.mode is Mode.BSP and state.schedule.is_bsp(state.clock + 1):
+            clock = state.clock + 1
+            late = ", ".join(self._behind(clock, now_s)) or "any worker: all have left"
+            if setting.backup_workers:
+                late = f"all but {setting.backup_workers} of {late}"
+            return f"update {clock} of {name} waits for {late}"
+        if setting.mode is not Mode.BSP and self._done_clock(event) < event.clock:
+            return (
+                f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
+                f"the newest in effect is {self._done_clock(event)}"
+            )
+        clock = event.clock - setting.staleness
+        late = ", ".join(self._behind(clock, now_s))
+        return (
+            f"the read of {name} at clock {event.clock} waits for clock {clock} of {late}: "
+            f"{setting} allows no more"
+        )
 
     def _behind(self, clock: int, now_s: float) -> list[str]:
         """The workers whose seal of `clock` is not in effect."""
@@ -217,8 +257,11 @@ class ReadGate:
             return WaitCause.INITIAL_VALUES
         if event.consistent and event.incarnation is None:
             return WaitCause.CONSISTENT
+        if state.schedule.holds(event.clock):
+            return WaitCause.CHANGE
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
-        clock = -1 if worker is None else worker.sealed_clock if state.is_bsp else worker.done_clock
+        is_bsp = state.schedule.is_bsp(event.clock)
+        clock = -1 if worker is None else worker.sealed_clock if is_bsp else worker.done_clock
         return WaitCause.OWN_STEP if clock < event.clock else WaitCause.WORKERS
 
     def waits(self, now_s: float) -> tuple[str, ...]:

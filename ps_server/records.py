@@ -43,10 +43,9 @@ class Records:
         check(state.initialized, "RM-3", "fold before the initial values")
         parts = self.take_parts(worker, step)
         scale = step.sealed_by.terms.contribution_scale
-        reader = self._state.compensates(worker.incarnation)
-        return Fold(
-            state.table.table_id, state.range_id, step.clock, worker.rank, parts, scale, reader
-        )
+        table_id, clock = state.table.table_id, step.clock
+        compensation = state.compensation(worker.incarnation, clock)
+        return Fold(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
 
     def contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
         """The worker's part in an update."""
@@ -71,7 +70,7 @@ class Records:
             tuple(contributors),
             hyperparameters,
             blocks,
-            self._state.gone_count(clock) if self._state.is_bsp and clock else 0,
+            self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
         )
 
     def commit(self, record: Record, out: list[Effect]) -> None:
@@ -113,11 +112,12 @@ class Records:
 
     def reject_stale(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         """What is too stale takes no part in the step."""
-        if self._state.consistency.policy is not StalePolicy.REJECT:
+        setting = self._state.schedule.at(step.clock)
+        if setting.policy is not StalePolicy.REJECT:
             return
         for push in list(step.pushes.values()):
             tau = self.staleness(worker, push)
-            if self._state.consistency.rejects(tau):
+            if setting.rejects(tau):
                 self._state.drop_push(step, worker, push.sequence)
                 self.reject(worker, push, tau, out)
 
@@ -128,12 +128,11 @@ class Records:
 
     def scaled_folds(self, worker: WorkerPart, step: StepPart) -> list[Fold]:
         """The step's parts, together where what their staleness makes of them is the same."""
-        consistency = self._state.consistency
-        if consistency.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
+        setting = self._state.schedule.at(step.clock)
+        if setting.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
             return [self.fold(worker, step)]
         factors = {
-            push.block: consistency.scale(self.staleness(worker, push))
-            for push in step.pushes.values()
+            push.block: setting.scale(self.staleness(worker, push)) for push in step.pushes.values()
         }
         whole = self.fold(worker, step)
         return [

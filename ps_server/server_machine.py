@@ -20,10 +20,8 @@ from dataclasses import dataclass
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node
-from ps_core.consistency import Mode
 from ps_core.errors import (
     Fenced,
-    InvalidConfig,
     InvalidKeys,
     NotOwner,
     Overloaded,
@@ -58,6 +56,15 @@ class PartAdded:
     table: Table
     range_id: RangeId
     blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Nothing of the table takes effect here beyond `clock` until the change is settled."""
+
+    table_id: TableId
+    number: int
+    clock: int
 
 
 class TableRoom:
@@ -178,6 +185,32 @@ class ServerMachine:
         self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
         return effects
 
+    def settle(self, now_s: float) -> list[Effect]:
+        """Changes of tables' consistency that were proposed, withdrawn or committed by the view
+        that was observed last; to be said again when parts were added.
+        """
+        effects: list[Effect] = []
+        for part in self._parts.values():
+            effects += part.observe(self._tables[part.state.table.table_id], now_s)
+        for room in self._rooms.values():
+            room.credits(effects)
+        self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
+        return effects
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What this server has promised and the scheduler has not settled."""
+        held: dict[TableId, int] = {}
+        for (table_id, _), part in self._parts.items():
+            clock = part.state.schedule.hold_clock
+            if clock is not None:
+                held[table_id] = max(clock, held.get(table_id, 0))
+        return tuple(
+            Promise(table_id, proposed.number, clock)
+            for table_id, clock in held.items()
+            if (proposed := self._tables[table_id].proposed) is not None
+        )
+
     def _check_not_gone(self, incarnation: Incarnation | None) -> None:
         if incarnation in self._gone:
             raise Fenced(self._gone[incarnation].fence_words)
@@ -256,10 +289,6 @@ class ServerMachine:
         try:
             self._check_not_gone(event.incarnation)
             part = self.part(event.place)
-            if event.consistent and part.state.table.spec.mode is not Mode.BSP:
-                raise InvalidConfig(
-                    f"table '{part.state.table.spec.name}' is not BSP: it has no consistent reads"
-                )
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(
                     f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500

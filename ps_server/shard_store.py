@@ -55,6 +55,7 @@ from ps_core.tables import (
 from ps_server import contributions, delay
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import TORCH_DTYPE, Contribution
+from ps_server.events import Compensation
 from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
 
 _WITHOUT_ARITHMETIC = (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD)
@@ -179,17 +180,17 @@ class ShardStore:
         for key in [key for key in self._kept if key[0] == reader]:
             self._pool.give_back(self._kept.pop(key))
 
-    def compensate(self, reader: Incarnation, part: Contribution) -> Contribution:
+    def compensate(self, compensation: Compensation, part: Contribution) -> Contribution:
         """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
         reader was never given the block.
         """
-        kept = self._kept.get((reader, part.block))
+        kept = self._kept.get((compensation.reader, part.block))
         if kept is None:
             return part
-        setting, state = self._table.spec.consistency, self._states[part.block]
+        state = self._states[part.block]
         part = contributions.owned(part, self._pool)
         scratch = self._pool.take(state.values.numel(), self._dtype)
-        delay.compensate(part, state, kept, (setting.strength, setting.adaptive), scratch)
+        delay.compensate(part, state, kept, compensation, scratch)
         self._pool.give_back(scratch)
         return part
 
@@ -198,7 +199,7 @@ class ShardStore:
         clock: int,
         parts: Sequence[tuple[int, Contribution]],
         scale: float,
-        reader: Incarnation | None = None,
+        compensation: Compensation | None = None,
     ) -> None:
         """Add one worker's step to the sums of `clock`; called in rank order.
 
@@ -206,7 +207,7 @@ class ShardStore:
             clock: the update.
             parts: as below.
             scale: what the contributions are multiplied by.
-            reader: whose pulled values they are compensated for; None for nobody's.
+            compensation: how they are corrected for the updates that they missed, if so.
 
         Shapes:
             parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
@@ -224,8 +225,8 @@ class ShardStore:
                 contributions.release(part, self._pool)
                 continue
             part = contributions.scaled(part, scale, self._pool)
-            if reader is not None:
-                part = self.compensate(reader, part)
+            if compensation is not None:
+                part = self.compensate(compensation, part)
             total = forming.get(block)
             forming[block] = part if total is None else contributions.added(total, part, self._pool)
 

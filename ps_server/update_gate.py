@@ -10,9 +10,12 @@
                       stale it is if the table says so
     SSP, ASP, eager   one push of it                      it arrives
 
+Which mode that is, a table's schedule says for each clock: where it changes from one clock to the
+next, what is on this side of the change is decided before anything beyond it.
+
 Rules:
     - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
-      seal of the clock before it is in effect.
+      seal of the clock before it is in effect; none does beyond the clock that a change holds.
 
 Invariants:
     RM-2  Under BSP update c is applied after update c - 1 and holds each member's step once, in
@@ -69,14 +72,16 @@ class UpdateGate:
         return worker.sealed_clock != sealed_clock
 
     def _next_step(self, worker: WorkerPart) -> StepPart | None:
-        """The step whose seal may take effect next: that of the next clock, or with backup workers
-        one further ahead, if all updates between have formed without the worker (RM-6).
+        """The step whose seal may take effect next: that of the next clock, or one further ahead,
+        if all updates between have formed without the worker (RM-6).
         """
         step = worker.steps.get(worker.sealed_clock + 1)
-        if step is None and worker.steps and self._state.consistency.backup_workers:
+        if step is None and worker.steps:
             ahead = min(worker.steps)
             if worker.sealed_clock < ahead <= self._state.clock + 1:
                 step = worker.steps[ahead]
+        if step is not None and self._state.schedule.holds(step.clock):
+            return None
         return step
 
     @staticmethod
@@ -112,13 +117,9 @@ class UpdateGate:
                 self._state.unstage(step, worker, push)
         if seal.terms.last:
             self._leave(worker, step.clock, out)
-            if step.skip and self._state.is_bsp:
+            if step.skip and self._state.schedule.is_bsp(step.clock):
                 self._depart(worker, step, out)
-        if (
-            self._state.is_bsp
-            and 0 < step.clock <= self._state.clock
-            and step.clock in worker.steps
-        ):
+        if 0 < step.clock <= worker.done_clock and step.clock in worker.steps:
             self._discard(worker, step, out)
         return True
 
@@ -169,17 +170,23 @@ class UpdateGate:
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
-        if self._state.is_bsp:
-            self._form_all(now_s, out)
-        else:
-            self._state.clock = self._state.slowest_clock()
-            self._forget(worker, out)
+        self._decide((), now_s, out)
+        self._forget(worker, out)
         self._reads.release(out)
+
+    def resume(self, now_s: float, out: list[Effect]) -> None:
+        """A change of the setting was settled: what it held goes on, under what now holds."""
+        for worker in list(self._state.by_rank.values()):
+            self.advance(worker, now_s, out)
+        if self._state.initialized:
+            self._decide(list(self._state.by_rank.values()), now_s, out)
+            self._end_settings(out)
+        self._reads.settled(out)
 
     def _forget(self, worker: WorkerPart, out: list[Effect]) -> None:
         """A worker that has left pushes no gradient that needs what it was given."""
         state = self._state
-        if worker.left_clock is not None and state.compensates(worker.incarnation) is not None:
+        if worker.left_clock is not None and state.schedule.compensates:
             out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
 
     def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
@@ -197,15 +204,51 @@ class UpdateGate:
             moved = list(state.by_rank.values())
         if not state.initialized:
             return
-        if state.is_bsp:
-            self._form_all(now_s, out)
-        else:
-            for other in moved:
-                self._record_sealed(other, out)
-            state.clock = state.slowest_clock()
-            self._forget(worker, out)
+        self._decide(moved, now_s, out)
+        self._forget(worker, out)
         if before != state.record_count:
             self._reads.release(out)
+
+    def _decide(self, moved: Sequence[WorkerPart], now_s: float, out: list[Effect]) -> None:
+        """Record what can be recorded; `moved` are those of whom more may be in effect than before.
+
+        With backup workers a seal ahead may have its turn when an update has formed; where the
+        setting changes, steps of anyone may.
+        """
+        state = self._state
+        while True:
+            clock = state.clock
+            for worker in moved:
+                self._record_sealed(worker, out)
+            if state.schedule.is_bsp(clock + 1):
+                if not self._form(now_s, out):
+                    return
+            else:
+                state.clock = state.slowest_clock()
+            if state.clock == clock:
+                return
+            moved = self._those_who_may_go_on(clock, out)
+
+    def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[WorkerPart]:
+        """All is decided up to a later clock than `clock`: of whom there may be more to record."""
+        state = self._state
+        schedule = state.schedule
+        if not schedule.changes_after(clock + 1) and not schedule.at(clock + 1).backup_workers:
+            return ()
+        everyone = list(state.by_rank.values())
+        self._end_settings(out)
+        for worker in everyone:
+            self._take_effects(worker, out)
+        return everyone
+
+    def _end_settings(self, out: list[Effect]) -> None:
+        """Settings that no step can have any more are forgotten, and what was kept for them."""
+        state = self._state
+        kept = state.schedule.compensates
+        state.schedule.forget_before(state.clock)
+        if kept and not state.schedule.compensates:
+            table_id = state.table.table_id
+            out += [Forget(table_id, state.range_id, worker) for worker in state.workers]
 
     def _initialize(self, out: list[Effect]) -> None:
         worker = self._state.by_rank.get(0)
@@ -222,7 +265,10 @@ class UpdateGate:
 
     def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
         """Not BSP: record every step of the worker whose seal is in effect."""
+        schedule = self._state.schedule
         while worker.done_clock < worker.sealed_clock:
+            if schedule.is_bsp(worker.done_clock + 1):
+                return
             step = worker.steps[worker.done_clock + 1]
             worker.done_clock = step.clock
             self._record_step(worker, step, out)
@@ -239,6 +285,16 @@ class UpdateGate:
             out.append(Apply(record))
         self._records.commit(record, out)
 
+    def takes_eager(self, worker: WorkerPart, clock: int) -> bool:
+        """Whether an eager push of `clock` is applied as it comes; else it waits for the seal."""
+        schedule = self._state.schedule
+        return (
+            self._state.initialized
+            and not schedule.is_bsp(clock)
+            and not schedule.holds(clock)
+            and worker.done_clock >= schedule.begins_after(clock)
+        )
+
     def record_eager(
         self,
         worker: WorkerPart,
@@ -249,7 +305,8 @@ class UpdateGate:
     ) -> None:
         """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
         tau = self._records.staleness(worker, push)
-        if self._state.consistency.rejects(tau):
+        setting = self._state.schedule.at(step.clock)
+        if setting.rejects(tau):
             self._state.drop_push(step, worker, push.sequence)
             self._records.reject(worker, push, tau, out)
             return
@@ -265,26 +322,19 @@ class UpdateGate:
                 step.clock,
                 worker.rank,
                 (part,),
-                self._state.consistency.scale(tau),
-                self._state.compensates(worker.incarnation),
+                setting.scale(tau),
+                self._state.compensation(worker.incarnation, step.clock),
             )
         )
         out.append(Apply(record))
         self._records.commit(record, out)
         del step.pushes[push.sequence]
 
-    def _form_all(self, now_s: float, out: list[Effect]) -> None:
-        """BSP: form what can be formed; with backup workers a seal ahead may have its turn then."""
-        while self._form(now_s, out):
-            if self._state.consistency.backup_workers:
-                for worker in self._state.by_rank.values():
-                    self._take_effects(worker, out)
-
     def _form(self, now_s: float, out: list[Effect]) -> bool:
         """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
         state = self._state
         clock = state.clock + 1
-        if state.consistency.backup_workers:
+        if state.schedule.at(clock).backup_workers:
             return self._form_without_slowest(clock, now_s, out)
         for rank in range(self._next_rank, state.worker_count):
             if not state.is_member(rank, clock):
@@ -306,7 +356,7 @@ class UpdateGate:
         A step is folded as soon as it is in, whatever its rank: nobody knows which others will
         come, and what waits unfolded takes the room that they need. The record has the order.
         """
-        state, consistency = self._state, self._state.consistency
+        state, setting = self._state, self._state.schedule.at(clock)
         members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
         for rank in members:
             worker = state.by_rank.get(rank)
@@ -317,11 +367,11 @@ class UpdateGate:
             if not step.skip and step.pushes:
                 out.append(self._records.fold(worker, step))
         ready_count = len(self._folded)
-        if not ready_count or ready_count < len(members) - consistency.backup_workers:
+        if not ready_count or ready_count < len(members) - setting.backup_workers:
             return False
-        if ready_count < len(members) and consistency.grace_ms:
+        if ready_count < len(members) and setting.grace_ms:
             if self.wake_s is None:
-                self.wake_s = now_s + consistency.grace_ms / 1000
+                self.wake_s = now_s + setting.grace_ms / 1000
             if now_s < self.wake_s:
                 return False
         self.wake_s = None
@@ -333,7 +383,7 @@ class UpdateGate:
         if self.wake_s is None or now_s < self.wake_s:
             return
         before = self._state.record_count
-        self._form_all(now_s, out)
+        self._decide((), now_s, out)
         if before != self._state.record_count:
             self._reads.release(out)
 
@@ -354,8 +404,10 @@ class UpdateGate:
             return False
         numbers = state.table.numbers.merged(()) if numbers is None else numbers
         record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
-        state.clock = clock
+        state.clock = state.formed_clock = clock
         self._next_rank = 0
+        for worker in state.by_rank.values():
+            worker.done_clock = max(worker.done_clock, clock)
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))

@@ -35,6 +35,7 @@ from typing import Generic, TypeVar
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
+from ps_core.consistency import Change
 from ps_core.errors import (
     Fenced,
     InvalidConfig,
@@ -48,6 +49,7 @@ from ps_core.failure_detector import FailureDetector
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import admission, placement, view_size
+from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
 from scheduler.cluster_state import (
     ClusterFinished,
     ClusterSettings,
@@ -113,6 +115,7 @@ class Cluster:
         self.settings = settings
         self._state = ClusterState.empty(settings)
         self._detector = FailureDetector(settings.lease_s, now_s)
+        self._changes = Changes(self._state, self._describe)
         self._view: ClusterView | None = None
 
     @property
@@ -250,7 +253,7 @@ class Cluster:
             if difference is not None:
                 raise TableExists(f"table '{spec.name}' exists and differs: its {difference}")
             return Decision(Created(existing, self._state.view_number))
-        self._check_quorum(spec)
+        check_workers(spec.name, spec.consistency, self.settings.worker_count)
         self._check_room(spec)
         state = self._state
         table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec)
@@ -266,17 +269,47 @@ class Cluster:
         transitions = self._changed(TableCreated(table), *self._place(added_bytes))
         return Decision(Created(table, state.view_number), transitions)
 
-    def _check_quorum(self, spec: TableSpec) -> None:
-        backups, workers = spec.consistency.backup_workers, self.settings.worker_count
-        if backups >= workers:
-            raise InvalidConfig(
-                f"table '{spec.name}' has {backups} backup workers of {workers} workers; expected "
-                "fewer: an update needs a step"
-            )
+    def set_consistency(
+        self, session: Session, wish: Wish, now_s: float
+    ) -> Decision[Change | Pending]:
+        """Begin to change a table's consistency, or find the change made or under way.
+
+        Raises:
+            TableNotFound: there is no such table.
+            InvalidConfig: the table cannot have that setting.
+            Fenced: the caller is no member.
+            Unauthenticated: its token is wrong.
+        """
+        self.member(session)
+        found, transitions = self._changes.wish(wish, self.settings.worker_count, now_s)
+        return Decision(found, self._changed(*transitions))
+
+    def change(self, table_name: str, number: int, now_s: float) -> Outcome:
+        """What has become of a change that was proposed."""
+        return self._changes.outcome(table_name, number, now_s)
+
+    def promise_change(
+        self, session: Session, table_id: TableId, number: int, clock: int
+    ) -> Decision[None]:
+        """A server holds what lies beyond `clock` of the table.
+
+        Raises:
+            NotPermitted: the caller is no server.
+            TableNotFound, InvalidConfig: there is no such table, or the clock is too low.
+            Fenced: the caller is no member.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.member(session)
+        if node.role is not Role.SERVER:
+            raise NotPermitted(f"a {node.role.value} promises a change; only servers do")
+        transitions = self._changes.promise(node.node_id, table_id, number, clock)
+        return Decision(None, self._changed(*transitions))
 
     def tick(self, now_s: float) -> Decision[None]:
-        """Note who has fallen silent, and who is gone; to be called at least every half lease."""
-        transitions: list[Transition] = []
+        """Note who has fallen silent, who is gone and what was not promised in time; to be called
+        at least every half lease.
+        """
+        transitions = self._changes.expire(now_s)
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
             transitions.append(NodeSilent(node, self._detector.quiet_s(node_id, now_s)))

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from ps_core import limits
 from ps_core.cluster_view import Node, RangeAssignment, Role
+from ps_core.consistency import Change
 from ps_core.errors import InvalidConfig
-from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
 
 TIMELINE_BYTES = 16
@@ -117,6 +118,22 @@ class Member:
 
 
 @dataclass(slots=True)
+class Proposal:
+    """A change of a table that servers are asked to promise, until a deadline. `clocks` has the
+    promises that came.
+    """
+
+    servers: frozenset[NodeId]
+    deadline_s: float
+    clocks: dict[NodeId, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> set[NodeId]:
+        """Who has not promised."""
+        return set(self.servers - self.clocks.keys())
+
+
+@dataclass(slots=True)
 class ClusterState:
     """Membership, tables and ownership. Dictionaries are in order of creation.
 
@@ -133,6 +150,9 @@ class ClusterState:
     node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
     range_bytes: dict[RangeId, int] = field(default_factory=dict)
+    change_counts: dict[TableId, int] = field(default_factory=dict)
+    proposals: dict[TableId, Proposal] = field(default_factory=dict)
+    withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
     finished: bool = False
     view_bytes: int = 0
 
@@ -202,6 +222,30 @@ class RangesPlaced:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeProposed:
+    """The servers are asked to hold a table's later clocks."""
+
+    table: Table
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCommitted:
+    """A table has another consistency from a clock on."""
+
+    table: Table
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeWithdrawn:
+    """Not every server promised in time; `reason` says who."""
+
+    table: Table
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFinished:
     """All workers have left or are gone, and the cluster was told to end then."""
 
@@ -214,6 +258,9 @@ Transition = (
     | WorkerGone
     | TableCreated
     | RangesPlaced
+    | ChangeProposed
+    | ChangeCommitted
+    | ChangeWithdrawn
     | ClusterFinished
 )
 """One thing that changed."""

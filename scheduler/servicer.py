@@ -16,12 +16,14 @@ import grpc.aio
 
 from ps_core import limits
 from ps_core.cluster_view import NodeState, Role
+from ps_core.consistency import Change
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
-from ps_core.keys import NodeId
+from ps_core.keys import NodeId, TableId
 from ps_runtime import clock, logs, wire
 from ps_runtime.errors import translated
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import Registration, Transition
 from scheduler.transition_lines import log_transition
@@ -154,6 +156,32 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     @translated
+    async def SetConsistency(
+        self, request: scheduler_pb2.SetConsistencyRequest, context: Context
+    ) -> scheduler_pb2.SetConsistencyResponse:
+        """Changes a table's consistency; parks until the servers have promised."""
+        waits_s = _answer_within_s(context.time_remaining())
+        with self._refusals_counted():
+            change = await self._settled(request, clock.now_s() + waits_s)
+        return scheduler_pb2.SetConsistencyResponse(
+            change=wire.change_to_proto(change), view_number=self._cluster.view.view_number
+        )
+
+    @translated
+    async def PromiseChange(
+        self, request: scheduler_pb2.PromiseChangeRequest, context: Context
+    ) -> scheduler_pb2.PromiseChangeResponse:
+        """Takes a server's promise."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            self._carry_out(
+                self._cluster.promise_change(
+                    session, TableId(request.table_id), request.number, request.clock
+                )
+            )
+        return scheduler_pb2.PromiseChangeResponse()
+
+    @translated
     async def GetClusterStatus(
         self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
     ) -> scheduler_pb2.GetClusterStatusResponse:
@@ -198,6 +226,41 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if isinstance(last, Created):
                     return last
                 raise WaitExpired(last.reason) from None
+
+    async def _settled(
+        self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
+    ) -> Change:
+        """The change that was asked for, once it is committed; withdrawn if not by `deadline_s`."""
+        session = wire.session_from_proto(request.session)
+        wish = Wish(
+            request.table_name,
+            wire.consistency_from_proto(request.consistency),
+            request.after_clock,
+            deadline_s,
+        )
+        number = 0
+        while True:
+            changed = self._changed
+            found: Outcome = (
+                self._cluster.change(wish.table_name, number, clock.now_s())
+                if number
+                else self._carry_out(self._cluster.set_consistency(session, wish, clock.now_s()))
+            )
+            if isinstance(found, Change):
+                return found
+            if isinstance(found, Withdrawn):
+                raise WaitExpired(found.reason)
+            if self._is_closed:
+                raise Draining(f"{_STOPPING}; {found.reason}")
+            number = found.number
+            left_s = deadline_s - clock.now_s()
+            if left_s <= 0 and not number:
+                raise WaitExpired(found.reason)
+            try:
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
+            except TimeoutError:
+                self._carry_out(self._cluster.tick(clock.now_s()))
 
     def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
         """Log and publish what changed; hand on the reply."""

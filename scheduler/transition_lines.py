@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from ps_core.cluster_view import Node
+from ps_core.consistency import Change
+from ps_core.tables import Table
 from ps_runtime import logs
 from scheduler.cluster_state import (
+    ChangeCommitted,
+    ChangeProposed,
+    ChangeWithdrawn,
     ClusterFinished,
     NodeHeardAgain,
     NodeLeft,
@@ -43,8 +48,23 @@ def log_transition(transition: Transition) -> None:
         case RangesPlaced(counts):
             shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
             logs.info("ranges_placed", ranges_by_node=shares)
+        case ChangeProposed(table, change):
+            logs.info("change_proposed", **_change(table, change))
+        case ChangeCommitted(table, change):
+            logs.info("change_committed", **_change(table, change))
+        case ChangeWithdrawn(table, reason):
+            logs.warning("change_withdrawn", table=table.spec.name, reason=reason)
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _change(table: Table, change: Change) -> dict[str, object]:
+    return {
+        "table": table.spec.name,
+        "number": change.number,
+        "after_clock": change.after_clock,
+        "consistency": str(change.consistency),
+    }
 
 
 def _named(node: Node) -> dict[str, object]:

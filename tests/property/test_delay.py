@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import (
     Codec,
@@ -20,6 +19,7 @@ from ps_core.tables import (
     TableSpec,
     TensorSpec,
 )
+from ps_server.events import Compensation
 from ps_server.shard_store import ShardStore
 
 LENGTHS = (40, 60)
@@ -27,7 +27,7 @@ ONE, TWO = Incarnation(1), Incarnation(2)
 LR = 0.5
 
 
-def _store(strength: float, *, adaptive: bool) -> ShardStore:
+def _store() -> ShardStore:
     spec = TableSpec(
         "w",
         DType.FLOAT64,
@@ -35,9 +35,6 @@ def _store(strength: float, *, adaptive: bool) -> ShardStore:
         OptimizerSpec(OptimizerKind.SGD, (("lr", LR),)),
         block_elements=64,
         tensors=(TensorSpec("a", (LENGTHS[0],), 0), TensorSpec("b", (LENGTHS[1],), LENGTHS[0])),
-        consistency=Consistency(
-            Mode.ASP, policy=StalePolicy.COMPENSATE, strength=strength, adaptive=adaptive
-        ),
         initializer=Initializer(InitializerKind.CONSTANT, 1.0),
     )
     table = Table(TableId(1), 0, spec.validated())
@@ -79,7 +76,7 @@ STEPS = st.tuples(
 def test_it_is_the_papers_formula(
     strength: float, adaptive: bool, steps: list[tuple[str, Incarnation, int, tuple[bool, bool]]]
 ) -> None:
-    store, twin = _store(strength, adaptive=adaptive), Twin(strength, adaptive=adaptive)
+    store, twin = _store(), Twin(strength, adaptive=adaptive)
     for clock, (verb, who, seed, present) in enumerate(steps, 1):
         if verb == "pull":
             store.keep(who, 0)
@@ -88,7 +85,8 @@ def test_it_is_the_papers_formula(
         gradient = np.random.default_rng(seed).normal(0, 0.3, 64)
         bits = b"" if all(present) else bytes([present[0] + 2 * present[1]])
         payload = gradient.tobytes()
-        store.fold(clock, [(0, store.decode(0, Codec.FP64, payload, bits))], 1.0, who)
+        part = store.decode(0, Codec.FP64, payload, bits)
+        store.fold(clock, [(0, part)], 1.0, Compensation(who, strength, adaptive))
         store.apply(clock, (), 1)
         assert payload == gradient.tobytes(), "the payload is the sender's"
         twin.step(who, gradient.tolist(), present)
@@ -98,16 +96,18 @@ def test_it_is_the_papers_formula(
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_without_a_pull_between_nothing_is_compensated(adaptive: bool) -> None:
-    store = _store(1.0, adaptive=adaptive)
+    store = _store()
     store.keep(ONE, 0)
     payload = np.full(64, 0.25).tobytes()
-    store.fold(1, [(0, store.decode(0, Codec.FP64, payload, b""))], 1.0, ONE)
+    store.fold(
+        1, [(0, store.decode(0, Codec.FP64, payload, b""))], 1.0, Compensation(ONE, 1.0, adaptive)
+    )
     store.apply(1, (), 1)
     np.testing.assert_array_equal(np.frombuffer(bytes(store.read(0, None, None)[0])), 0.875)
 
 
 def test_what_is_kept_counts_until_its_reader_has_gone() -> None:
-    store = _store(1.0, adaptive=False)
+    store = _store()
     before = store.state_bytes
     store.keep(ONE, 0)
     store.keep(ONE, 0)
@@ -119,12 +119,12 @@ def test_what_is_kept_counts_until_its_reader_has_gone() -> None:
 
 def test_the_scale_of_a_seal_comes_first() -> None:
     """With loss scaling the gradient is what the scale makes of what came."""
-    scaled, plain = _store(1.0, adaptive=False), _store(1.0, adaptive=False)
+    scaled, plain = _store(), _store()
     for store, factor in ((scaled, 8.0), (plain, 1.0)):
         store.keep(ONE, 0)
         for clock, who in ((1, TWO), (2, ONE)):
             payload = np.full(64, 0.25 * factor).tobytes()
             part = store.decode(0, Codec.FP64, payload, b"")
-            store.fold(clock, [(0, part)], 1 / factor, who)
+            store.fold(clock, [(0, part)], 1 / factor, Compensation(who, 1.0, False))
             store.apply(clock, (), 1)
     assert bytes(scaled.read(0, None, None)[0]) == bytes(plain.read(0, None, None)[0])

@@ -129,6 +129,42 @@ class CreateTableResponse(_message.Message):
     view_number: int
     def __init__(self, table: _Optional[_Union[_types_pb2.Table, _Mapping]] = ..., view_number: _Optional[int] = ...) -> None: ...
 
+class SetConsistencyRequest(_message.Message):
+    __slots__ = ("session", "table_name", "consistency", "after_clock")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_NAME_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_name: str
+    consistency: _types_pb2.Consistency
+    after_clock: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_name: _Optional[str] = ..., consistency: _Optional[_Union[_types_pb2.Consistency, _Mapping]] = ..., after_clock: _Optional[int] = ...) -> None: ...
+
+class SetConsistencyResponse(_message.Message):
+    __slots__ = ("change", "view_number")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    change: _types_pb2.ScheduledChange
+    view_number: int
+    def __init__(self, change: _Optional[_Union[_types_pb2.ScheduledChange, _Mapping]] = ..., view_number: _Optional[int] = ...) -> None: ...
+
+class PromiseChangeRequest(_message.Message):
+    __slots__ = ("session", "table_id", "number", "clock")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_id: int
+    number: int
+    clock: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., number: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class PromiseChangeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetClusterStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

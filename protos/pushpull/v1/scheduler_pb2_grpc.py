@@ -60,6 +60,16 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateTableRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateTableResponse.FromString,
                 _registered_method=True)
+        self.SetConsistency = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/SetConsistency',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyResponse.FromString,
+                _registered_method=True)
+        self.PromiseChange = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/PromiseChange',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.FromString,
+                _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/pushpull.v1.SchedulerService/GetClusterStatus',
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.SerializeToString,
@@ -109,6 +119,23 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetConsistency(self, request, context):
+        """Changes a table's consistency while it is trained. Waits, within the call's deadline, until every
+        server with a part of the table has promised; WAIT_EXPIRED names who has not, and then nothing has
+        changed. INVALID_ARGUMENT if the table's optimizer cannot have that setting.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromiseChange(self, request, context):
+        """Servers only: all that this server serves of the table holds what lies beyond `clock`, until the
+        change is committed or withdrawn. Idempotent; an old number is ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetClusterStatus(self, request, context):
         """What `pushpull status` shows. Reads only; needs no session.
         """
@@ -143,6 +170,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.CreateTable,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateTableRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateTableResponse.SerializeToString,
+            ),
+            'SetConsistency': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetConsistency,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyResponse.SerializeToString,
+            ),
+            'PromiseChange': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromiseChange,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
@@ -286,6 +323,60 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/CreateTable',
             pushpull_dot_v1_dot_scheduler__pb2.CreateTableRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.CreateTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetConsistency(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/SetConsistency',
+            pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.SetConsistencyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromiseChange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/PromiseChange',
+            pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

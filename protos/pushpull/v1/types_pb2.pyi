@@ -318,14 +318,28 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("table_id", "first_ordinal", "spec")
+    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     first_ordinal: int
     spec: TableSpec
-    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+    change: ScheduledChange
+    proposed: ScheduledChange
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ...) -> None: ...
+
+class ScheduledChange(_message.Message):
+    __slots__ = ("number", "after_clock", "consistency")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    after_clock: int
+    consistency: Consistency
+    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
     __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id")

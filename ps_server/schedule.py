@@ -1,0 +1,101 @@
+"""Which setting holds at which clock, and what must wait while a change is settled (SEMANTICS S6).
+
+    settled   --proposed-->   promised: nothing beyond `hold_clock` takes effect here
+    promised  --committed-->  settled, with another setting from some clock on
+    promised  --withdrawn-->  settled, as it was
+
+The clock of a change is the highest that any range had reached when it promised. So every range
+treats a clock alike, and none has to undo anything.
+
+Invariants:
+    SC-1  The setting of a clock does not change once something of that clock has taken effect.
+
+What it deliberately does not do: hold anything (`update_gate` does), or talk to the scheduler.
+"""
+
+from __future__ import annotations
+
+from ps_core.consistency import Change, Consistency, Mode, StalePolicy
+from ps_core.errors import check
+from ps_core.tables import Table
+
+_BEFORE_ALL = -1
+
+
+class Schedule:
+    """The settings of one table in one range.
+
+    Attributes:
+        hold_clock: nothing beyond it may take effect; None while no change is being settled.
+        number: the newest change that was committed; 0 before the first.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._settings = [(_BEFORE_ALL, table.spec.consistency)]  # (after which clock, setting)
+        self._promised = 0
+        self.hold_clock: int | None = None
+        self.number = 0
+        if table.change is not None:
+            self._add(table.change)
+
+    def at(self, clock: int) -> Consistency:
+        """The setting of the steps of `clock`."""
+        for after_clock, setting in reversed(self._settings):
+            if clock > after_clock:
+                return setting
+        return self._settings[0][1]  # long past: what is asked of it has been decided
+
+    def is_bsp(self, clock: int) -> bool:
+        """Whether the update of `clock` has every worker's step; else each is one by itself."""
+        return self.at(clock).mode is Mode.BSP
+
+    def begins_after(self, clock: int) -> int:
+        """The last clock before the setting of `clock` that had another; -1 if none had."""
+        return max((after for after, _ in self._settings if after < clock), default=_BEFORE_ALL)
+
+    def holds(self, clock: int) -> bool:
+        """Whether what belongs to `clock` must wait."""
+        return self.hold_clock is not None and clock > self.hold_clock
+
+    def changes_after(self, clock: int) -> bool:
+        """Whether a later clock has another setting."""
+        return clock <= self._settings[-1][0]
+
+    @property
+    def compensates(self) -> bool:
+        """Whether gradients may still come that need what their workers were given."""
+        return any(setting.policy is StalePolicy.COMPENSATE for _, setting in self._settings)
+
+    def observe(self, table: Table, reached: int) -> bool:
+        """What the newest view says of the table; whether anything may take effect that could not.
+
+        Args:
+            table: as in that view.
+            reached: the highest clock of which anything has taken effect here.
+        """
+        held = self.hold_clock
+        committed = table.change is not None and table.change.number > self.number
+        if table.change is not None and committed:
+            check(
+                table.change.after_clock >= reached,
+                "SC-1",
+                f"a change after clock {table.change.after_clock} came when {reached} was reached",
+            )
+            self._add(table.change)
+        if table.proposed is None or table.proposed.number != self._promised:
+            self.hold_clock = None
+        if table.proposed is not None and self.hold_clock is None:
+            self._promised = table.proposed.number
+            self.hold_clock = max(table.proposed.after_clock, reached)
+        return committed or (held is not None and self.hold_clock != held)
+
+    def _add(self, change: Change) -> None:
+        self.number = change.number
+        self._settings.append((change.after_clock, change.consistency))
+
+    def forget_before(self, clock: int) -> None:
+        """Everything up to `clock` has been decided: settings that ended before it are not asked
+        for any more.
+        """
+        while len(self._settings) > 1 and self._settings[1][0] <= clock:
+            del self._settings[0]

@@ -1,0 +1,215 @@
+"""Changes of a table's consistency while it is trained (SEMANTICS S6, "scheduled change").
+
+    proposed   every server with a part of the table is asked, by the view
+    promised   each has said beyond which clock it holds everything back
+    committed  once all have: the change is after the highest of these clocks
+    withdrawn  not all had by the deadline: everything goes on as before
+
+Rules:
+    - A table has one proposal at a time; who wants another change waits for it to be settled.
+    - Numbers are never given twice: a promise for an old proposal counts for nothing.
+
+Invariants:
+    CH-1  A change is committed only when every server with a part of the table has promised, and
+          after the highest clock that any of them named.
+
+What it deliberately does not do: know where workers are (the servers do), or wait (the edge asks
+again when the view has changed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ps_core.cluster_view import Node
+from ps_core.consistency import Change, Consistency
+from ps_core.errors import InvalidConfig, TableNotFound
+from ps_core.keys import NodeId, TableId
+from ps_core.tables import Table
+from scheduler.cluster_state import (
+    ChangeCommitted,
+    ChangeProposed,
+    ChangeWithdrawn,
+    ClusterState,
+    Proposal,
+    Transition,
+)
+
+MAX_AFTER_CLOCK = 2**53 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Someone wants this consistency for a table, not before the clock after `after_clock`, and
+    waits for it until `deadline_s`.
+    """
+
+    table_name: str
+    consistency: Consistency
+    after_clock: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """It is not settled; `reason` says what it waits for. `number`: of the proposal, if it is made:
+    to ask `Changes.outcome` about; 0 if another has to be settled first.
+    """
+
+    reason: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """It was given up."""
+
+    reason: str
+
+
+Outcome = Change | Pending | Withdrawn
+"""What became of a wish."""
+
+
+class Changes:
+    """The changes of a cluster's tables.
+
+    Args:
+        state: the cluster's, changed in place.
+        describe: says who a node is and when it was last heard.
+    """
+
+    def __init__(self, state: ClusterState, describe: Callable[[Node, float], str]) -> None:
+        self._state = state
+        self._describe = describe
+
+    def wish(
+        self, wish: Wish, worker_count: int, now_s: float
+    ) -> tuple[Change | Pending, list[Transition]]:
+        """Propose the change, or find that it is proposed or made already.
+
+        Raises:
+            TableNotFound: there is no such table.
+            InvalidConfig: its optimizer, or the number of workers, does not allow it.
+        """
+        table = self._table(wish.table_name)
+        if not 0 <= wish.after_clock <= MAX_AFTER_CLOCK:
+            raise InvalidConfig(
+                f"after_clock is {wish.after_clock}; expected 0 to {MAX_AFTER_CLOCK}"
+            )
+        check_workers(table.spec.name, wish.consistency, worker_count)
+        replace(table.spec, consistency=wish.consistency).validated()
+        if table.proposed is not None:
+            reason = self._reason(table, table.proposed, now_s)
+            is_same = table.proposed.consistency == wish.consistency
+            return Pending(reason, table.proposed.number if is_same else 0), []
+        if table.consistency == wish.consistency:
+            return table.change or Change(0, 0, wish.consistency), []
+        return self._propose(table, wish, now_s)
+
+    def _propose(
+        self, table: Table, wish: Wish, now_s: float
+    ) -> tuple[Change | Pending, list[Transition]]:
+        state = self._state
+        number = state.change_counts.get(table.table_id, 0) + 1
+        state.change_counts[table.table_id] = number
+        change = Change(number, wish.after_clock, wish.consistency)
+        ranges = table.blocks_by_range(len(state.ranges))
+        primaries = {state.ranges[range_id].primary for range_id in ranges}
+        servers = frozenset(primary for primary in primaries if primary is not None)
+        state.proposals[table.table_id] = Proposal(servers, wish.deadline_s)
+        proposed = self._put(replace(table, proposed=change))
+        return (
+            Pending(self._reason(proposed, change, now_s), number),
+            [ChangeProposed(proposed, change)],
+        )
+
+    def outcome(self, table_name: str, number: int, now_s: float) -> Outcome:
+        """What has become of a proposal.
+
+        Raises:
+            TableNotFound: there is no such table.
+        """
+        table = self._table(table_name)
+        if table.proposed is not None and table.proposed.number == number:
+            return Pending(self._reason(table, table.proposed, now_s), number)
+        if table.change is not None and table.change.number >= number:
+            return table.change
+        return Withdrawn(self._state.withdrawals.get(table.table_id, "it was withdrawn"))
+
+    def promise(
+        self, node_id: NodeId, table_id: TableId, number: int, clock: int
+    ) -> list[Transition]:
+        """A server holds all of its parts of the table beyond `clock`.
+
+        Raises:
+            TableNotFound: there is no such table.
+            InvalidConfig: the clock is before the one that was proposed.
+        """
+        table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
+        if table is None:
+            raise TableNotFound(f"there is no table {table_id}")
+        change, proposal = table.proposed, self._state.proposals.get(table_id)
+        if change is None or proposal is None or change.number != number:
+            return []
+        if not change.after_clock <= clock <= MAX_AFTER_CLOCK:
+            raise InvalidConfig(
+                f"a promise for table '{table.spec.name}' is at clock {clock}; expected "
+                f"{change.after_clock} to {MAX_AFTER_CLOCK}"
+            )
+        if node_id in proposal.servers:
+            proposal.clocks[node_id] = clock
+        if proposal.missing:
+            return []
+        committed = replace(change, after_clock=max(proposal.clocks.values(), default=clock))
+        table = self._put(replace(table, change=committed, proposed=None))
+        del self._state.proposals[table_id]
+        return [ChangeCommitted(table, committed)]
+
+    def expire(self, now_s: float) -> list[Transition]:
+        """Withdraw what was not promised in time."""
+        withdrawn: list[Transition] = []
+        for table in list(self._state.tables.values()):
+            proposal, change = self._state.proposals.get(table.table_id), table.proposed
+            if proposal is None or change is None or now_s < proposal.deadline_s:
+                continue
+            reason = self._reason(table, change, now_s)
+            self._state.withdrawals[table.table_id] = reason
+            del self._state.proposals[table.table_id]
+            withdrawn.append(ChangeWithdrawn(self._put(replace(table, proposed=None)), reason))
+        return withdrawn
+
+    def _table(self, name: str) -> Table:
+        table = self._state.tables.get(name)
+        if table is None:
+            raise TableNotFound(f"there is no table '{name[:200]}'")
+        return table
+
+    def _put(self, table: Table) -> Table:
+        self._state.tables[table.spec.name] = table
+        return table
+
+    def _reason(self, table: Table, change: Change, now_s: float) -> str:
+        members = self._state.members
+        missing = ", ".join(
+            self._describe(members[node_id].node, now_s)
+            for node_id in sorted(self._state.proposals[table.table_id].missing)
+        )
+        return (
+            f"the change of table '{table.spec.name}' to {change.consistency} waits for the "
+            f"promise of {missing}"
+        )
+
+
+def check_workers(table_name: str, consistency: Consistency, worker_count: int) -> None:
+    """Refuse as many backup workers as there are workers.
+
+    Raises:
+        InvalidConfig: naming both.
+    """
+    if consistency.backup_workers >= worker_count:
+        raise InvalidConfig(
+            f"table '{table_name}' has {consistency.backup_workers} backup workers of "
+            f"{worker_count} workers; expected fewer: an update needs a step"
+        )
