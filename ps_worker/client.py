@@ -19,13 +19,13 @@ from typing import TypeAlias, TypedDict, Unpack, overload
 import numpy as np
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import Hyperparameters, OptimizerSpec, TableSpec
+from ps_core.tables import Hyperparameters
 from ps_runtime import logs
+from ps_worker.catalogue import Catalogue
 from ps_worker.config import worker_config
-from ps_worker.connection import GRACE_S, Connection, complete
+from ps_worker.connection import complete
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
-from ps_worker.settings import Layout, SupportsSpec, TableOptions, table_spec
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket
 from ps_worker.values import Array, Values, empty, shape_of, writable_raw_of
@@ -92,7 +92,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     return Client(worker_config({"scheduler": scheduler, **options}))
 
 
-class Client(Connection):
+class Client(Catalogue):
     """A session with a cluster. Made by `connect`; its verbs may be called from several threads."""
 
     # --- what to know
@@ -143,81 +143,6 @@ class Client(Connection):
             counters.reported_step_count = int(step_count)
         if quality is not None:
             self.record.quality({name: float(value) for name, value in quality.items()})
-
-    # --- tables
-
-    def create_table(
-        self,
-        name: str,
-        layout: Layout,
-        *,
-        optimizer: SupportsSpec | OptimizerSpec,
-        **options: Unpack[TableOptions],
-    ) -> TableHandle:
-        """Create a table, or open the one of that name if it is identical.
-
-        Args:
-            name: unique in the cluster; 1 to 200 bytes.
-            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
-            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
-            options: see `TableOptions`.
-
-        Blocking: until every server of the table knows this client; waits for servers that have not
-        registered yet, at most `timeout_s`.
-
-        Raises:
-            InvalidConfig: a setting is wrong.
-            TableExists: a table of that name differs; the message names the first difference.
-            WaitExpired: servers are missing; the message says how many.
-        """
-        self.check_may_push("create tables")
-        options.setdefault("consistency", self.consistency)
-        spec = table_spec(name, layout, optimizer, options)
-        deadline_s = self.deadline_s(options.get("timeout_s"))
-        creating = self._loop.start(self.engine.create_table(spec, deadline_s))
-        handle = self.adopt(self._result(creating, deadline_s + GRACE_S))
-        self.record.table(handle.spec)
-        return handle
-
-    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
-        """Open a table that somebody creates; waits for it.
-
-        Args:
-            name: the table's name.
-            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
-
-        Blocking: until it exists and its servers know this client.
-
-        Raises:
-            TableNotFound: nobody created it in time; the message names the tables that there are.
-        """
-        self.check_usable()
-        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self.engine.open_table(name, deadline_s))
-        return self.adopt(self._result(opening, deadline_s + GRACE_S))
-
-    def tables_under(
-        self,
-        prefix: str,
-        is_complete: Callable[[list[TableSpec]], bool],
-        timeout_s: float | None = None,
-    ) -> list[TableHandle]:
-        """Open all tables whose names begin with `prefix`.
-
-        Args:
-            prefix: the beginning of the names.
-            is_complete: called on the background thread; whether these tables are all.
-            timeout_s: how long to wait for that; None means the client's connect_deadline_s.
-
-        Returns:
-            The tables there are: all of them, unless time was up before.
-
-        Blocking: until they are complete or time is up.
-        """
-        self.check_usable()
-        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self.engine.open_tables(prefix, is_complete, deadline_s))
-        return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
 
     # --- pushing
 

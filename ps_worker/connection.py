@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from ps_core.cluster_view import Role, Session
-from ps_core.consistency import Consistency, Mode, parsed
+from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig, InvalidKeys, NotPermitted, PushpullError, WaitExpired
 from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
@@ -181,11 +181,6 @@ class Connection:
         expected_bytes = region.element_count * element_bytes(table.dtype)
         if raw.nbytes != expected_bytes:
             raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
-        if consistent and table.spec.mode is not Mode.BSP:
-            raise InvalidConfig(
-                f"table '{table.name}' is {table.spec.mode.value}; only BSP tables have "
-                "consistent reads"
-            )
         order = ReadOrder(
             table=table.table,
             region=region,

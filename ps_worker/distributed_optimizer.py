@@ -23,13 +23,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable, buffer_layouts
@@ -44,6 +45,7 @@ from ps_worker.optimizers import (
     for_group,
     hyperparameters,
 )
+from ps_worker.settings import consistency_of
 from ps_worker.step_record import StepTimes
 from ps_worker.tickets import StepResult
 from ps_worker.trained_table import TrainedTable
@@ -224,6 +226,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._inner.load_state_dict(state_dict)
             self._share(self._inner)
+
+    def set_consistency(
+        self,
+        consistency: Consistency | str,
+        *,
+        after_clock: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Change how far the workers of this model may run apart, while they train: all its tables,
+        as `Client.set_consistency` does one. Call it between two steps, at every worker.
+
+        Returns:
+            The last clock of the setting before, on whichever table it is highest.
+
+        Blocking: until every server has promised; a few milliseconds a table.
+
+        Raises:
+            InvalidConfig: the setting is wrong, or this model cannot have it: `buffers="mean"` and
+                `Aggregate` need BSP.
+            WaitExpired: a server has not promised in time; call again to change what is left.
+        """
+        wanted = consistency_of(consistency)
+        options = replace(self._options, consistency=wanted)
+        clocks = [
+            self._client.set_consistency(
+                handle, setting, after_clock=after_clock, timeout_s=timeout_s
+            )
+            for handle, setting in [
+                *((table.handle, wanted) for table in self._tables),
+                *((table.handle, wanted.without_policy()) for table in self._buffers),
+            ]
+        ]
+        self._options = options
+        return max(clocks, default=0)
 
     def close(self) -> None:
         """Takes the hooks off the parameters; the tables stay. Idempotent."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.consistency import Mode
+from ps_core.consistency import Change, Consistency, Mode
 from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec
@@ -199,6 +199,16 @@ class Engine:
         await self._meet_servers(table, end_s)
         return table
 
+    async def set_consistency(
+        self, name: str, consistency: Consistency, after_clock: int, deadline_s: float
+    ) -> Change:
+        """Change a table's consistency."""
+        return await self._scheduler.set_consistency(name, consistency, after_clock, deadline_s)
+
+    def table(self, table_id: TableId) -> Table:
+        """A table as the newest view has it."""
+        return self._view.tables_by_id[table_id]
+
     async def open_tables(
         self, prefix: str, is_complete: Callable[[list[TableSpec]], bool], deadline_s: float
     ) -> list[Table]:
@@ -244,10 +254,9 @@ class Engine:
             raise
         finally:
             self._reads.discard(task)
-        # All of the table is at this clock or further; a part of it would say nothing of the rest.
-        if order.table.spec.consistency.backup_workers and len(pulled.versions) == (
-            order.table.block_count
-        ):
+        # All of the table is at this clock or further, with backup workers perhaps without this
+        # one; a part of it would say nothing of the rest.
+        if len(pulled.versions) == order.table.block_count:
             order.steps.catch_up(pulled.clock)
         clock, began_s = self._began_s.get(order.table.table_id, (-1, 0.0))
         if clock == order.clock:
@@ -281,7 +290,7 @@ class Engine:
                 slowest = seen.get(worker.rank)
                 if slowest is None or worker.clock < slowest.clock:
                     seen[worker.rank] = worker
-        if table.spec.mode is Mode.BSP:
+        if self.table(table.table_id).consistency.mode is Mode.BSP:
             reasons += _absent_workers(seen, clock, self.worker_count, self.session.rank)
         return "; ".join(reasons) or "the servers have not answered for all of it yet"
 

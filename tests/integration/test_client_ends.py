@@ -190,7 +190,7 @@ def test_a_reader_only_reads(large_cluster: ps.LocalCluster) -> None:
         ):
             with pytest.raises(ps.NotPermitted, match="reader"):
                 call()
-        with pytest.raises(ps.InvalidConfig, match="only BSP tables"):
+        with pytest.raises(ps.InvalidConfig, match="is not BSP at clock"):
             reader.pull(opened[0], consistent=True)
 
 

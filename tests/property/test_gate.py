@@ -6,13 +6,14 @@ says which updates there are, in which order, and which reads have been answered
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_core.consistency import Consistency, Mode, parsed
+from ps_core.consistency import Change, Consistency, Mode, parsed
 from ps_core.ledger import Outcome
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes
 
@@ -21,6 +22,7 @@ SETTINGS = (
     "bsp", "bsp:backup=1", "bsp:backup=2", "ssp:0", "ssp:1", "ssp:3", "asp", "asp:reject=0",
 )  # fmt: skip
 Payload = tuple[int, int]
+Event: TypeAlias = "Sealed | Asked | Held | Settled"
 
 
 @dataclass(frozen=True)
@@ -42,87 +44,134 @@ class Asked:
     clock: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """A change is promised: nothing beyond the clock takes effect."""
+
+    clock: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The change is committed, or withdrawn if it is None."""
+
+    change: Change | None
+
+
 class Twin:
     """What follows from what happened."""
 
-    def __init__(self, consistency: Consistency, happened: list[Sealed | Asked]) -> None:
-        self.consistency = consistency
+    def __init__(self, consistency: Consistency, happened: list[Event]) -> None:
+        self.settings: list[tuple[int, Consistency]] = [(-1, consistency)]
+        self.hold: int | None = None
         self.updates: list[tuple[int, list[Payload]]] = []
         self.discarded: set[Payload] = set()
         self.answered: set[int] = set()
-        self.sealed: dict[int, list[Sealed]] = {rank: [] for rank in range(WORKERS)}
+        self.sealed: dict[int, list[Sealed]] = {}  # in the order in which they were first heard
         self.order: list[Sealed] = []
+        self.held: list[Sealed] = []
         self.waiting: list[Asked] = []
+        self.done = dict.fromkeys(range(WORKERS), 0)
         self.clock = 0
         for event in happened:
-            if isinstance(event, Asked):
-                self.waiting.append(event)
-            else:
-                self.take(event)
+            match event:
+                case Asked():
+                    self.waiting.append(event)
+                case Sealed():
+                    self.sealed.setdefault(event.rank, [])
+                    self.held.append(event)
+                case Held():
+                    self.hold = event.clock
+                case Settled():
+                    self.hold = None
+                    if event.change is not None:
+                        self.settings.append((event.change.after_clock, event.change.consistency))
+            self.take()
             self.answered |= {read.waiter for read in self.waiting if self.may_read(read)}
 
-    def take(self, event: Sealed) -> None:
-        self.sealed[event.rank].append(event)
-        self.order.append(event)
-        if self.consistency.mode is not Mode.BSP:
-            if event.payload is not None:
-                self.updates.append((event.clock, [event.payload]))
-        else:
-            if event.clock <= self.clock and event.payload is not None:
-                self.discarded.add(event.payload)
-            # A late goodbye too may let an update form: one worker fewer is waited for.
-            while self.form():
-                pass
+    def setting(self, clock: int) -> Consistency:
+        return [setting for after, setting in self.settings if clock > after][-1]
+
+    def is_bsp(self, clock: int) -> bool:
+        return self.setting(clock).mode is Mode.BSP
+
+    def take(self) -> None:
+        """Seals whose turn it is take effect, those who were heard first before the others."""
+        for rank in self.sealed:
+            for step in [s for s in self.held if s.rank == rank]:
+                if self.hold is not None and step.clock > self.hold:
+                    break
+                self.held.remove(step)
+                self.sealed[rank].append(step)
+                self.order.append(step)
+                if step.clock <= self.done[rank] and step.payload is not None:
+                    self.discarded.add(step.payload)
+                self.decide()
+
+    def decide(self) -> None:
+        """Record steps and form updates until there is nothing more to do."""
+        clock = -1
+        while clock != self.clock:
+            clock = self.clock
+            for rank, steps in self.sealed.items():
+                for step in steps:
+                    if step.clock > self.done[rank] and not self.is_bsp(self.done[rank] + 1):
+                        self.done[rank] = step.clock
+                        if step.payload is not None:
+                            self.updates.append((step.clock, [step.payload]))
+            if self.is_bsp(clock + 1):
+                self.form()
+            else:
+                here = [self.done[r] for r in range(WORKERS) if not self.has_left(r)]
+                self.clock = min(here) if here else max(self.done.values())
 
     def has_left(self, rank: int) -> bool:
-        return any(step.last for step in self.sealed[rank])
+        return any(step.last for step in self.sealed.get(rank, ()))
 
-    def form(self) -> bool:
-        """Whether one more update forms."""
+    def form(self) -> None:
+        """One more update, if it can be."""
         clock = self.clock + 1
+        backups = self.setting(clock).backup_workers
         steps = [step for step in self.order if step.clock == clock]
-        if not self.consistency.backup_workers:
+        if not backups:
             steps.sort(key=lambda step: step.rank)
         # One who says goodbye with an empty step is not waited for at its clock.
-        gone = {r for r in range(WORKERS) for s in self.sealed[r] if s.last and s.clock <= clock}
+        gone = {r for r, steps in self.sealed.items() for s in steps if s.last and s.clock <= clock}
         here = [step for step in steps if not step.last]
-        awaited = WORKERS - len(gone) - self.consistency.backup_workers
-        if not here or len(here) < awaited:
-            return False
+        if not here or len(here) < WORKERS - len(gone) - backups:
+            return
         self.clock = clock
+        self.done = {rank: max(done, clock) for rank, done in self.done.items()}
         payloads = [step.payload for step in here if step.payload is not None]
         if payloads:
             self.updates.append((clock, payloads))
-        return True
 
     def may_read(self, read: Asked) -> bool:
-        if self.consistency.mode is Mode.BSP:
+        setting = self.setting(read.clock + 1)
+        if setting.mode is Mode.BSP:
             return self.clock >= read.clock
-        own = max((step.clock for step in self.sealed[read.rank]), default=0)
-        if self.consistency.mode is Mode.ASP:
-            return own >= read.clock
-        others = [
-            max((step.clock for step in self.sealed[rank]), default=0)
-            for rank in range(WORKERS)
-            if not self.has_left(rank)
-        ]
-        return own >= read.clock and all(
-            clock >= read.clock - self.consistency.staleness for clock in others
+        if self.done[read.rank] < read.clock:
+            return False
+        others = [self.done[rank] for rank in range(WORKERS) if not self.has_left(rank)]
+        return setting.mode is Mode.ASP or all(
+            done >= read.clock - setting.staleness for done in others
         )
 
 
 class Gate(RuleBasedStateMachine):
-    """Three workers that step, read and leave in any order."""
+    """Three workers that step, read and leave in any order, while the setting changes."""
 
     @initialize(text=st.sampled_from(SETTINGS))
     def begin(self, text: str) -> None:
         self.consistency = parsed(text)
-        self.bench = Bench(make_table(self.consistency), workers=WORKERS)
-        self.happened: list[Sealed | Asked] = []
+        self.table = make_table(self.consistency)
+        self.bench = Bench(self.table, workers=WORKERS)
+        self.happened: list[Event] = []
         self.clocks = [0] * WORKERS
         self.sequences = [0] * WORKERS
         self.left: set[int] = set()
         self.waiters = 0
+        self.changes = 0
 
     @precondition(lambda self: len(self.left) < WORKERS)
     @rule(rank=st.integers(0, WORKERS - 1), kind=st.sampled_from(["push", "nothing", "skip"]))
@@ -159,11 +208,35 @@ class Gate(RuleBasedStateMachine):
         self.bench.pull(rank, self.clocks[rank], waiter=self.waiters)
         self.happened.append(Asked(self.waiters, rank, self.clocks[rank]))
 
-    @precondition(lambda self: self.consistency.backup_workers > 0)
     @rule(rank=st.integers(0, WORKERS - 1))
     def catch_up(self, rank: int) -> None:
         """A worker that was left behind goes where the range is."""
         self.clocks[rank] = max(self.clocks[rank], self.bench.machine.state.clock)
+
+    @precondition(lambda self: self.table.proposed is None)
+    @rule(text=st.sampled_from(SETTINGS), later=st.integers(0, 3))
+    def propose(self, text: str, later: int) -> None:
+        """The scheduler asks for another setting, perhaps further ahead than anyone is."""
+        self.changes += 1
+        after_clock = max(self.clocks) * (later > 0) + later
+        self.table = replace(self.table, proposed=Change(self.changes, after_clock, parsed(text)))
+        self.bench.observe(self.table)
+        held = self.bench.machine.state.schedule.hold_clock
+        assert held is not None
+        assert held >= after_clock
+        self.happened.append(Held(held))
+
+    @precondition(lambda self: self.table.proposed is not None)
+    @rule(further=st.integers(0, 2), commits=st.booleans())
+    def settle(self, further: int, commits: bool) -> None:
+        """Another range had got further, or a server did not promise."""
+        held, proposed = self.bench.machine.state.schedule.hold_clock, self.table.proposed
+        assert held is not None
+        assert proposed is not None
+        change = replace(proposed, after_clock=held + further) if commits else None
+        self.table = replace(self.table, change=change or self.table.change, proposed=None)
+        self.bench.observe(self.table)
+        self.happened.append(Settled(change))
 
     @invariant()
     def agrees_with_the_twin(self) -> None:
@@ -181,9 +254,8 @@ class Gate(RuleBasedStateMachine):
         }
         assert set(answers(self.bench.effects)) == twin.answered
         assert len(answers(self.bench.effects)) == len(twin.answered), "answered twice"
-        if self.consistency.mode is Mode.BSP:
-            assert self.bench.machine.state.clock == twin.clock
+        assert self.bench.machine.state.clock == twin.clock
 
 
 TestGate = Gate.TestCase
-TestGate.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestGate.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -64,6 +64,7 @@ EDGE_MODULES = {
     "ps_server.streams",
     "ps_worker",
     "ps_worker.buffers",
+    "ps_worker.catalogue",
     "ps_worker.client",
     "ps_worker.config",
     "ps_worker.connection",

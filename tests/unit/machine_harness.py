@@ -132,6 +132,10 @@ class Bench:
         event = SealEvent(PLACE, self.sender(rank), sequence, terms)
         return self._note(self.machine.seal(event, self.now_s))
 
+    def observe(self, table: Table) -> list[Effect]:
+        """The newest view says this of the table."""
+        return self._note(self.machine.observe(table, self.now_s))
+
     def withdraw(self, rank: int, sequence: int) -> list[Effect]:
         """A withdrawal."""
         return self._note(

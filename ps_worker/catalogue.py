@@ -1,0 +1,143 @@
+"""The tables of a cluster, as a client sees them: making, opening and changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+from ps_core.consistency import Consistency
+from ps_core.tables import OptimizerSpec, TableSpec
+from ps_worker.connection import GRACE_S, Connection
+from ps_worker.settings import (
+    Layout,
+    SupportsSpec,
+    TableOptions,
+    consistency_of,
+    table_spec,
+)
+from ps_worker.table_handle import TableHandle
+
+
+class Catalogue(Connection):
+    """The middle of `ps_worker.client.Client`: its calls about whole tables."""
+
+    def create_table(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[TableOptions],
+    ) -> TableHandle:
+        """Create a table, or open the one of that name if it is identical.
+
+        Args:
+            name: unique in the cluster; 1 to 200 bytes.
+            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
+            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
+            options: see `TableOptions`.
+
+        Blocking: until every server of the table knows this client; waits for servers that have not
+        registered yet, at most `timeout_s`.
+
+        Raises:
+            InvalidConfig: a setting is wrong.
+            TableExists: a table of that name differs; the message names the first difference.
+            WaitExpired: servers are missing; the message says how many.
+        """
+        self.check_may_push("create tables")
+        options.setdefault("consistency", self.consistency)
+        spec = table_spec(name, layout, optimizer, options)
+        deadline_s = self.deadline_s(options.get("timeout_s"))
+        creating = self._loop.start(self.engine.create_table(spec, deadline_s))
+        handle = self.adopt(self._result(creating, deadline_s + GRACE_S))
+        self.record.table(handle.spec)
+        return handle
+
+    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
+        """Open a table that somebody creates; waits for it.
+
+        Args:
+            name: the table's name.
+            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
+
+        Blocking: until it exists and its servers know this client.
+
+        Raises:
+            TableNotFound: nobody created it in time; the message names the tables that there are.
+        """
+        self.check_usable()
+        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
+        opening = self._loop.start(self.engine.open_table(name, deadline_s))
+        return self.adopt(self._result(opening, deadline_s + GRACE_S))
+
+    def tables_under(
+        self,
+        prefix: str,
+        is_complete: Callable[[list[TableSpec]], bool],
+        timeout_s: float | None = None,
+    ) -> list[TableHandle]:
+        """Open all tables whose names begin with `prefix`.
+
+        Args:
+            prefix: the beginning of the names.
+            is_complete: called on the background thread; whether these tables are all.
+            timeout_s: how long to wait for that; None means the client's connect_deadline_s.
+
+        Returns:
+            The tables there are: all of them, unless time was up before.
+
+        Blocking: until they are complete or time is up.
+        """
+        self.check_usable()
+        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
+        opening = self._loop.start(self.engine.open_tables(prefix, is_complete, deadline_s))
+        return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
+
+    def set_consistency(
+        self,
+        table: TableHandle | str,
+        consistency: Consistency | str,
+        *,
+        after_clock: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Change how far a table's workers may run apart, while they train.
+
+        Every server changes at the same clock: what belongs to a clock up to the one that is
+        returned is treated as before, everything beyond under the new setting. Out of SSP or ASP
+        into BSP, workers that are ahead wait at that clock for the others. All workers may call it
+        with the same setting: the first call changes the table, the others find it changed.
+
+        Args:
+            table: a handle, or the name of any table of the cluster.
+            consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
+            after_clock: the setting of before holds up to this clock at least; the same number at
+                every worker makes runs repeatable. 0 (default): as soon as can be.
+            timeout_s: how long to wait for it; None means the client's request_deadline_s.
+
+        Returns:
+            The last clock of the setting before; 0 for a table that was made with this setting and
+            never changed.
+
+        Blocking: until every server with a part of the table has promised to change, and the
+        scheduler has said so; a few milliseconds where all are well.
+
+        Raises:
+            TableNotFound: there is no table of that name.
+            InvalidConfig: the setting is wrong, or the table's optimizer cannot have it.
+            WaitExpired: a server has not promised in time, named by the message; nothing changed.
+        """
+        self.check_usable()
+        name = table if isinstance(table, str) else table.name
+        wanted = consistency_of(consistency)
+        deadline_s = self.deadline_s(timeout_s)
+        changing = self._loop.start(
+            self.engine.set_consistency(name, wanted, after_clock, deadline_s)
+        )
+        return self._result(changing, deadline_s + GRACE_S).after_clock
+
+    def consistency_of(self, table: TableHandle) -> Consistency:
+        """The newest setting of a table, as the cluster's newest view has it."""
+        self.check_usable()
+        return self.engine.table(table.table.table_id).consistency
