@@ -133,6 +133,7 @@ class RangeState:
         self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
         self.clock = 0
         self.formed_clock = 0
+        self.read_clock = 0  # the highest that a worker has read for: its next
         self.update_count = 0
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)
@@ -144,8 +145,8 @@ class RangeState:
 
     @property
     def reached_clock(self) -> int:
-        """The highest clock of which anything has taken effect."""
-        reached = max(self.clock, self.formed_clock)
+        """The highest clock of which anything has taken effect, a read for it included."""
+        reached = max(self.clock, self.read_clock)
         for worker in self.by_rank.values():
             eager = (clock for clock, step in worker.steps.items() if step.eager is not None)
             reached = max(reached, worker.sealed_clock, worker.done_clock, *eager)

@@ -169,6 +169,8 @@ class ReadGate:
             return False
         if event.incarnation is None:
             return not event.consistent or state.clock >= event.clock
+        if state.schedule.holds(event.clock + 1):
+            return False
         setting = state.schedule.at(event.clock + 1)
         if setting.mode is Mode.BSP:
             return state.clock >= event.clock
@@ -187,6 +189,8 @@ class ReadGate:
         is_sum = state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
         asked = event.clock if is_sum and event.incarnation is not None else state.clock
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        if event.incarnation is not None:
+            state.read_clock = max(state.read_clock, event.clock + 1)
         return AnswerPull(
             event.waiter,
             state.table.table_id,
@@ -213,17 +217,19 @@ class ReadGate:
         if not self._state.initialized:
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
-        held, setting = state.schedule.hold_clock, state.schedule.at(event.clock + 1)
-        if held is not None and self._done_clock(event) < event.clock and event.clock > held:
+        setting = state.schedule.at(event.clock + 1)
+        if self._waits_for_change(event):
             return (
                 f"the read of {name} at clock {event.clock} waits for the scheduler: a change of "
-                f"its consistency after clock {held} is proposed and not settled"
+                f"its consistency after clock {state.schedule.hold_clock} is proposed and not "
+                "settled"
             )
-        if setting.mode is Mode.BSP and state.schedule.is_bsp(state.clock + 1):
-            clock = state.clock + 1
+        clock = state.clock + 1
+        if setting.mode is Mode.BSP and state.schedule.is_bsp(clock):
             late = ", ".join(self._behind(clock, now_s)) or "any worker: all have left"
-            if setting.backup_workers:
-                late = f"all but {setting.backup_workers} of {late}"
+            backup_workers = state.schedule.at(clock).backup_workers
+            if backup_workers:
+                late = f"all but {backup_workers} of {late}"
             return f"update {clock} of {name} waits for {late}"
         if setting.mode is not Mode.BSP and self._done_clock(event) < event.clock:
             return (
@@ -247,6 +253,10 @@ class ReadGate:
             and (rank not in state.by_rank or state.by_rank[rank].sealed_clock < clock)
         ]
 
+    def _waits_for_change(self, event: PullEvent) -> bool:
+        is_worker = event.incarnation is not None
+        return self._state.schedule.holds(event.clock + 1 if is_worker else event.clock)
+
     def cause(self, waiter: int) -> WaitCause | None:
         """What a read waits for; None if it does not wait."""
         event = self._waiters.get(waiter)
@@ -257,7 +267,7 @@ class ReadGate:
             return WaitCause.INITIAL_VALUES
         if event.consistent and event.incarnation is None:
             return WaitCause.CONSISTENT
-        if state.schedule.holds(event.clock):
+        if self._waits_for_change(event):
             return WaitCause.CHANGE
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
         is_bsp = state.schedule.is_bsp(event.clock)

@@ -197,7 +197,7 @@ class UpdateGate:
     def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """What follows from a seal of `worker` that took effect."""
         state = self._state
-        before = state.record_count
+        before = state.record_count, state.clock
         moved: Sequence[WorkerPart] = (worker,)
         if not state.initialized:
             self._initialize(out)
@@ -206,7 +206,7 @@ class UpdateGate:
             return
         self._decide(moved, now_s, out)
         self._forget(worker, out)
-        if before != state.record_count:
+        if before != (state.record_count, state.clock):
             self._reads.release(out)
 
     def _decide(self, moved: Sequence[WorkerPart], now_s: float, out: list[Effect]) -> None:

@@ -76,29 +76,36 @@ def _value(values: Any) -> float:
     return float(found[0])
 
 
+def _together(team: Team, tables: list[ps.TableHandle], value: float = 1.0) -> None:
+    """One step of every worker, committed."""
+    tickets = [
+        worker.push(table, np.full(ELEMENTS, value, np.float32))
+        for worker, table in zip(team.workers, tables, strict=True)
+    ]
+    for worker, ticket in zip(team.workers, tickets, strict=True):
+        worker.wait(ticket)
+
+
 def test_out_of_asp_all_workers_meet_at_one_clock(team: Team) -> None:
     tables = team.tables("asp")
     team.steps(0, tables[0], 5)
     team.steps(1, tables[1], 2)
     last = team.workers[1].set_consistency(tables[1], "bsp")
-    assert last == 5
+    assert last == 6, "worker 0 has read for its sixth step"
     assert str(team.workers[2].consistency_of(tables[2])) == "bsp"
-    read = team.reading(0, tables[0])  # for clock 6, which is BSP: with everything up to 5 in it
-    with pytest.raises(ps.WaitExpired, match=r"clock 5 of worker 1 \(clock 2.*worker 2") as told:
+    team.workers[0].push(tables[0], np.ones(ELEMENTS, np.float32))
+    read = team.reading(0, tables[0])  # for clock 7, which is BSP: with everything up to 6 in it
+    with pytest.raises(ps.WaitExpired, match=r"clock 6 of worker 1 \(clock 2.*worker 2") as told:
         team.workers[0].pull(tables[0], timeout_s=1.0)
     assert "bsp allows no more" in str(told.value)
-    team.steps(1, tables[1], 2)  # below clock 5 they run as before
+    team.steps(1, tables[1], 2)  # below clock 6 they run as before
     assert not read.done()
-    with ThreadPoolExecutor(2) as pool:  # their fifth step reads at clock 5 too
-        list(pool.map(lambda rank: team.steps(rank, tables[rank], 5 - tables[rank].clock), (1, 2)))
-    assert _value(team.workers[0].wait(read)) == 3 * 5
-    tickets = [
-        worker.push(table, np.full(ELEMENTS, 2.0, np.float32))
-        for worker, table in zip(team.workers, tables, strict=True)
-    ]
-    for worker, table, ticket in zip(team.workers, tables, tickets, strict=True):
-        worker.wait(ticket)
-        assert _value(worker.pull(table)) == 3 * 5 + 3 * 2
+    with ThreadPoolExecutor(2) as pool:  # their sixth step reads at clock 6 too
+        list(pool.map(lambda rank: team.steps(rank, tables[rank], 6 - tables[rank].clock), (1, 2)))
+    assert _value(team.workers[0].wait(read)) == 3 * 6
+    _together(team, tables, 2.0)
+    for worker, table in zip(team.workers, tables, strict=True):
+        assert _value(worker.pull(table)) == 3 * 6 + 3 * 2
 
 
 def test_a_worker_that_waits_is_freed(team: Team) -> None:
@@ -120,12 +127,13 @@ def test_out_of_bsp_nobody_waits_any_more(team: Team) -> None:
     tables = team.tables("bsp")
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda rank: team.steps(rank, tables[rank], 2), range(WORKERS)))
-    assert team.workers[0].set_consistency(tables[0], "asp:divide") == 2
+    assert team.workers[0].set_consistency(tables[0], "asp:divide") == 3
+    _together(team, tables)
     team.steps(0, tables[0], 3)
-    assert _value(team.workers[0].pull(tables[0])) == 2 * WORKERS + 3
-    assert team.workers[1].set_consistency(tables[1].name, "ssp:3") == 5
+    assert _value(team.workers[0].pull(tables[0])) == 3 * WORKERS + 3
+    assert team.workers[1].set_consistency(tables[1].name, "ssp:3") == 7
     team.workers[0].wait(team.workers[0].push(tables[0], np.ones(ELEMENTS, np.float32)))
-    with pytest.raises(ps.WaitExpired, match=r"clock 3 of worker 1 .*ssp:3 allows no more"):
+    with pytest.raises(ps.WaitExpired, match=r"clock 4 of worker 1 .*ssp:3 allows no more"):
         team.workers[0].pull(tables[0], timeout_s=0.5)
 
 
@@ -147,12 +155,16 @@ def test_a_step_that_was_waiting_belongs_to_the_setting_of_before(team: Team) ->
     assert _value(team.workers[2].pull(tables[2])) == 3 + 2 * 2
     assert tables[2].clock == 3, "it has gone where the others are"
     # Out of backup workers again: the one that was left behind is waited for.
-    assert team.workers[2].set_consistency(tables[2], "ssp:0") == 3
-    tickets = [team.workers[rank].push(tables[rank], np.ones(ELEMENTS, np.float32)) for rank in
-               range(WORKERS)]  # fmt: skip
-    for rank, ticket in enumerate(tickets):
-        team.workers[rank].wait(ticket)
-        assert _value(team.workers[rank].pull(tables[rank])) == 7 + 3
+    assert team.workers[2].set_consistency(tables[2], "ssp:0") == 4
+    for rank in (0, 1):
+        team.workers[rank].push(tables[rank], np.ones(ELEMENTS, np.float32))
+    assert _value(team.workers[0].pull(tables[0])) == 7 + 2
+    late = team.workers[2].push(tables[2], np.ones(ELEMENTS, np.float32))
+    assert team.workers[2].wait(late).discarded
+    assert _value(team.workers[2].pull(tables[2])) == 7 + 2
+    _together(team, tables)
+    for worker, table in zip(team.workers, tables, strict=True):
+        assert _value(worker.pull(table)) == 9 + 3
 
 
 def test_all_may_ask_and_say_from_when(team: Team) -> None:
@@ -198,7 +210,7 @@ def test_a_server_that_does_not_promise_is_named_and_nothing_changes(team: Team)
         os.kill(team.server_pids[1], signal.SIGCONT)
     assert str(team.workers[0].consistency_of(tables[0])) == "asp"
     team.steps(0, tables[0], 2)
-    assert team.workers[0].set_consistency(tables[0], "ssp:9") == 3
+    assert team.workers[0].set_consistency(tables[0], "ssp:9") == 4
     team.steps(1, tables[1], 1)
     assert _value(team.workers[2].pull(tables[2])) == 4
 
