@@ -134,6 +134,7 @@ class RangeState:
         self.clock = 0
         self.formed_clock = 0
         self.read_clock = 0  # the highest that a worker has read for: its next
+        self.changed_clock = 0  # the highest of which the values have anything
         self.update_count = 0
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)

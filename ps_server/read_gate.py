@@ -49,7 +49,7 @@ class ReadGate:
         mixed = self._mixed(event)
         if mixed is not None:
             out.append(self._refuse(event, mixed))
-        elif event.consistent and self._state.initialized and self._state.clock > event.clock:
+        elif event.consistent and self._state.initialized and self._is_past(event.clock):
             past = AlreadyPast(
                 f"range {self._state.range_id} of table '{self._state.name}' is at clock "
                 f"{self._state.clock}; the read asked for {event.clock}",
@@ -67,6 +67,10 @@ class ReadGate:
     def _unanswerable(self, event: PullEvent) -> PushpullError | None:
         """Why a read that cannot be answered now should not wait."""
         return self._lost() or self._dispute_of(event) or self._ahead_of(event)
+
+    def _is_past(self, clock: int) -> bool:
+        """Whether the range is beyond that clock, or its values have anything that is."""
+        return max(self._state.clock, self._state.changed_clock) > clock
 
     def _mixed(self, event: PullEvent) -> PushpullError | None:
         """A consistent read needs a clock at which all ranges hold the same updates."""

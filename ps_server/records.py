@@ -77,6 +77,7 @@ class Records:
         """Every in-sync replica has the record (there is one): its outcomes hold."""
         if record.blocks and not record.is_assign:
             self._state.update_count += 1
+            self._state.changed_clock = max(self._state.changed_clock, record.clock)
             for block in record.blocks:
                 self._state.versions[block] += 1
         for contributor in record.contributors:

@@ -43,7 +43,7 @@ class Schedule:
         for after_clock, setting in reversed(self._settings):
             if clock > after_clock:
                 return setting
-        return self._settings[0][1]  # long past: what is asked of it has been decided
+        return self._settings[0][1]  # long past and decided
 
     def is_bsp(self, clock: int) -> bool:
         """Whether the update of `clock` has every worker's step; else each is one by itself."""
@@ -57,9 +57,10 @@ class Schedule:
         """Whether what belongs to `clock` must wait."""
         return self.hold_clock is not None and clock > self.hold_clock
 
-    def changes_after(self, clock: int) -> bool:
-        """Whether a later clock has another setting."""
-        return clock <= self._settings[-1][0]
+    @property
+    def varies(self) -> bool:
+        """Whether clocks that may be asked for have different settings."""
+        return len(self._settings) > 1
 
     @property
     def compensates(self) -> bool:
@@ -94,8 +95,6 @@ class Schedule:
         self._settings.append((change.after_clock, change.consistency))
 
     def forget_before(self, clock: int) -> None:
-        """Everything up to `clock` has been decided: settings that ended before it are not asked
-        for any more.
-        """
-        while len(self._settings) > 1 and self._settings[1][0] <= clock:
+        """All before `clock` is decided, and not asked for any more."""
+        while len(self._settings) > 1 and self._settings[1][0] < clock:
             del self._settings[0]

@@ -227,13 +227,13 @@ class UpdateGate:
                 state.clock = state.slowest_clock()
             if state.clock == clock:
                 return
+            self._reads.release(out)  # some ask for the state at exactly this clock
             moved = self._those_who_may_go_on(clock, out)
 
     def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[WorkerPart]:
         """All is decided up to a later clock than `clock`: of whom there may be more to record."""
         state = self._state
-        schedule = state.schedule
-        if not schedule.changes_after(clock + 1) and not schedule.at(clock + 1).backup_workers:
+        if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
             return ()
         everyone = list(state.by_rank.values())
         self._end_settings(out)

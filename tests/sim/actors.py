@@ -47,7 +47,7 @@ from ps_worker.push_entries import (
     StepRefused,
 )
 from ps_worker.push_window import PushWindow
-from tests.sim.truth import Body, Grad, TrainingEnded
+from tests.sim.truth import Body, Grad, Settings, TrainingEnded
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -58,12 +58,16 @@ TICK_S = 0.25
 class SimServer:
     """A server machine and the values that its effects make."""
 
-    def __init__(self, world: World, node_id: NodeId, worker_count: int) -> None:
+    def __init__(
+        self, world: World, node_id: NodeId, worker_count: int, settings: Settings
+    ) -> None:
         self.world = world
+        self.settings = settings
         self.node_id = node_id
         self.machine = ServerMachine(node_id, worker_count)
         self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
         self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
+        self.updates: dict[tuple[TableId, int], list[set[int]]] = defaultdict(list)  # by whom
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
         self.numbers = itertools.count(1)
@@ -79,6 +83,7 @@ class SimServer:
             for node in gone:
                 self.fenced.setdefault(node.rank, self._landed(node))
             self.carry_out(self.machine.gone(gone, self.world.now_s))
+            self.carry_out(self.machine.settle(self.world.now_s))
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
         """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
@@ -129,6 +134,9 @@ class SimServer:
             elif isinstance(effect, Apply):
                 record = effect.record
                 key = (record.table_id, record.range_id, record.clock)
+                ranks = {part.rank for part in record.contributors if not part.skip}
+                for block in record.blocks:
+                    self.updates[record.table_id, block].append(ranks)
                 for grad in self.sums.pop(key, []):
                     self.values[record.table_id, grad.block].append(grad)
             elif isinstance(effect, Assign):
@@ -145,9 +153,9 @@ class SimServer:
 
     def _check_staleness(self, fold: Fold, grad: Grad) -> None:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
-        consistency = self.machine.table(fold.table_id).spec.consistency
-        found = self.values[fold.table_id, grad.block]
-        others = sum(1 for other in found if other.clock and other.rank != grad.rank)
+        consistency = self.settings.at(self.machine.table(fold.table_id), fold.clock)
+        updates = self.updates[fold.table_id, grad.block]
+        others = sum(1 for ranks in updates if grad.rank not in ranks)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
         scale = 1.0
         match consistency.policy:
@@ -164,8 +172,8 @@ class SimServer:
         ending = reply.ending
         if ending is not None and ending.outcome is Outcome.REJECTED:
             self.world.counts["rejected"] += 1
-            bound = self.machine.table(reply.table_id).spec.consistency.bound
-            assert ending.staleness > bound, (ending, bound)
+            bounds = self.settings.bounds(self.machine.table(reply.table_id))
+            assert ending.staleness > min(bounds), (ending, bounds)
 
     def read(
         self,
@@ -189,6 +197,7 @@ class Layout:
     epoch: dict[RangeId, int]
     tables: list[Table]
     range_count: int
+    settings: Settings
 
     def place(self, table_id: TableId, range_id: RangeId) -> Place:
         """Where an entry goes."""

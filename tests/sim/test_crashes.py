@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ps_core.cluster_view import Session
-from ps_core.consistency import Mode
-from ps_core.errors import Fenced
 from ps_core.keys import TableId
-from scheduler.cluster import Decision
-from scheduler.cluster_state import NodeSilent, WorkerGone
+from scheduler.cluster_state import NodeSilent, Transition, WorkerGone
 from tests.sim.actors import SimServer, SimWorker
-from tests.sim.test_simulation import SERVERS, Simulation
+from tests.sim.scheduled import LOOK_S, ScheduledSimulation
 from tests.sim.truth import Grad
 
-BEAT_S = 1.0
-LOOK_S = 0.25
-VIEW_DELAY_S = 1.5
 SLOW_S = 40.0
 """A step that takes this long, at a worker whose heartbeats go on: more than the timeout."""
 
 
-class CrashSimulation(Simulation):
+class CrashSimulation(ScheduledSimulation):
     """One seed in which one worker is killed or paused at some moment."""
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.slow: SimWorker | None = None
         super().__init__(seed, narrate=narrate)
         draw = self.world.draw
         self.victim = draw.choice(self.workers)
@@ -37,11 +31,6 @@ class CrashSimulation(Simulation):
         self.slow = draw.choice((None, others[0], others[1]))
         self.gone_rank: int | None = None
         self.history: dict[tuple[TableId, int, int], list[Grad]] = {}
-        for session in self.sessions[:SERVERS]:
-            self._beat(session, None)
-        for session, worker in zip(self.sessions[SERVERS:], self.workers, strict=True):
-            self._beat(session, worker)
-        self._look()
         self.strike_clock = draw.choice((0, 1, 2, 4))
         self.world.after(draw.random() * draw.choice((0.1, 1.0, 10.0)), self._strike)
 
@@ -71,43 +60,18 @@ class CrashSimulation(Simulation):
             wake_s = self.world.draw.choice((5.0, 40.0)) + self.world.draw.random()
             self.world.after(wake_s, self.victim.wake)
 
-    def _beat(self, session: Session, worker: SimWorker | None) -> None:
-        def arrive() -> None:
-            try:
-                self._publish(self.scheduler.heartbeat(session, self.world.now_s))
-            except Fenced as error:
-                assert worker is not None
-                fenced = error
-                self.world.send("fenced", lambda: worker.told_fenced(fenced))
+    def _is_heard(self, worker: SimWorker) -> bool:
+        return worker is self.slow or super()._is_heard(worker)
 
-        if worker is None:
-            arrive()
-        elif worker is self.slow or not worker.is_down:
-            self.world.send("heartbeat", arrive)
-        self.world.after(BEAT_S, lambda: self._beat(session, worker))
-
-    def _look(self) -> None:
-        self._publish(self.scheduler.tick(self.world.now_s))
-        self.world.after(LOOK_S, self._look)
-
-    def _publish(self, decision: Decision[int] | Decision[None]) -> None:
-        for transition in decision.transitions:
-            self.world.say(str(transition))
-            if isinstance(transition, WorkerGone):
-                rank = self.gone_rank = transition.node.rank
-                assert rank == self.victim.rank
-                self.world.counts["gone"] += 1
-                self.truth.gone.add(rank)
-                self.truth.left |= {(table.table_id, rank) for table in self.layout.tables}
-            self.world.counts["silent"] += isinstance(transition, NodeSilent)
-        if decision.transitions:
-            view = self.scheduler.view
-            for server in self.cluster.values():
-                self._tell(server, view)
-
-    def _tell(self, server: SimServer, view: object) -> None:
-        delay_s = self.world.draw.random() * VIEW_DELAY_S
-        self.world.after(delay_s, lambda: server.observe(view))  # type: ignore[arg-type]
+    def _happened(self, transition: Transition) -> None:
+        super()._happened(transition)
+        if isinstance(transition, WorkerGone):
+            rank = self.gone_rank = transition.node.rank
+            assert rank == self.victim.rank
+            self.world.counts["gone"] += 1
+            self.truth.gone.add(rank)
+            self.truth.left |= {(table.table_id, rank) for table in self.layout.tables}
+        self.world.counts["silent"] += isinstance(transition, NodeSilent)
 
     def _is_over(self) -> bool:
         """The living have finished, and whoever is gone has been fenced everywhere and knows it."""
@@ -127,7 +91,7 @@ class CrashSimulation(Simulation):
         for server in self.cluster.values():
             self._check_landed(server, self.gone_rank)
         for table in self.layout.tables:
-            if table.spec.consistency.mode is Mode.BSP:
+            if self.layout.settings.is_always_bsp(table):
                 self._check_whole(table.table_id, self.gone_rank)
 
     def _check_landed(self, server: SimServer, rank: int) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ps_core.consistency import Change, Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import TableId
+from ps_core.tables import Table
 
 
 class Grad(NamedTuple):
@@ -33,6 +35,54 @@ class Body(NamedTuple):
     problem: PushpullError | None
     is_assign: bool
     is_eager: bool
+
+
+class Settings:
+    """Which consistency each clock of each table has, as it turned out."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
+        self.may_change = False
+
+    def change(self, table_id: TableId, change: Change) -> None:
+        """It is committed. What it makes void was not reached by anyone."""
+        settings = self._settings[table_id]
+        while len(settings) > 1 and settings[-1][0] >= change.after_clock:
+            settings.pop()
+        settings.append((change.after_clock, change.consistency))
+
+    def at(self, table: Table, clock: int) -> Consistency:
+        """The setting of a clock."""
+        return [s for after, s in self._settings[table.table_id] if clock > after][-1]
+
+    def last_change(self, table: Table, clock: int) -> int:
+        """The clock after which the setting of `clock` began; -1 if it is the first."""
+        return max(after for after, _ in self._settings[table.table_id] if clock > after)
+
+    def upto(self, table: Table, clock: int) -> list[Consistency]:
+        """The settings of all clocks up to `clock`."""
+        return [s for after, s in self._settings[table.table_id] if clock > after]
+
+    def loses(self, table: Table, clock: int) -> bool:
+        """Whether steps up to `clock` may have ended as DISCARDED or REJECTED, which their workers
+        may not know yet.
+        """
+        return any(
+            setting.backup_workers or setting.policy is StalePolicy.REJECT
+            for setting in self.upto(table, clock)
+        )
+
+    def bounds(self, table: Table) -> list[int]:
+        """Beyond which staleness steps may be turned away."""
+        return [
+            setting.bound
+            for _, setting in self._settings[table.table_id]
+            if setting.policy is StalePolicy.REJECT
+        ]
+
+    def is_always_bsp(self, table: Table) -> bool:
+        """Whether no clock has another."""
+        return all(s.mode is Mode.BSP for _, s in self._settings[table.table_id])
 
 
 @dataclass

@@ -1,0 +1,131 @@
+"""A simulated cluster with its scheduler at work: heartbeats, views, and tables that change.
+
+Heartbeats and promises go over the faulty network; views come late, and each server sees others.
+"""
+
+from __future__ import annotations
+
+from ps_core.cluster_view import Session
+from ps_core.consistency import parsed
+from ps_core.errors import Fenced, InvalidConfig
+from scheduler.changes import Wish
+from scheduler.cluster import Decision
+from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
+from tests.sim.actors import RESEND_S, SimServer, SimWorker
+from tests.sim.test_simulation import CONSISTENCIES, SERVERS, Simulation
+
+BEAT_S = 1.0
+LOOK_S = 0.25
+VIEW_DELAY_S = 1.5
+
+
+class ScheduledSimulation(Simulation):
+    """One seed in which an operator changes the tables' consistency while they are trained."""
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        super().__init__(seed, narrate=narrate)
+        self.layout.settings.may_change = True
+        for session in self.sessions[:SERVERS]:
+            self._beat(session, None)
+            self._promise(session, self.cluster[session.node_id])
+        for session, worker in zip(self.sessions[SERVERS:], self.workers, strict=True):
+            self._beat(session, worker)
+        self._look()
+        self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
+        self.world.after(self.world.draw.random(), self._change)
+
+    def _is_heard(self, worker: SimWorker) -> bool:
+        """Whether its heartbeats come."""
+        return not worker.is_down
+
+    def _beat(self, session: Session, worker: SimWorker | None) -> None:
+        def arrive() -> None:
+            try:
+                self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
+            except Fenced as error:
+                assert worker is not None
+                fenced = error
+                self.world.send("fenced", lambda: worker.told_fenced(fenced))
+
+        if worker is None:
+            arrive()
+        elif self._is_heard(worker):
+            self.world.send("heartbeat", arrive)
+        self.world.after(BEAT_S, lambda: self._beat(session, worker))
+
+    def _look(self) -> None:
+        self._publish(self.scheduler.tick(self.world.now_s).transitions)
+        self.world.after(LOOK_S, self._look)
+
+    def _change(self) -> None:
+        """The operator wants another setting for a table."""
+        draw, table = self.world.draw, self.world.draw.choice(self.layout.tables)
+        wish = Wish(
+            table.spec.name,
+            parsed(draw.choice(CONSISTENCIES)),
+            draw.choice((0, 0, 0, draw.randint(0, 14))),
+            self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
+        )
+        worker = self.sessions[SERVERS + draw.randrange(len(self.workers))]
+        try:
+            decision = self.scheduler.set_consistency(worker, wish, self.world.now_s)
+        except (Fenced, InvalidConfig) as error:
+            self.world.say(f"no change: {error}")
+        else:
+            self._publish(decision.transitions)
+        self.world.after(draw.expovariate(1 / self.change_every_s), self._change)
+
+    def _promise(self, session: Session, server: SimServer) -> None:
+        """What stands is sent again and again."""
+        for promise in server.machine.promises:
+
+            def arrive(
+                table_id: object = promise.table_id,
+                number: int = promise.number,
+                clock: int = promise.clock,
+            ) -> None:
+                decision: Decision[None] = self.scheduler.promise_change(
+                    session,
+                    table_id,  # type: ignore[arg-type]
+                    number,
+                    clock,
+                )
+                self._publish(decision.transitions)
+
+            self.world.send("promise", arrive)
+        self.world.after(RESEND_S / 2, lambda: self._promise(session, server))
+
+    def _publish(self, transitions: tuple[Transition, ...]) -> None:
+        for transition in transitions:
+            self.world.say(_words(transition))
+            self._happened(transition)
+        if transitions:
+            view = self.scheduler.view
+            for server in self.cluster.values():
+                self._tell(server, view)
+
+    def _happened(self, transition: Transition) -> None:
+        counts = self.world.counts
+        if isinstance(transition, ChangeCommitted):
+            counts["changed"] += 1
+            self.layout.settings.change(transition.table.table_id, transition.change)
+        counts["proposed"] += isinstance(transition, ChangeProposed)
+        counts["withdrawn"] += isinstance(transition, ChangeWithdrawn)
+
+    def _tell(self, server: SimServer, view: object) -> None:
+        delay_s = self.world.draw.random() * VIEW_DELAY_S
+        self.world.after(delay_s, lambda: server.observe(view))  # type: ignore[arg-type]
+
+
+def _words(transition: Transition) -> str:
+    match transition:
+        case ChangeProposed(table, change) | ChangeCommitted(table, change):
+            name = type(transition).__name__
+            return (
+                f"{name} {table.spec.name} number {change.number} after {change.after_clock}: "
+                f"{change.consistency}"
+            )
+        case ChangeWithdrawn(table, reason):
+            return f"ChangeWithdrawn {table.spec.name}: {reason}"
+        case _:
+            return str(transition)
