@@ -147,10 +147,9 @@ class RangeState:
     @property
     def reached_clock(self) -> int:
         """The highest clock of which anything has taken effect, a read for it included."""
-        reached = max(self.clock, self.read_clock)
+        reached = max(self.clock, self.read_clock, self.changed_clock)
         for worker in self.by_rank.values():
-            eager = (clock for clock, step in worker.steps.items() if step.eager is not None)
-            reached = max(reached, worker.sealed_clock, worker.done_clock, *eager)
+            reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:

@@ -92,6 +92,8 @@ class Schedule:
 
     def _add(self, change: Change) -> None:
         self.number = change.number
+        while self._settings[-1][0] >= change.after_clock:  # nothing had got there
+            self._settings.pop()
         self._settings.append((change.after_clock, change.consistency))
 
     def forget_before(self, clock: int) -> None:

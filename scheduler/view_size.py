@@ -28,7 +28,7 @@ _LENGTH_BYTES = 6
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 40
 """A hyperparameter: a name of at most 32 bytes and a double."""
 
-_CHANGE_BYTES = 40
+CHANGE_BYTES = 40
 """A change of a table's consistency; a table has one at most, and a proposal."""
 
 
@@ -40,7 +40,7 @@ def table_bytes(spec: TableSpec) -> int:
         4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
         for t in spec.tensors
     )
-    return fixed + numbers + tensors + 2 * _CHANGE_BYTES
+    return fixed + numbers + tensors + 2 * CHANGE_BYTES
 
 
 def node_bytes(node: Node) -> int:

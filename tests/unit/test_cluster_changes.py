@@ -1,0 +1,187 @@
+"""The scheduler's machine when a table's consistency changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ps_core import errors
+from ps_core.cluster_view import Role, Session
+from ps_core.consistency import Change, Consistency, parsed
+from ps_core.keys import TableId
+from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_runtime import wire
+from scheduler import view_size
+from scheduler.changes import Outcome, Pending, Wish, Withdrawn
+from scheduler.cluster import Created
+from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn
+from tests.unit.cluster_harness import SPEC, Harness, refused
+
+MODEL = TableId(1)
+
+
+class Changing(Harness):
+    """Two servers, two workers and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers = [self.join(Role.SERVER) for _ in range(2)]
+        self.workers = [self.join(Role.WORKER) for _ in range(2)]
+        assert isinstance(self.create(self.workers[0]), Created)
+
+    def wish(
+        self, text: str = "ssp:2", *, by: Session | None = None, within_s: float = 10.0, **more: int
+    ) -> Change | Pending:
+        decision = self.cluster.set_consistency(
+            by or self.workers[0],
+            Wish("model", parsed(text), more.get("after_clock", 0), self.now_s + within_s),
+            self.now_s,
+        )
+        self.transitions += decision.transitions
+        return decision.reply
+
+    def promise(self, server: int, number: int, clock: int) -> None:
+        decision = self.cluster.promise_change(self.servers[server], MODEL, number, clock)
+        self.transitions += decision.transitions
+
+    def outcome(self, number: int) -> Outcome:
+        return self.cluster.change("model", number, self.now_s)
+
+    @property
+    def setting(self) -> Consistency:
+        return self.cluster.view.tables_by_name["model"].consistency
+
+
+def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
+    cluster = Changing()
+    pending = cluster.wish()
+    assert isinstance(pending, Pending)
+    assert "to ssp:2 waits for the promise of server node 1" in pending.reason
+    assert "server node 2" in pending.reason
+    cluster.promise(0, pending.number, 7)
+    again = cluster.outcome(pending.number)
+    assert isinstance(again, Pending)
+    assert "node 1" not in again.reason
+    assert cluster.setting == Consistency()
+    cluster.promise(1, pending.number, 4)
+    assert cluster.outcome(pending.number) == Change(1, 7, parsed("ssp:2"))
+    assert cluster.setting == parsed("ssp:2")
+    kinds = [type(t) for t in cluster.transitions]
+    assert kinds.count(ChangeProposed) == kinds.count(ChangeCommitted) == 1
+
+
+def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
+    cluster = Changing()
+    first = cluster.wish()
+    assert isinstance(first, Pending)
+    view = cluster.cluster.view
+    second = cluster.wish(by=cluster.workers[1])
+    assert isinstance(second, Pending)
+    assert second.number == first.number
+    other = cluster.wish("asp")
+    assert isinstance(other, Pending)
+    assert other.number == 0, "it waits for the first to be settled"
+    assert cluster.cluster.view is view
+    for server in (0, 1):
+        cluster.promise(server, first.number, 3)
+        cluster.promise(server, first.number, 3)
+    view = cluster.cluster.view
+    assert cluster.wish() == Change(1, 3, parsed("ssp:2"))
+    assert cluster.cluster.view is view
+    assert isinstance(cluster.wish("asp"), Pending)
+    assert cluster.outcome(first.number) == Change(1, 3, parsed("ssp:2")), "still its answer"
+
+
+def test_as_it_was_created_is_no_change() -> None:
+    assert Changing().wish("bsp") == Change(0, 0, Consistency())
+
+
+def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_more() -> None:
+    cluster = Changing()
+    pending = cluster.wish(within_s=2.0)
+    assert isinstance(pending, Pending)
+    cluster.promise(0, pending.number, 5)
+    cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
+    withdrawn = cluster.outcome(pending.number)
+    assert isinstance(withdrawn, Withdrawn)
+    assert "waits for the promise of server node 2" in withdrawn.reason
+    assert any(isinstance(t, ChangeWithdrawn) for t in cluster.transitions)
+    assert cluster.cluster.view.tables[0].proposed is None
+    again = cluster.wish()
+    assert isinstance(again, Pending)
+    assert again.number == 2
+    for server in (0, 1):
+        cluster.promise(server, pending.number, 5)
+    assert isinstance(cluster.outcome(again.number), Pending)
+    cluster.promise(0, again.number, 9)
+    cluster.promise(1, again.number, 8)
+    assert cluster.outcome(again.number) == Change(2, 9, parsed("ssp:2"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish("model", parsed("bsp:backup=2"), 0, 1e9), ["2 backup workers of 2 workers"]),
+        (Wish("model", parsed("asp"), -1, 1e9), ["after_clock is -1; expected 0"]),
+        (Wish("sums", parsed("asp"), 0, 1e9), ["AGGREGATE needs BSP"]),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(wish: Wish, words: list[str]) -> None:
+    cluster = Changing()
+    sums = replace(SPEC, name="sums", optimizer=OptimizerSpec(OptimizerKind.AGGREGATE))
+    cluster.create(cluster.workers[0], sums)
+    refused(
+        errors.InvalidConfig,
+        *words,
+        by=lambda: cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s),
+        of=cluster,
+    )
+
+
+def test_promises_that_cannot_be_are_refused() -> None:
+    cluster = Changing()
+    pending = cluster.wish(after_clock=4)
+    assert isinstance(pending, Pending)
+    refused(
+        errors.InvalidConfig,
+        "at clock 3; expected 4",
+        by=lambda: cluster.promise(0, pending.number, 3),
+        of=cluster,
+    )
+    refused(
+        errors.NotPermitted,
+        "only servers do",
+        by=lambda: cluster.cluster.promise_change(cluster.workers[0], MODEL, 1, 4),
+        of=cluster,
+    )
+    refused(
+        errors.TableNotFound,
+        "there is no table 9",
+        by=lambda: cluster.cluster.promise_change(cluster.servers[0], TableId(9), 1, 4),
+        of=cluster,
+    )
+    refused(
+        errors.TableNotFound,
+        "there is no table 'other'",
+        by=lambda: cluster.cluster.set_consistency(
+            cluster.workers[0], Wish("other", parsed("asp"), 0, 1e9), cluster.now_s
+        ),
+        of=cluster,
+    )
+
+
+def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
+    cluster = Changing()
+    pending = cluster.wish()
+    assert isinstance(pending, Pending)
+    for server in (0, 1):
+        cluster.promise(server, pending.number, 0)
+    assert isinstance(cluster.create(cluster.workers[1]), Created)
+
+
+def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
+    huge = 2**53 - 1
+    for text in ("asp:compensate=0.123456789,adaptive", "bsp:backup=9,grace=59999ms"):
+        change = Change(2**32 - 1, huge, parsed(text))
+        assert wire.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
