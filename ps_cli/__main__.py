@@ -20,6 +20,7 @@ from ps_cli.output import Output
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
+from ps_cli.tables import SchedulerAddress, list_tables, matching_tables, set_consistency
 from ps_cli.train import ALL_KINDS, DEFAULT_LINE_INTERVAL_S, TrainRun, TrainSettings
 from ps_cli.up import UpSettings, run_up
 from ps_core.errors import InvalidConfig, PushpullError
@@ -138,18 +139,15 @@ def up(
 
 @app.command()
 def status(
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            envvar="PUSHPULL_SCHEDULER",
-            help="host:port of the scheduler, or several with commas.",
-        ),
-    ] = "",
+    scheduler: SchedulerAddress = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print it for a program.")] = False,
 ) -> None:
     """Show a cluster's roles, ranges, tables, workers with their clocks, and who waits for whom."""
-    addresses = [address.strip() for address in scheduler.split(",") if address.strip()]
-    _guarded(lambda _: _show_status(addresses, as_json))
+    _guarded(lambda _: _show_status(_addresses(scheduler), as_json))
+
+
+def _addresses(scheduler: str) -> list[str]:
+    return [address.strip() for address in scheduler.split(",") if address.strip()]
 
 
 async def _show_status(addresses: list[str], as_json: bool) -> int:
@@ -160,6 +158,53 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
     else:
         Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(status_view(document))
     return 0
+
+
+tables_app = typer.Typer(
+    help="A cluster's tables, and how far their workers may run apart.", no_args_is_help=True
+)
+app.add_typer(tables_app, name="tables")
+
+
+@tables_app.command(name="list")
+def tables_list(scheduler: SchedulerAddress = "") -> None:
+    """List a cluster's tables, each with its optimizer and its consistency."""
+    _guarded(lambda output: list_tables(_addresses(scheduler), output))
+
+
+@tables_app.command(name="set")
+def tables_set(
+    table: Annotated[
+        str, typer.Argument(help="The table's name, or a pattern such as 'model*' for several.")
+    ],
+    consistency: Annotated[
+        str, typer.Argument(help="bsp, bsp:backup=1, ssp:4, asp, asp:divide, asp:reject=8, ...")
+    ],
+    scheduler: SchedulerAddress = "",
+    after_clock: Annotated[
+        int,
+        typer.Option(min=0, help="Not before the clock after this one; 0: as soon as can be."),
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for the servers, for each table.")
+    ] = 10.0,
+) -> None:
+    """Change the consistency of TABLE while it is trained.
+
+    Every server changes at the same clock, which is printed. Out of ssp or asp into bsp, workers
+    that are ahead wait there for the others. A server that does not answer in time is named, and
+    then nothing has changed. docs/CONSISTENCY.md says what each setting promises.
+
+    Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
+    """
+
+    def change(output: Output) -> int:
+        names = asyncio.run(matching_tables(_addresses(scheduler), table))
+        return set_consistency(
+            scheduler, names, consistency, output, after_clock=after_clock, timeout_s=timeout
+        )
+
+    _reported(change)
 
 
 @app.command()

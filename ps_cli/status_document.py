@@ -208,7 +208,7 @@ def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: 
         block_count=table.block_count,
         optimizer=spec.optimizer.kind.value,
         hyperparameters=dict(spec.optimizer.hyperparameters),
-        consistency=str(spec.consistency),
+        consistency=str(table.consistency),
         reduction=spec.reduction.value,
         clock=min(entry.clock for entry in own) if is_known else None,
         update_count=sum(entry.update_count for entry in own) if is_known else None,

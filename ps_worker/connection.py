@@ -354,7 +354,7 @@ class Connection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(leave=error is None)
+        self.close(leave=error is None or self.is_reader)
 
     # --- what every call checks
 

@@ -246,8 +246,17 @@ def test_status_of_a_running_cluster_for_programs_and_people(
         tool.wait_for(r"\[train \d+s\] worker 0: step [1-9]\d* of 1000000, clock [1-9]")
         asked = run("status", "--json", "--scheduler", address, cwd=tmp_path)
         shown = run("status", "--scheduler", address, cwd=tmp_path)
+        changed = run("tables", "set", "wei*", "ssp:4", "--scheduler", address, cwd=tmp_path)
+        listed = run("tables", "list", "--scheduler", address, cwd=tmp_path)
+        unknown = run("tables", "set", "nobody", "asp", "--scheduler", address, cwd=tmp_path)
         tool.process.send_signal(signal.SIGTERM)
         assert tool.end(END_DEADLINE_S) == 143, tool.text
+    assert changed.returncode == 0, changed.stderr
+    clock = int(re.fullmatch(r"weights: ssp:4 from clock (\d+) on\n", changed.stdout).group(1))  # type: ignore[union-attr]
+    assert clock > 1, "it was in the middle of its training"
+    assert f"float32, sgd, ssp:4 from clock {clock} on" in listed.stdout
+    assert unknown.returncode == 1
+    assert "no table is 'nobody'; the cluster has 'weights'" in unknown.stderr
     assert asked.returncode == 0, asked.stderr
     document = json.loads(asked.stdout)
     assert {node["role"] for node in document["nodes"]} == {"server", "worker"}

@@ -11,7 +11,8 @@ from ps_core.errors import Fenced, InvalidConfig
 from scheduler.changes import Wish
 from scheduler.cluster import Decision
 from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
-from tests.sim.actors import RESEND_S, SimServer, SimWorker
+from tests.sim.actors import RESEND_S, SimWorker
+from tests.sim.server import SimServer
 from tests.sim.test_simulation import CONSISTENCIES, SERVERS, Simulation
 
 BEAT_S = 1.0

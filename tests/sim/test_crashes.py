@@ -10,8 +10,9 @@ from collections import Counter
 
 from ps_core.keys import TableId
 from scheduler.cluster_state import NodeSilent, Transition, WorkerGone
-from tests.sim.actors import SimServer, SimWorker
+from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
+from tests.sim.server import SimServer
 from tests.sim.truth import Grad
 
 SLOW_S = 40.0

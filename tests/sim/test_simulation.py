@@ -24,7 +24,8 @@ from ps_core.tables import (
 from scheduler.cluster import Cluster as SchedulerMachine
 from scheduler.cluster import Created
 from scheduler.cluster_state import ClusterSettings, Registration
-from tests.sim.actors import Layout, Reads, SimServer, SimWorker, Waits
+from tests.sim.actors import Layout, Reads, SimWorker, Waits
+from tests.sim.server import SimServer
 from tests.sim.training import training
 from tests.sim.truth import Settings, Truth
 from tests.sim.world import World

@@ -1,0 +1,162 @@
+"""A server of a simulation: the real machine, with lists for tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+from ps_core.cluster_view import ClusterView, Node, NodeState
+from ps_core.consistency import StalePolicy
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import Outcome, ReplyKind
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Effect,
+    Fold,
+    Forget,
+    PullEvent,
+    PushEvent,
+    RefusePull,
+    ReplyTo,
+    SealEvent,
+    WithdrawEvent,
+)
+from ps_server.server_machine import ServerMachine
+from tests.sim.truth import Grad, Settings
+from tests.sim.world import World
+
+TICK_S = 0.25
+
+
+class SimServer:
+    """A server machine and the values that its effects make."""
+
+    def __init__(
+        self, world: World, node_id: NodeId, worker_count: int, settings: Settings
+    ) -> None:
+        self.world = world
+        self.settings = settings
+        self.node_id = node_id
+        self.machine = ServerMachine(node_id, worker_count)
+        self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
+        self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
+        self.updates: dict[tuple[TableId, int], list[set[int]]] = defaultdict(list)  # by whom
+        self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
+        self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
+        self.numbers = itertools.count(1)
+        self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
+        self.given_back: set[int] = set()  # ranks that had to give room after their fence
+        world.after(TICK_S, self._tick)
+
+    def observe(self, view: ClusterView) -> None:
+        """As `ps_server.node` does."""
+        if view.view_number > self.machine.view_number:
+            self.machine.observe(view)
+            gone = [node for node in view.nodes if node.state is NodeState.GONE]
+            for node in gone:
+                self.fenced.setdefault(node.rank, self._landed(node))
+            self.carry_out(self.machine.gone(gone, self.world.now_s))
+            self.carry_out(self.machine.settle(self.world.now_s))
+
+    def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
+        """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
+        found = {
+            (table_id, grad)
+            for (table_id, _), grads in self.values.items()
+            for grad in grads
+            if grad.rank == node.rank
+        }
+        for (table_id, _, _), grads in self.sums.items():
+            found |= {(table_id, grad) for grad in grads if grad.rank == node.rank}
+        for (table_id, _), part in self.machine.parts.items():
+            worker = part.state.workers.get(node.incarnation)
+            if worker is None:
+                continue
+            for step in worker.steps.values():
+                is_cut_off = step.clock > worker.sealed_clock
+                self.world.counts["steps cut off"] += is_cut_off
+                for push in step.pushes.values():
+                    if isinstance(push.payload, Grad) and not is_cut_off:
+                        self.world.counts["sealed and held"] += 1
+                        found.add((table_id, push.payload))
+        return found
+
+    def _tick(self) -> None:
+        self.carry_out(self.machine.tick(self.world.now_s))
+        self.world.after(TICK_S, self._tick)
+
+    def entry(self, event: PushEvent | SealEvent | WithdrawEvent) -> None:
+        """An entry arrived."""
+        self.carry_out(self.machine.entry(event, self.world.now_s))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """As `ps_server.node` does, with lists for tensors."""
+        for effect in effects:
+            if isinstance(effect, ReplyTo):
+                self.world.counts[effect.kind.value] += 1
+                self.outbox[effect.sender.origin](effect)
+                self._check_rejected(effect)
+                if effect.kind is ReplyKind.GIVEN_BACK and effect.sender.rank in self.fenced:
+                    self.given_back.add(effect.sender.rank)
+            elif isinstance(effect, Fold):
+                key = (effect.table_id, effect.range_id, effect.clock)
+                for _, payload in effect.parts:
+                    assert isinstance(payload, Grad)
+                    self.sums[key].append(payload)
+                    self._check_staleness(effect, payload)
+            elif isinstance(effect, Apply):
+                record = effect.record
+                key = (record.table_id, record.range_id, record.clock)
+                ranks = {part.rank for part in record.contributors if not part.skip}
+                for block in record.blocks:
+                    self.updates[record.table_id, block].append(ranks)
+                for grad in self.sums.pop(key, []):
+                    self.values[record.table_id, grad.block].append(grad)
+            elif isinstance(effect, Assign):
+                for block, payload in effect.parts:
+                    assert isinstance(payload, Grad)
+                    self.values[effect.record.table_id, block] = [payload]
+            elif isinstance(effect, Forget):
+                self.world.counts["forgotten"] += 1
+            else:
+                on_answer = self.reads.pop(effect.waiter, None)
+                self.machine.answered(effect.waiter)
+                if on_answer is not None:
+                    on_answer(effect)
+
+    def _check_staleness(self, fold: Fold, grad: Grad) -> None:
+        """What is applied is not too stale, and is scaled as its staleness says (S1)."""
+        consistency = self.settings.at(self.machine.table(fold.table_id), fold.clock)
+        updates = self.updates[fold.table_id, grad.block]
+        others = sum(1 for ranks in updates if grad.rank not in ranks)
+        tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
+        scale = 1.0
+        match consistency.policy:
+            case StalePolicy.REJECT:
+                assert tau <= consistency.bound, f"{grad} is {tau} stale under {consistency}"
+            case StalePolicy.DAMP:
+                scale = 1 / (1 + consistency.alpha * tau)
+            case StalePolicy.DIVIDE:
+                scale = 1 / tau if tau else 1.0
+        assert fold.scale == scale, (fold.scale, tau, consistency)
+        self.world.counts["scaled"] += fold.scale != 1.0
+
+    def _check_rejected(self, reply: ReplyTo) -> None:
+        ending = reply.ending
+        if ending is not None and ending.outcome is Outcome.REJECTED:
+            self.world.counts["rejected"] += 1
+            bounds = self.settings.bounds(self.machine.table(reply.table_id))
+            assert ending.staleness > min(bounds), (ending, bounds)
+
+    def read(
+        self,
+        event: Callable[[int], PullEvent],
+        on_answer: Callable[[AnswerPull | RefusePull], None],
+    ) -> None:
+        """A read of one range arrived."""
+        number = next(self.numbers)
+        self.reads[number] = on_answer
+        self.carry_out(self.machine.pull(event(number), self.world.now_s))
