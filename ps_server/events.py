@@ -87,7 +87,7 @@ class WithdrawEvent(NamedTuple):
 
 class PullEvent(NamedTuple):
     """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
-    `consistent`.
+    `consistent`. `cut_id`: the cut that it is the end of, if any.
     """
 
     place: Place
@@ -96,6 +96,7 @@ class PullEvent(NamedTuple):
     clock: int
     consistent: bool
     deadline_s: float
+    cut_id: tuple[Incarnation, int] | None = None
 
 
 class ReplyTo(NamedTuple):

@@ -29,6 +29,7 @@ from ps_core.tables import Table
 from ps_server.entry_rules import EntryRules
 from ps_server.events import (
     Effect,
+    PullEvent,
     PushEvent,
     SealEvent,
     Sender,
@@ -37,6 +38,7 @@ from ps_server.events import (
 from ps_server.range_state import HeldPush, RangeState, Room, StepPart, WorkerPart
 from ps_server.read_gate import ReadGate
 from ps_server.room import Step
+from ps_server.schedule import CutId
 from ps_server.update_gate import UpdateGate
 
 _Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent)
@@ -94,6 +96,7 @@ class RangeMachine:
             self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
             return out
         self._gate.advance(worker, now_s, out)
+        self._go_on(now_s, out)
         return out
 
     def gone(self, node: Node, now_s: float) -> list[Effect]:
@@ -111,6 +114,7 @@ class RangeMachine:
         state.gone[node.rank] = node
         self.reads.gone(node, out)
         self._gate.gone(worker, now_s, out)
+        self._go_on(now_s, out)
         return out
 
     def observe(self, table: Table, now_s: float) -> list[Effect]:
@@ -118,19 +122,46 @@ class RangeMachine:
         withdrawn or committed.
         """
         out: list[Effect] = []
-        if self.state.schedule.observe(table, self.state.reached_clock):
+        reached = max(self.state.reached_clock, self.state.read_clock)
+        if self.state.schedule.observe(table, reached):
             self._gate.resume(now_s, out)
         return out
 
+    def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
+        """A reader is about to ask for one state of the whole table: nothing beyond the clock that
+        is returned takes effect before it has its answer, or `deadline_s` has come.
+        """
+        return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
+
+    def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
+        """A read arrived: answered at once, refused, or parked until its deadline."""
+        out = self.reads.pull(event, now_s)
+        self._go_on(now_s, out)
+        return out
+
+    def cancel(self, waiter: int) -> None:
+        """The caller of a read has gone. What it held goes on at the next `tick`."""
+        self.reads.cancel(waiter)
+
+    def _go_on(self, now_s: float, out: list[Effect]) -> None:
+        """Let go on what cuts held and hold no more."""
+        while self.state.schedule.is_freed:
+            self.state.schedule.is_freed = False
+            self._gate.resume(now_s, out)
+
     @property
     def wake_s(self) -> float | None:
-        """When `tick` may form an update; None: time alone does not."""
-        return self._gate.wake_s
+        """When `tick` may do something; None: time alone does not."""
+        schedule = self.state.schedule
+        times = [t for t in (self._gate.wake_s, schedule.cut_deadline_s) if t is not None]
+        return 0.0 if schedule.is_freed else min(times, default=None)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed."""
+        self.state.schedule.end_late_cuts(now_s)
         out: list[Effect] = list(self.reads.tick(now_s))
         self._gate.tick(now_s, out)
+        self._go_on(now_s, out)
         return out
 
     def _worker(self, sender: Sender, now_s: float) -> WorkerPart:
@@ -219,14 +250,15 @@ class RangeMachine:
             event.byte_count,
             event.payload,
             event.pulled_peer_version,
+            event.eager is not None,
         )
         step.pushes[event.sequence] = push
         step.blocks[event.block] = event.sequence
         worker.held[event.sequence] = event.clock
         if event.eager is not None:
             step.eager = self.state.table.numbers.merged(event.eager)
-        if event.eager is not None and self._gate.takes_eager(worker, event.clock):
-            self._gate.record_eager(worker, step, push, event.eager, out)
+        if self._gate.takes_eager(worker, step, push):
+            self._gate.record_eager(worker, step, push, out)
             return
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 

@@ -46,6 +46,7 @@ class HeldPush:
     byte_count: int
     payload: object | None
     pulled_peer_version: int | None
+    is_eager: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +147,8 @@ class RangeState:
 
     @property
     def reached_clock(self) -> int:
-        """The highest clock of which anything has taken effect, a read for it included."""
-        reached = max(self.clock, self.read_clock, self.changed_clock)
+        """The highest clock of which anything has taken effect."""
+        reached = max(self.clock, self.changed_clock)
         for worker in self.by_rank.values():
             reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached

@@ -49,13 +49,8 @@ class ReadGate:
         mixed = self._mixed(event)
         if mixed is not None:
             out.append(self._refuse(event, mixed))
-        elif event.consistent and self._state.initialized and self._is_past(event.clock):
-            past = AlreadyPast(
-                f"range {self._state.range_id} of table '{self._state.name}' is at clock "
-                f"{self._state.clock}; the read asked for {event.clock}",
-                clock=self._state.clock,
-            )
-            out.append(self._refuse(event, past))
+        elif event.consistent and self._state.initialized and self._is_past(event):
+            out.append(self._refuse(event, self._past(event)))
         elif self._may_read(event):
             out.append(self._answer(event))
         elif (problem := self._unanswerable(event)) is not None:
@@ -68,17 +63,39 @@ class ReadGate:
         """Why a read that cannot be answered now should not wait."""
         return self._lost() or self._dispute_of(event) or self._ahead_of(event)
 
-    def _is_past(self, clock: int) -> bool:
+    def _is_past(self, event: PullEvent) -> bool:
         """Whether the range is beyond that clock, or its values have anything that is."""
-        return max(self._state.clock, self._state.changed_clock) > clock
+        reached = max(self._state.clock, self._state.changed_clock)
+        return reached > event.clock
+
+    def _past(self, event: PullEvent) -> AlreadyPast:
+        clock = max(self._state.clock, self._state.changed_clock)
+        return AlreadyPast(
+            f"range {self._state.range_id} of table '{self._state.name}' is at clock {clock}; the "
+            f"read asked for {event.clock}",
+            clock=clock,
+        )
 
     def _mixed(self, event: PullEvent) -> PushpullError | None:
-        """A consistent read needs a clock at which all ranges hold the same updates."""
-        if not event.consistent or self._state.schedule.is_bsp(event.clock):
+        """A consistent read needs a clock at which all ranges hold the same steps: one of BSP, or
+        one that its reader has cut at.
+        """
+        state = self._state
+        if not event.consistent:
+            return None
+        name = f"table '{state.name}' (range {state.range_id})"
+        if event.cut_id is not None:
+            if state.schedule.name_cut(event.cut_id, event.clock):
+                return None
+            return WaitExpired(
+                f"the cut of {name} is not held up to clock {event.clock}: it took too long; cut "
+                "again"
+            )
+        if state.schedule.is_bsp(event.clock):
             return None
         return InvalidConfig(
-            f"table '{self._state.name}' is not BSP at clock {event.clock}: it has no consistent "
-            "reads there"
+            f"{name} is {state.schedule.at(event.clock)} at clock {event.clock}, not BSP: a "
+            "consistent read there needs a cut"
         )
 
     def settled(self, out: list[Effect]) -> None:
@@ -86,10 +103,13 @@ class ReadGate:
         others may be answered.
         """
         for event in list(self._waiters.values()):
-            mixed = self._mixed(event)
-            if mixed is not None:
+            problem: PushpullError | None = None
+            if event.consistent and event.cut_id is None:  # it waits for an update of BSP
+                is_past = self._is_past(event)
+                problem = self._mixed(event) or (self._past(event) if is_past else None)
+            if problem is not None:
                 del self._waiters[event.waiter]
-                out.append(self._refuse(event, mixed))
+                out.append(self._refuse(event, problem))
         self.release(out)
 
     def _ahead_of(self, event: PullEvent) -> PushpullError | None:
@@ -145,17 +165,30 @@ class ReadGate:
             "another name"
         )
 
+    def waits_for(self, waiter: int) -> bool:
+        """Whether that read is parked."""
+        return waiter in self._waiters
+
     def cancel(self, waiter: int) -> None:
         """The caller has gone."""
-        self._waiters.pop(waiter, None)
+        event = self._waiters.pop(waiter, None)
+        if event is not None and event.cut_id is not None:
+            self._state.schedule.end_cut(event.cut_id)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Reads whose deadline has passed learn whom they waited for."""
-        expired = [e for e in self._waiters.values() if e.deadline_s <= now_s]
+        """Reads whose deadline has passed learn whom they waited for, those whose cut has ended
+        without them that it has.
+        """
         out: list[Effect] = []
-        for event in expired:
-            del self._waiters[event.waiter]
-            out.append(self._refuse(event, WaitExpired(self.explain(event, now_s))))
+        for event in list(self._waiters.values()):
+            problem: PushpullError | None = None
+            if event.deadline_s <= now_s:
+                problem = WaitExpired(self.explain(event, now_s))
+            elif event.cut_id is not None:
+                problem = self._mixed(event)
+            if problem is not None:
+                del self._waiters[event.waiter]
+                out.append(self._refuse(event, problem))
         return out
 
     def release(self, out: list[Effect]) -> None:
@@ -173,7 +206,7 @@ class ReadGate:
             return False
         if event.incarnation is None:
             return not event.consistent or state.clock >= event.clock
-        if state.schedule.holds(event.clock + 1):
+        if state.schedule.holds_reads(event.clock + 1):
             return False
         setting = state.schedule.at(event.clock + 1)
         if setting.mode is Mode.BSP:
@@ -195,6 +228,8 @@ class ReadGate:
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
         if event.incarnation is not None:
             state.read_clock = max(state.read_clock, event.clock + 1)
+        if event.cut_id is not None:
+            state.schedule.end_cut(event.cut_id)
         return AnswerPull(
             event.waiter,
             state.table.table_id,
@@ -213,6 +248,8 @@ class ReadGate:
         return event.incarnation if keeps else None
 
     def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:
+        if event.cut_id is not None:
+            self._state.schedule.end_cut(event.cut_id)
         return RefusePull(event.waiter, self._state.table.table_id, self._state.range_id, error)
 
     def explain(self, event: PullEvent, now_s: float) -> str:
@@ -259,7 +296,7 @@ class ReadGate:
 
     def _waits_for_change(self, event: PullEvent) -> bool:
         is_worker = event.incarnation is not None
-        return self._state.schedule.holds(event.clock + 1 if is_worker else event.clock)
+        return self._state.schedule.holds_reads(event.clock + 1 if is_worker else event.clock)
 
     def cause(self, waiter: int) -> WaitCause | None:
         """What a read waits for; None if it does not wait."""

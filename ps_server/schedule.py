@@ -1,4 +1,4 @@
-"""Which setting holds at which clock, and what must wait while a change is settled (SEMANTICS S6).
+"""Which setting holds at which clock, and beyond which clock all must wait (SEMANTICS S6, S10).
 
     settled   --proposed-->   promised: nothing beyond `hold_clock` takes effect here
     promised  --committed-->  settled, with another setting from some clock on
@@ -6,6 +6,14 @@
 
 The clock of a change is the highest that any range had reached when it promised. So every range
 treats a clock alike, and none has to undo anything.
+
+A cut is the same for a reader that wants one state of the whole table where updates are not formed
+clock by clock: every range holds what is beyond the clock that it has reached; the reader then
+names the highest, each range goes on up to it, answers, and lets go.
+
+    open      --begun-->      held at what was reached
+    held      --named-->      held at the reader's clock
+    held      --answered, given up, or out of time-->  open
 
 Invariants:
     SC-1  The setting of a clock does not change once something of that clock has taken effect.
@@ -15,19 +23,35 @@ What it deliberately does not do: hold anything (`update_gate` does), or talk to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ps_core.consistency import Change, Consistency, Mode, StalePolicy
 from ps_core.errors import check
+from ps_core.keys import Incarnation
 from ps_core.tables import Table
 
 _BEFORE_ALL = -1
+
+CutId = tuple[Incarnation, int]
+"""Whose cut, and its reader's number for it."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """Nothing beyond `clock` takes effect until it ends."""
+
+    clock: int
+    deadline_s: float
 
 
 class Schedule:
     """The settings of one table in one range.
 
     Attributes:
-        hold_clock: nothing beyond it may take effect; None while no change is being settled.
+        hold_clock: nothing beyond it may take effect, nor be read for; None while no change is
+            being settled.
         number: the newest change that was committed; 0 before the first.
+        is_freed: what a cut held may go on, and has not yet.
     """
 
     def __init__(self, table: Table) -> None:
@@ -35,6 +59,8 @@ class Schedule:
         self._promised = 0
         self.hold_clock: int | None = None
         self.number = 0
+        self._cuts: dict[CutId, Cut] = {}
+        self.is_freed = False
         if table.change is not None:
             self._add(table.change)
 
@@ -54,7 +80,13 @@ class Schedule:
         return max((after for after, _ in self._settings if after < clock), default=_BEFORE_ALL)
 
     def holds(self, clock: int) -> bool:
-        """Whether what belongs to `clock` must wait."""
+        """Whether steps of `clock` must wait."""
+        if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):
+            return True
+        return self.holds_reads(clock)
+
+    def holds_reads(self, clock: int) -> bool:
+        """Whether reads for steps of `clock` must wait; a cut does not mind them."""
         return self.hold_clock is not None and clock > self.hold_clock
 
     @property
@@ -89,6 +121,40 @@ class Schedule:
             self._promised = table.proposed.number
             self.hold_clock = max(table.proposed.after_clock, reached)
         return committed or (held is not None and self.hold_clock != held)
+
+    # --- cuts
+
+    def begin_cut(self, cut_id: CutId, reached: int, deadline_s: float) -> int:
+        """Hold what is beyond `reached`, the highest clock of which anything has taken effect; the
+        clock that is held. Asked again, the same.
+        """
+        cut = self._cuts.setdefault(cut_id, Cut(reached, deadline_s))
+        return cut.clock
+
+    def name_cut(self, cut_id: CutId, clock: int) -> bool:
+        """The reader asks for the state at `clock`; False if its cut is not held up to there."""
+        cut = self._cuts.get(cut_id)
+        if cut is None or clock < cut.clock:
+            return False
+        self.is_freed = self.is_freed or clock > cut.clock
+        cut.clock = clock
+        return True
+
+    def end_cut(self, cut_id: CutId) -> None:
+        """The reader has its answer, or will not have one."""
+        self.is_freed = self._cuts.pop(cut_id, None) is not None or self.is_freed
+
+    def end_late_cuts(self, now_s: float) -> None:
+        """Whoever was too slow gets no answer."""
+        for cut_id in [key for key, cut in self._cuts.items() if cut.deadline_s <= now_s]:
+            self.end_cut(cut_id)
+
+    @property
+    def cut_deadline_s(self) -> float | None:
+        """When the first cut will have lasted too long; None if there is none."""
+        return min((cut.deadline_s for cut in self._cuts.values()), default=None)
+
+    # --- changes
 
     def _add(self, change: Change) -> None:
         self.number = change.number

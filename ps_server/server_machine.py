@@ -47,6 +47,7 @@ from ps_server.events import (
 from ps_server.range_machine import RangeMachine
 from ps_server.read_gate import WaitCause
 from ps_server.room import GateRoom, Step
+from ps_server.schedule import CutId
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,16 +297,34 @@ class ServerMachine:
         except PushpullError as error:
             place = event.place
             return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
-        effects = part.reads.pull(event, now_s)
-        if not effects:
+        effects = part.pull(event, now_s)
+        if part.reads.waits_for(event.waiter):
             self._waiting[event.waiter] = part
+        self._rooms[event.place.table_id].credits(effects)
         return effects
+
+    def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
+        """A reader is about to ask for one state of the whole table: hold what is beyond the clock
+        that is returned, in every range that is here, until each has answered it.
+
+        Raises:
+            TableNotFound: there is no such table.
+            NotOwner: nothing of it is here.
+        """
+        table = self.table(table_id)
+        parts = [part for (owner, _), part in self._parts.items() if owner == table_id]
+        if not parts:
+            raise NotOwner(f"server {self._node_id} serves nothing of table '{table.spec.name}'")
+        self._timed |= set(parts)
+        return max(part.begin_cut(cut_id, deadline_s) for part in parts)
 
     def answered(self, waiter: int) -> None:
         """The read has been answered, refused or cancelled: nothing waits for it."""
         part = self._waiting.pop(waiter, None)
         if part is not None:
-            part.reads.cancel(waiter)
+            part.cancel(waiter)
+            if part.wake_s is not None:
+                self._timed.add(part)
 
     def wait_cause(self, waiter: int) -> WaitCause | None:
         """What a read waits for; None if it does not wait."""
@@ -316,6 +335,8 @@ class ServerMachine:
         """Time passed: reads expire, and updates form that gave slow workers time."""
         parts = {*self._waiting.values(), *self._timed}
         effects = [effect for part in parts for effect in part.tick(now_s)]
+        for table_id in {part.state.table.table_id for part in parts}:
+            self._rooms[table_id].credits(effects)
         self._timed = {part for part in self._timed if part.wake_s is not None}
         return effects
 

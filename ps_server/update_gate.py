@@ -177,6 +177,7 @@ class UpdateGate:
     def resume(self, now_s: float, out: list[Effect]) -> None:
         """A change of the setting was settled: what it held goes on, under what now holds."""
         for worker in list(self._state.by_rank.values()):
+            self._record_waiting(worker, out)
             self.advance(worker, now_s, out)
         if self._state.initialized:
             self._decide(list(self._state.by_rank.values()), now_s, out)
@@ -202,6 +203,8 @@ class UpdateGate:
         if not state.initialized:
             self._initialize(out)
             moved = list(state.by_rank.values())
+            for other in moved:
+                self._record_waiting(other, out)
         if not state.initialized:
             return
         self._decide(moved, now_s, out)
@@ -238,6 +241,7 @@ class UpdateGate:
         everyone = list(state.by_rank.values())
         self._end_settings(out)
         for worker in everyone:
+            self._record_waiting(worker, out)
             self._take_effects(worker, out)
         return everyone
 
@@ -285,23 +289,28 @@ class UpdateGate:
             out.append(Apply(record))
         self._records.commit(record, out)
 
-    def takes_eager(self, worker: WorkerPart, clock: int) -> bool:
-        """Whether an eager push of `clock` is applied as it comes; else it waits for the seal."""
+    def takes_eager(self, worker: WorkerPart, step: StepPart, push: HeldPush) -> bool:
+        """Whether the push is applied as it comes; else it waits: for its seal under BSP, or until
+        nothing holds its clock.
+        """
         schedule = self._state.schedule
         return (
-            self._state.initialized
-            and not schedule.is_bsp(clock)
-            and not schedule.holds(clock)
-            and worker.done_clock >= schedule.begins_after(clock)
+            push.is_eager
+            and self._state.initialized
+            and not schedule.is_bsp(step.clock)
+            and not schedule.holds(step.clock)
+            and worker.done_clock >= schedule.begins_after(step.clock)
         )
 
+    def _record_waiting(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """Eager pushes had to wait: those that need not any more are applied."""
+        for step in list(worker.steps.values()):
+            for push in list(step.pushes.values()) if step.eager is not None else ():
+                if push.payload is not None and self.takes_eager(worker, step, push):
+                    self.record_eager(worker, step, push, out)
+
     def record_eager(
-        self,
-        worker: WorkerPart,
-        step: StepPart,
-        push: HeldPush,
-        hyperparameters: Hyperparameters,
-        out: list[Effect],
+        self, worker: WorkerPart, step: StepPart, push: HeldPush, out: list[Effect]
     ) -> None:
         """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
         tau = self._records.staleness(worker, push)
@@ -310,11 +319,11 @@ class UpdateGate:
             self._state.drop_push(step, worker, push.sequence)
             self._records.reject(worker, push, tau, out)
             return
-        merged = self._state.table.numbers.merged(hyperparameters)
+        numbers = step.eager or ()
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
-        record = self._records.record(step.clock, [contributor], merged, (push.block,))
+        record = self._records.record(step.clock, [contributor], numbers, (push.block,))
         out.append(
             Fold(
                 self._state.table.table_id,

@@ -26,6 +26,7 @@ from ps_server.events import (
     WithdrawEvent,
 )
 from ps_server.events import SealTerms as ServerTerms
+from ps_server.schedule import CutId
 from ps_worker.push_entries import (
     EntryKey,
     Reply,
@@ -72,6 +73,15 @@ class RangeAnswer(NamedTuple):
     peer_versions: dict[int, int]
 
 
+class ReadTerms(NamedTuple):
+    """What a read asks for."""
+
+    clock: int
+    incarnation: Incarnation | None
+    consistent: bool = False
+    cut_id: CutId | None = None
+
+
 class Reads:
     """A read of a whole table, asked again until every range has answered."""
 
@@ -82,13 +92,11 @@ class Reads:
         self.is_down = False
         self._current = 0
 
-    def begin(
-        self, table: Table, clock: int, incarnation: Incarnation | None, *, consistent: bool
-    ) -> None:
+    def begin(self, table: Table, terms: ReadTerms) -> None:
         """Ask every range; answers to an earlier question no longer count."""
         self._current += 1
         self.answers, self.refusals = {}, []
-        self._ask(self._current, table, clock, incarnation, consistent)
+        self._ask(self._current, table, terms)
 
     def is_done(self, table: Table) -> bool:
         """Whether every range has answered, or one has refused."""
@@ -96,37 +104,29 @@ class Reads:
             table.blocks_by_range(self.layout.range_count)
         )
 
-    def _ask(
-        self,
-        question: int,
-        table: Table,
-        clock: int,
-        incarnation: Incarnation | None,
-        consistent: bool,
-    ) -> None:
+    def _ask(self, question: int, table: Table, terms: ReadTerms) -> None:
         if question != self._current or self.is_done(table):
             return
         for range_id in table.blocks_by_range(self.layout.range_count):
             if range_id not in self.answers and not self.is_down:
-                self._ask_range(question, table, range_id, (clock, incarnation, consistent))
-        self.world.after(
-            RESEND_S, lambda: self._ask(question, table, clock, incarnation, consistent)
-        )
+                self._ask_range(question, table, range_id, terms)
+        self.world.after(RESEND_S, lambda: self._ask(question, table, terms))
 
-    def _ask_range(
-        self,
-        question: int,
-        table: Table,
-        range_id: RangeId,
-        terms: tuple[int, Incarnation | None, bool],
-    ) -> None:
+    def _ask_range(self, question: int, table: Table, range_id: RangeId, terms: ReadTerms) -> None:
         server = self.cluster[self.layout.owner[range_id]]
-        clock, incarnation, consistent = terms
 
         def event(number: int) -> PullEvent:
             until_s = self.world.now_s + PULL_DEADLINE_S
             place = self.layout.place(table.table_id, range_id)
-            return PullEvent(place, number, incarnation, clock, consistent, until_s)
+            return PullEvent(
+                place,
+                number,
+                terms.incarnation,
+                terms.clock,
+                terms.consistent,
+                until_s,
+                terms.cut_id,
+            )
 
         def on_answer(effect: AnswerPull | RefusePull) -> None:
             if isinstance(effect, RefusePull):

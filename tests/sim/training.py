@@ -6,7 +6,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
-from tests.sim.actors import SimWorker, Waits
+from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.truth import Body, Grad, TrainingEnded, Truth
 
 
@@ -98,7 +98,7 @@ def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -
 
 def _read(worker: SimWorker, table: Table, clock: int) -> Waits:
     while True:
-        worker.reads.begin(table, clock, worker.incarnation, consistent=False)
+        worker.reads.begin(table, ReadTerms(clock, worker.incarnation))
         yield lambda: worker.reads.is_done(table)
         if not worker.reads.refusals:
             break

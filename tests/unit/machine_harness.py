@@ -148,7 +148,7 @@ class Bench:
         """A read by a worker, or by a reader if `rank` is None."""
         incarnation = None if rank is None else self.sender(rank).incarnation
         event = PullEvent(PLACE, waiter, incarnation, clock, consistent, self.now_s + 10)
-        return self._note(self.machine.reads.pull(event, self.now_s))
+        return self._note(self.machine.pull(event, self.now_s))
 
 
 def outcomes(effects: list[Effect]) -> dict[tuple[int, int], Outcome]:
