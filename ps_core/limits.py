@@ -53,6 +53,13 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""
 
+DEFAULT_CUT_S = 5.0
+MAX_CUT_S = 10.0
+"""How long a cut may hold up training, if its reader does not end it."""
+
+MAX_CUT_COUNT = 64
+"""Cuts that are held at once in one range of a table."""
+
 MAX_LEDGER_GAP_COUNT = 65_536
 """Sequences that a ledger holds above its low-water mark, and outcomes that it keeps below it for
 a sender that never confirms."""

@@ -151,6 +151,8 @@ def add_to_server(
         "PushPull": stream(
             servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
         ),
+        "BeginCut": unary(servicer.BeginCut, parameters_pb2.BeginCutRequest.FromString, serialized),
+        "EndCut": unary(servicer.EndCut, parameters_pb2.EndCutRequest.FromString, serialized),
         "GetRangeStats": unary(
             servicer.GetRangeStats, parameters_pb2.GetRangeStatsRequest.FromString, serialized
         ),

@@ -65,7 +65,8 @@ AnswerPart = bytes | parameters_pb2.SharedValue
 class Read:
     """A read of one range on its way; `on_answer` gets its parts, once.
 
-    `codec` is None for the table's own; `shared`: the reader takes what is lent to it.
+    `codec` is None for the table's own; `shared`: the reader takes what is lent to it; `cut` is the
+    session's number of the cut that it ends, or 0.
     """
 
     place: Place
@@ -74,6 +75,7 @@ class Read:
     session: Session
     shared: bool
     on_answer: Callable[[list[AnswerPart]], None]
+    cut: int = 0
     parked_s: float = 0.0
     cause: WaitCause | None = None
     """What it waits for, since `parked_s`, if it does."""
@@ -236,6 +238,15 @@ class ParameterNode:
 
     # --- reads
 
+    def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
+        """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
+        return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
+
+    def end_cut(self, session: Session, table_id: TableId, cut: int) -> None:
+        """Hold nothing for that cut any more."""
+        cut_id = (session.incarnation, cut)
+        self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
+
     def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
         """Start a read of one range; `read.on_answer` is called now or later. Returns its
         number.
@@ -244,7 +255,8 @@ class ParameterNode:
         self._reads[number] = read
         is_worker = read.session.role is Role.WORKER
         incarnation = read.session.incarnation if is_worker else None
-        event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s)
+        cut_id = (read.session.incarnation, read.cut) if read.cut else None
+        event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s, cut_id)
         now_s = self.now()
         self.carry_out(self.machine.pull(event, now_s))
         if number in self._reads:

@@ -133,6 +133,13 @@ class RangeMachine:
         """
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
+    def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
+        """Its reader is done with it."""
+        out: list[Effect] = []
+        self.state.schedule.end_cut(cut_id)
+        self._go_on(now_s, out)
+        return out
+
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read arrived: answered at once, refused, or parked until its deadline."""
         out = self.reads.pull(event, now_s)

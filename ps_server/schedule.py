@@ -25,8 +25,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ps_core import limits
 from ps_core.consistency import Change, Consistency, Mode, StalePolicy
-from ps_core.errors import check
+from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
 from ps_core.tables import Table
 
@@ -127,7 +128,14 @@ class Schedule:
     def begin_cut(self, cut_id: CutId, reached: int, deadline_s: float) -> int:
         """Hold what is beyond `reached`, the highest clock of which anything has taken effect; the
         clock that is held. Asked again, the same.
+
+        Raises:
+            Overloaded: too many are held.
         """
+        if len(self._cuts) >= limits.MAX_CUT_COUNT and cut_id not in self._cuts:
+            raise Overloaded(
+                f"{limits.MAX_CUT_COUNT} cuts of the table are held already", retry_after_ms=500
+            )
         cut = self._cuts.setdefault(cut_id, Cut(reached, deadline_s))
         return cut.clock
 

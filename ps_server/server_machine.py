@@ -310,13 +310,30 @@ class ServerMachine:
         Raises:
             TableNotFound: there is no such table.
             NotOwner: nothing of it is here.
+            Overloaded: too many cuts are held.
         """
+        parts = self._parts_of(table_id)
+        self._timed |= set(parts)
+        return max(part.begin_cut(cut_id, deadline_s) for part in parts)
+
+    def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
+        """The cut's reader is done with it.
+
+        Raises:
+            TableNotFound, NotOwner: as `begin_cut`.
+        """
+        effects: list[Effect] = []
+        for part in self._parts_of(table_id):
+            effects += part.end_cut(cut_id, now_s)
+        self._rooms[table_id].credits(effects)
+        return effects
+
+    def _parts_of(self, table_id: TableId) -> list[RangeMachine]:
         table = self.table(table_id)
         parts = [part for (owner, _), part in self._parts.items() if owner == table_id]
         if not parts:
             raise NotOwner(f"server {self._node_id} serves nothing of table '{table.spec.name}'")
-        self._timed |= set(parts)
-        return max(part.begin_cut(cut_id, deadline_s) for part in parts)
+        return parts
 
     def answered(self, waiter: int) -> None:
         """The read has been answered, refused or cancelled: nothing waits for it."""

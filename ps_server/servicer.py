@@ -13,6 +13,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import (
     InvalidConfig,
     InvalidKeys,
+    NotPermitted,
     Overloaded,
     PushpullError,
     Recovering,
@@ -38,7 +39,7 @@ from ps_server.frames import (
 from ps_server.node import AnswerPart, ParameterNode, Read, range_error
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
@@ -142,6 +143,36 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             finally:
                 await _cancelled(reader)
                 await stream.reads.close()
+
+    @translated
+    async def BeginCut(
+        self, request: parameters_pb2.BeginCutRequest, context: Any
+    ) -> parameters_pb2.BeginCutResponse:
+        """See parameters.proto."""
+        session = self._reader(request.session)
+        if not request.cut:
+            raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
+        lasts_s = min(request.deadline_ms / 1000 or limits.DEFAULT_CUT_S, limits.MAX_CUT_S)
+        clock = self._node.begin_cut(session, TableId(request.table_id), request.cut, lasts_s)
+        return parameters_pb2.BeginCutResponse(clock=clock)
+
+    @translated
+    async def EndCut(
+        self, request: parameters_pb2.EndCutRequest, context: Any
+    ) -> parameters_pb2.EndCutResponse:
+        """See parameters.proto."""
+        session = self._reader(request.session)
+        self._node.end_cut(session, TableId(request.table_id), request.cut)
+        return parameters_pb2.EndCutResponse()
+
+    def _reader(self, message: types_pb2.SessionIdentity) -> Session:
+        session = self._node.sessions.admit(message)
+        if session.role is not Role.READER:
+            raise NotPermitted(
+                f"a {session.role.value} asks for a cut, which would hold up its own steps; only "
+                "readers do"
+            )
+        return session
 
     @translated
     async def GetRangeStats(
@@ -275,7 +306,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             AssignmentEpoch(part.assignment_epoch),
         )
         codec, is_shared = _codec_of(request), request.shared
-        read = Read(place, part.blocks, codec, session, is_shared, on_answer)
+        read = Read(place, part.blocks, codec, session, is_shared, on_answer, request.cut)
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=until_s
         )

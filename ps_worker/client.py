@@ -305,8 +305,10 @@ class Client(Catalogue):
             table: where from.
             out: an array or CPU tensor to write into; None makes one.
             slice: the part to pull: a slice of elements, or a tensor's name; None means all.
-            consistent: readers of a BSP table: exactly the state after one update, in every part of
-                the table. What a worker pulls under BSP is so anyway.
+            consistent: readers: exactly the state after one clock, in every part of the table.
+                Under SSP that holds up the workers that are ahead until the others are there, at
+                most `staleness` clocks. Under ASP there is no such state: each range of the table
+                is as it was between two updates. What a worker pulls under BSP is so anyway.
             callback: called with the values on a thread of its own once they are here; the call
                 then returns a ticket at once. If the pull fails, `wait` on the ticket raises.
             timeout_s: how long the pull may take; None means the client's request_deadline_s.
@@ -323,7 +325,7 @@ class Client(Catalogue):
         Raises:
             InvalidTensor: `out` has another dtype or shape.
             InvalidKeys: a part that the table does not have.
-            InvalidConfig: `consistent` on a table that is not BSP.
+            InvalidConfig: `consistent` by a worker, on a table that is not BSP.
             WaitExpired: the message says whom the pull waits for.
         """
         region = region_of(table.table, slice)

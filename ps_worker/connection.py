@@ -12,9 +12,10 @@ Rules:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -26,6 +27,7 @@ from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig
+from ps_worker.consistent_pulls import new_cut
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background, stop_background
@@ -159,11 +161,12 @@ class Connection:
         consistent: bool = False,
         timeout_s: float | None = None,
         at_clock: int | None = None,
+        cut: int = 0,
     ) -> PullTicket[Pulled]:
         """Begin to pull `region` (None: all of the table) at this worker's clock into `raw`.
 
-        With `consistent` and `at_clock` a reader names the clock; the ticket ends with AlreadyPast
-        where a range is further.
+        With `consistent` and `at_clock` a reader names the clock, and the `cut` that holds it where
+        there is one; the ticket ends with AlreadyPast where a range is further.
 
         Shapes:
             raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on
@@ -190,8 +193,28 @@ class Connection:
             is_reader=self.is_reader and at_clock is None,
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
+            cut=cut,
         )
         return PullTicket(table.table, self._loop.start(self.engine.read(order)))
+
+    @contextlib.contextmanager
+    def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
+        """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
+        of each are made. Gives the cut's number, for `start_pull`, and each table's lowest clock.
+
+        Blocking: until every server has answered; at the end, until each has let go.
+
+        Raises:
+            PushpullError: a server did not answer, or refused.
+        """
+        self.check_usable()
+        number, held = new_cut(), [table.table for table in tables]
+        try:
+            begun = self._loop.start(self.engine.begin_cut(number, held, lasts_s))
+            clocks = self._result(begun, lasts_s + GRACE_S)
+            yield number, [clocks[table.table_id] for table in held]
+        finally:
+            self._result(self._loop.start(self.engine.end_cut(number, held)), GRACE_S)
 
     # --- waiting
 

@@ -23,6 +23,7 @@ from ps_runtime import logs, wire
 from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.config import WorkerConfig
+from ps_worker.consistent_pulls import ConsistentPuller
 from ps_worker.counters import Counters
 from ps_worker.links import LinkSetting, ServerLinks
 from ps_worker.measures import MEASURES
@@ -65,6 +66,7 @@ class Engine:
         self.refused: dict[TableId, PushpullError] = {}
         self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self)
         self._puller = Puller(self._links, self.counters, lambda: self._view)
+        self._consistent = ConsistentPuller(self._puller, lambda: self._view)
         self._take_view(view)
         link.progress = self._progress
         link.on_view.append(self._take_view)
@@ -247,7 +249,8 @@ class Engine:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._reads.add(task)
         try:
-            pulled = await self._puller.read(order)
+            puller = self._consistent if order.consistent and order.is_reader else self._puller
+            pulled = await puller.read(order)
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None
@@ -262,6 +265,17 @@ class Engine:
         if clock == order.clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
         return pulled
+
+    async def begin_cut(
+        self, cut: int, tables: Sequence[Table], lasts_s: float
+    ) -> dict[TableId, int]:
+        """Hold tables so that one clock of all can be read: see `ConsistentPuller.begin_cut`."""
+        self.check_alive()
+        return await self._consistent.begin_cut(cut, tables, lasts_s)
+
+    async def end_cut(self, cut: int, tables: Sequence[Table]) -> None:
+        """Let go what `begin_cut` holds."""
+        await self._consistent.end_cut(cut, tables)
 
     def lost_server(self, patience_s: float) -> str:
         """A server with a part of a table that has left, or was away for so long; empty if none."""

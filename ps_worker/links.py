@@ -231,6 +231,34 @@ class ServerLink:
             )
         return response
 
+    async def begin_cut(self, table_id: int, cut: int, lasts_s: float) -> int:
+        """Hold what is beyond the clock that is returned, in all that the server has of a table.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.BeginCutRequest(
+            session=self._identity,
+            table_id=table_id,
+            cut=cut,
+            deadline_ms=max(int(lasts_s * 1000), 1),
+        )
+        with _translated():
+            response: parameters_pb2.BeginCutResponse = await self._stub.BeginCut(
+                request, timeout=STATS_DEADLINE_S
+            )
+        return response.clock
+
+    async def end_cut(self, table_id: int, cut: int) -> None:
+        """Hold nothing for the cut any more.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.EndCutRequest(session=self._identity, table_id=table_id, cut=cut)
+        with _translated():
+            await self._stub.EndCut(request, timeout=STATS_DEADLINE_S)
+
     # --- the push stream
 
     async def _keep_stream(self, view_number: int) -> None:

@@ -3,9 +3,11 @@
 Rules:
     - The tables of a `DistributedOptimizer` are found by its name, their tensors by the names that
       the model has for its parameters and persistent buffers.
-    - A consistent read takes all tables that train at one clock. Groups added later count from the
-      clock in their tables' names ("model/1@120/float32"); tables of parameters that were frozen at
-      first count from when they were unfrozen, and are read at their own newest clock.
+    - A consistent read takes all tables that train at one clock; but for BSP it cuts them first.
+      Under ASP no clock is one of all workers: each part is read as it is.
+    - Groups added later count from the clock in their tables' names ("model/1@120/float32"); tables
+      of parameters that were frozen at first count from when they were unfrozen, and are read at
+      their own newest clock.
 
 What it deliberately does not do: read the parameters of `Aggregate`, which are the workers'.
 """
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ps_core import limits
+from ps_core.consistency import Mode
 from ps_core.errors import (
     AlreadyPast,
     InvalidConfig,
@@ -66,7 +70,8 @@ def pull_model(
         client: a reader's client, or a worker's, which reads at its own clock.
         model: the same architecture as the workers'; its values are replaced.
         name: the optimizer's name.
-        consistent: the state after one and the same step in every part; BSP only. With False each
+        consistent: the state after one and the same step in every part. Under SSP that holds up the
+            workers that are ahead for a moment; under ASP there is no such state. With False each
             part is as new as it comes.
         timeout_s: how long it may take; None means the client's request_deadline_s.
 
@@ -77,8 +82,7 @@ def pull_model(
 
     Raises:
         TableNotFound: a parameter or buffer is in no table; the message names it.
-        InvalidConfig: the tables hold tensors that the model lacks, or belong to `Aggregate`;
-            `consistent` under ASP.
+        InvalidConfig: the tables hold tensors that the model lacks, or belong to `Aggregate`.
         InvalidTensor: a tensor has another shape in the model.
         WaitExpired: it took too long.
     """
@@ -89,10 +93,13 @@ def pull_model(
         _check(table, targets)
     parts = [_Part(client, table) for table in tables]
     training = [part for part in parts if not part.table.name.endswith("/frozen")]
-    if consistent and client.is_reader and training:
+    modes = {client.consistency_of(table).mode for table in tables}
+    if not consistent or not client.is_reader or not training or Mode.ASP in modes:
+        clock = _read(training, consistent and modes == {Mode.BSP}, end_s)
+    elif modes == {Mode.BSP}:
         clock = _read_at_one_clock(training, end_s)
     else:
-        clock = _read(training, consistent, end_s)
+        clock = _read_by_cut(training, end_s)
     _read([part for part in parts if part not in training], consistent, end_s)
     for part in parts:
         part.write(targets)
@@ -116,7 +123,7 @@ class _Part:
         return birth_clock(self.table.name)
 
     def start(
-        self, consistent: bool, end_s: float, at_clock: int | None = None
+        self, consistent: bool, end_s: float, at_clock: int | None = None, cut: int = 0
     ) -> PullTicket[Pulled]:
         ticket = self.client.start_pull(
             self.table,
@@ -124,6 +131,7 @@ class _Part:
             consistent=consistent,
             timeout_s=max(end_s - now_s(), 0.001),
             at_clock=at_clock,
+            cut=cut,
         )
         self.pending.add(ticket)
         return ticket
@@ -206,7 +214,22 @@ def _read_at_one_clock(parts: Sequence[_Part], end_s: float) -> int:
             margin, clock = 0, None  # training has paused or ended before that clock
 
 
-def _attempt(parts: Sequence[_Part], clock: int, end_s: float) -> None:
+def _read_by_cut(parts: Sequence[_Part], end_s: float) -> int:
+    """Holds all tables where they are, and reads them at the highest clock of any."""
+    tables = [part.table for part in parts]
+    while True:
+        lasts_s = min(limits.DEFAULT_CUT_S, max(end_s - now_s(), 0.001))
+        with parts[0].client.cut(tables, lasts_s) as (cut, clocks):
+            clock = max(clock + part.birth for part, clock in zip(parts, clocks, strict=True))
+            try:
+                _attempt(parts, clock, now_s() + lasts_s, cut)
+                return clock
+            except (AlreadyPast, WaitExpired):
+                if now_s() >= end_s:
+                    raise
+
+
+def _attempt(parts: Sequence[_Part], clock: int, end_s: float, cut: int = 0) -> None:
     """Reads all parts at one clock, or raises when none of them is being written any more.
 
     Raises:
@@ -215,7 +238,7 @@ def _attempt(parts: Sequence[_Part], clock: int, end_s: float) -> None:
     """
     failure: AlreadyPast | WaitExpired | None = None
     for part in parts:
-        part.start(consistent=True, end_s=end_s, at_clock=max(clock - part.birth, 0))
+        part.start(consistent=True, end_s=end_s, at_clock=max(clock - part.birth, 0), cut=cut)
     for part in parts:
         try:
             part.pending.wait()

@@ -8,8 +8,6 @@ Rules:
       was answered. If one of them has changed since, the range is asked for again, a few times so,
       then as bytes. A consistent read takes bytes at once: what it asks for may be past before it
       is copied.
-    - A consistent read names one clock for every range: the newest that any range reports. Where a
-      range is past it already, it asks further ahead, by a margin that grows.
 
 Everything belongs to the background loop.
 """
@@ -26,7 +24,6 @@ import numpy as np
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import (
-    AlreadyPast,
     Internal,
     NotOwner,
     PushpullError,
@@ -75,6 +72,8 @@ class ReadOrder:
     is_reader: bool
     deadline_s: float
     steps: TableSteps
+    cut: int = 0
+    """Its reader's number of the cut that it ends; 0: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,60 +125,15 @@ class Puller:
         """
         began_s = now_s()
         try:
-            if order.consistent and order.is_reader:
-                return await self._read_newest(order)
-            return await self._read_at(order, order.clock, order.deadline_s)
+            return await self.read_at(order, order.clock, order.deadline_s)
         finally:
             self._counters.waits.pop(order, None)
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
-    # --- consistent reads of readers
-
-    async def _read_newest(self, order: ReadOrder) -> Pulled:
-        margin = 0
-        clock = await self._newest_clock(order)
-        while True:
-            deadline_s = min(order.deadline_s, now_s() + ATTEMPT_S)
-            try:
-                return await self._read_at(order, clock, deadline_s)
-            except AlreadyPast as past:
-                margin = max(1, 2 * margin)
-                clock = past.clock + margin
-                if now_s() >= order.deadline_s:
-                    raise WaitExpired(
-                        f"no clock of table '{order.table.spec.name}' could be read before the "
-                        f"servers had passed it: {past.message}"
-                    ) from past
-            except WaitExpired:
-                if now_s() >= order.deadline_s:
-                    raise
-                margin = 0
-                clock = await self._newest_clock(order)
-
-    async def _newest_clock(self, order: ReadOrder) -> int:
-        """The newest clock that any range of the table reports."""
-        table_id = order.table.table_id
-        backoff = Backoff()
-        while True:
-            servers = {
-                self._view().ranges[range_id].primary
-                for range_id in self._blocks_by_range(order.table)
-            }
-            try:
-                found = await asyncio.gather(
-                    *(self._link(server).range_stats(table_id) for server in servers)
-                )
-                return max(
-                    (stats.clock for response in found for stats in response.ranges), default=0
-                )
-            except PushpullError as error:
-                if not _is_curable(error):
-                    raise
-                await self._pause(order, backoff, error)
-
     # --- reads
 
-    async def _read_at(self, order: ReadOrder, clock: int, deadline_s: float) -> Pulled:
+    async def read_at(self, order: ReadOrder, clock: int, deadline_s: float) -> Pulled:
+        """Read at a clock, until a deadline; raises as `read`."""
         reading = self._begin(order, clock, deadline_s)
         backoff = Backoff()
         while True:
@@ -188,15 +142,15 @@ class Puller:
             if not reading.wanted:
                 return reading.pulled()
             for error in errors:
-                if not _is_curable(error):
+                if not is_curable(error):
                     raise error
             if not errors and reading.torn_count > torn_count:
                 continue  # there is nothing to wait for
             error = errors[0] if errors else Recovering("a server ended its answer early")
             self._counters.waits[order] = error.message
-            await self._pause(order, backoff, error, deadline_s)
+            await self.pause(order, backoff, error, deadline_s)
 
-    async def _pause(
+    async def pause(
         self,
         order: ReadOrder,
         backoff: Backoff,
@@ -214,7 +168,7 @@ class Puller:
         raise WaitExpired(f"a pull of table '{name}' took too long: {error.message}") from error
 
     def _begin(self, order: ReadOrder, clock: int, deadline_s: float) -> _Reading:
-        by_range = self._blocks_by_range(order.table)
+        by_range = self.blocks_by_range(order.table)
         inside = blocks_of(order.table, order.region)
         wanted = {
             range_id: found
@@ -224,14 +178,30 @@ class Puller:
         counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
         return _Reading(order, clock, deadline_s, wanted, counts)
 
-    def _blocks_by_range(self, table: Table) -> dict[RangeId, tuple[int, ...]]:
+    def blocks_by_range(self, table: Table) -> dict[RangeId, tuple[int, ...]]:
+        """The table's blocks by range."""
         found = self._blocks.get(table.table_id)
         if found is None:
             found = table.blocks_by_range(len(self._view().ranges))
             self._blocks[table.table_id] = found
         return found
 
-    def _link(self, server: NodeId | None) -> ServerLink:
+    def links_of(self, table: Table) -> list[ServerLink]:
+        """The servers that have a part of the table.
+
+        Raises:
+            Recovering: one is not there at present.
+        """
+        ranges = self._view().ranges
+        servers = {ranges[range_id].primary for range_id in self.blocks_by_range(table)}
+        return [self.link(server) for server in servers]
+
+    def link(self, server: NodeId | None) -> ServerLink:
+        """The link to a server.
+
+        Raises:
+            Recovering: there is none at present.
+        """
         link = self._links.find(server)
         if link is None:
             raise Recovering(f"server {server} is not there" if server else "a range has no server")
@@ -255,7 +225,7 @@ class Puller:
         }
         errors: list[PushpullError] = []
         try:
-            while pending and all(_is_curable(error) for error in errors):
+            while pending and all(is_curable(error) for error in errors):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     errors += task.result()
@@ -263,7 +233,7 @@ class Puller:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-        return sorted(errors, key=_is_curable)
+        return sorted(errors, key=is_curable)
 
     async def _ask(
         self,
@@ -277,7 +247,7 @@ class Puller:
         request = _request(reading, view, ranges, wait_s)
         errors: list[PushpullError] = []
         try:
-            link = self._link(server)
+            link = self.link(server)
             asking = _Asking(reading, view, self._lane(link, reading))
             request.shared = asking.lane is not None
             is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
@@ -402,6 +372,7 @@ def _request(
         deadline_ms=max(int(wait_s * 1000), 1),
         codec=wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype]),
         consistent=reading.order.consistent,
+        cut=reading.order.cut,
     )
     for range_id in ranges:
         wanted = reading.wanted[range_id]
@@ -414,6 +385,6 @@ def _request(
     return request
 
 
-def _is_curable(error: PushpullError) -> bool:
+def is_curable(error: PushpullError) -> bool:
     """Whether the same read may succeed later."""
     return is_retryable(error) or isinstance(error, WaitExpired | StaleAssignment | NotOwner)

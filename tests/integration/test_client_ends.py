@@ -190,8 +190,9 @@ def test_a_reader_only_reads(large_cluster: ps.LocalCluster) -> None:
         ):
             with pytest.raises(ps.NotPermitted, match="reader"):
                 call()
-        with pytest.raises(ps.InvalidConfig, match="is not BSP at clock"):
-            reader.pull(opened[0], consistent=True)
+        assert np.all(values_of(reader, opened[0], consistent=True) == -1.0)
+        with pytest.raises(ps.InvalidConfig, match="not BSP: a consistent read there needs a cut"):
+            client.pull(handle, consistent=True)
 
 
 def test_consistent_reads_see_one_clock_while_training_goes_on(cluster: ps.LocalCluster) -> None:

@@ -68,6 +68,7 @@ EDGE_MODULES = {
     "ps_worker.client",
     "ps_worker.config",
     "ps_worker.connection",
+    "ps_worker.consistent_pulls",
     "ps_worker.device_copies",
     "ps_worker.distributed_optimizer",
     "ps_worker.engine",

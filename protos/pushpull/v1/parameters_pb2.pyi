@@ -296,7 +296,7 @@ class RangePull(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number")
+    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number", "cut")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +306,7 @@ class PullRequest(_message.Message):
     CONSISTENT_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     READ_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     table_id: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangePull]
@@ -315,7 +316,40 @@ class PullRequest(_message.Message):
     consistent: bool
     shared: bool
     read_number: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ..., read_number: _Optional[int] = ...) -> None: ...
+    cut: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ..., read_number: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+
+class BeginCutRequest(_message.Message):
+    __slots__ = ("session", "table_id", "cut", "deadline_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_id: int
+    cut: int
+    deadline_ms: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., cut: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class EndCutRequest(_message.Message):
+    __slots__ = ("session", "table_id", "cut")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_id: int
+    cut: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+
+class EndCutResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BeginCutResponse(_message.Message):
+    __slots__ = ("clock",)
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    def __init__(self, clock: _Optional[int] = ...) -> None: ...
 
 class BlockValue(_message.Message):
     __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "payload")

@@ -55,6 +55,16 @@ class ParameterServiceStub:
                 request_serializer=pushpull_dot_v1_dot_parameters__pb2.PushPullRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_parameters__pb2.PushPullResponse.FromString,
                 _registered_method=True)
+        self.BeginCut = channel.unary_unary(
+                '/pushpull.v1.ParameterService/BeginCut',
+                request_serializer=pushpull_dot_v1_dot_parameters__pb2.BeginCutRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_parameters__pb2.BeginCutResponse.FromString,
+                _registered_method=True)
+        self.EndCut = channel.unary_unary(
+                '/pushpull.v1.ParameterService/EndCut',
+                request_serializer=pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.FromString,
+                _registered_method=True)
         self.GetRangeStats = channel.unary_unary(
                 '/pushpull.v1.ParameterService/GetRangeStats',
                 request_serializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsRequest.SerializeToString,
@@ -97,6 +107,22 @@ class ParameterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginCut(self, request, context):
+        """Readers only: in every range of the table that is here, nothing beyond the clock that the answer
+        names takes effect before a consistent Pull with the same `cut` has been answered there, or
+        deadline_ms has passed. So the greatest clock that any server answers can be read everywhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndCut(self, request, context):
+        """Readers only: the cut holds nothing any more, in any range of the table that is here. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRangeStats(self, request, context):
         """Where this server's ranges are. Reads only.
         """
@@ -126,6 +152,16 @@ def add_ParameterServiceServicer_to_server(servicer, server):
                     servicer.PushPull,
                     request_deserializer=pushpull_dot_v1_dot_parameters__pb2.PushPullRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_parameters__pb2.PushPullResponse.SerializeToString,
+            ),
+            'BeginCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCut,
+                    request_deserializer=pushpull_dot_v1_dot_parameters__pb2.BeginCutRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_parameters__pb2.BeginCutResponse.SerializeToString,
+            ),
+            'EndCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndCut,
+                    request_deserializer=pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.SerializeToString,
             ),
             'GetRangeStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRangeStats,
@@ -242,6 +278,60 @@ class ParameterService:
             '/pushpull.v1.ParameterService/PushPull',
             pushpull_dot_v1_dot_parameters__pb2.PushPullRequest.SerializeToString,
             pushpull_dot_v1_dot_parameters__pb2.PushPullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.ParameterService/BeginCut',
+            pushpull_dot_v1_dot_parameters__pb2.BeginCutRequest.SerializeToString,
+            pushpull_dot_v1_dot_parameters__pb2.BeginCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.ParameterService/EndCut',
+            pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.SerializeToString,
+            pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.FromString,
             options,
             channel_credentials,
             insecure,
