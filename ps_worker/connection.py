@@ -27,7 +27,7 @@ from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig
-from ps_worker.consistent_pulls import new_cut
+from ps_worker.consistent_pulls import Moment, new_cut
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background, stop_background
@@ -160,13 +160,12 @@ class Connection:
         region: Region | None = None,
         consistent: bool = False,
         timeout_s: float | None = None,
-        at_clock: int | None = None,
-        cut: int = 0,
+        at: Moment | None = None,
     ) -> PullTicket[Pulled]:
         """Begin to pull `region` (None: all of the table) at this worker's clock into `raw`.
 
-        With `consistent` and `at_clock` a reader names the clock, and the `cut` that holds it where
-        there is one; the ticket ends with AlreadyPast where a range is further.
+        With `consistent` a reader may name the clock, and the cut that holds it where there is one;
+        the ticket ends with AlreadyPast where a range is further.
 
         Shapes:
             raw: 1-D uint8, writable; the region's elements in the table's dtype. It is written on
@@ -188,12 +187,12 @@ class Connection:
             table=table.table,
             region=region,
             raw=raw,
-            clock=table.clock if at_clock is None else at_clock,
+            clock=table.clock if at is None else at.clock,
             consistent=consistent,
-            is_reader=self.is_reader and at_clock is None,
+            is_reader=self.is_reader and at is None,
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
-            cut=cut,
+            cut=0 if at is None else at.cut,
         )
         return PullTicket(table.table, self._loop.start(self.engine.read(order)))
 

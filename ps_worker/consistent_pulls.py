@@ -18,6 +18,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
@@ -30,6 +31,13 @@ from ps_runtime.clock import now_s
 from ps_runtime.retry import Backoff
 from ps_worker.pulls import ATTEMPT_S, Puller, ReadOrder, is_curable
 from ps_worker.tickets import Pulled
+
+
+class Moment(NamedTuple):
+    """What a consistent read is of: a clock, and the cut that holds it, or 0."""
+
+    clock: int
+    cut: int = 0
 
 
 class ConsistentPuller:

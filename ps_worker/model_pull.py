@@ -33,6 +33,7 @@ from ps_core.errors import (
 from ps_core.tables import OptimizerKind, TableSpec
 from ps_runtime.clock import now_s
 from ps_worker.buffers import persistent_buffers, write_values
+from ps_worker.consistent_pulls import Moment
 from ps_worker.flat_layout import TORCH_DTYPE
 from ps_worker.pending import Pending
 
@@ -122,16 +123,13 @@ class _Part:
     def birth(self) -> int:
         return birth_clock(self.table.name)
 
-    def start(
-        self, consistent: bool, end_s: float, at_clock: int | None = None, cut: int = 0
-    ) -> PullTicket[Pulled]:
+    def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
         ticket = self.client.start_pull(
             self.table,
             self.values.view(torch.uint8).numpy(),
             consistent=consistent,
             timeout_s=max(end_s - now_s(), 0.001),
-            at_clock=at_clock,
-            cut=cut,
+            at=at,
         )
         self.pending.add(ticket)
         return ticket
@@ -238,7 +236,7 @@ def _attempt(parts: Sequence[_Part], clock: int, end_s: float, cut: int = 0) -> 
     """
     failure: AlreadyPast | WaitExpired | None = None
     for part in parts:
-        part.start(consistent=True, end_s=end_s, at_clock=max(clock - part.birth, 0), cut=cut)
+        part.start(True, end_s, Moment(max(clock - part.birth, 0), cut))
     for part in parts:
         try:
             part.pending.wait()
