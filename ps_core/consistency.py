@@ -134,21 +134,6 @@ class Consistency:
         return f"{self.mode.value}:{self.policy.value}{number.get(self.policy, '')}"
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """From the clock after `after_clock` on, a table has another setting.
-
-    Attributes:
-        number: counts a table's changes, those that were withdrawn included; from 1.
-        after_clock: the last clock of the setting before.
-        consistency: the setting of all later clocks.
-    """
-
-    number: int
-    after_clock: int
-    consistency: Consistency
-
-
 _OWNER = {
     "backup_workers": "BSP",
     "grace_ms": "BSP and backup workers",

@@ -53,6 +53,9 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""
 
+JOIN_RETRY_S = 0.2
+"""After which a worker that pushes before it has joined should try again."""
+
 DEFAULT_CUT_S = 5.0
 MAX_CUT_S = 10.0
 """How long a cut may hold up training, if its reader does not end it."""

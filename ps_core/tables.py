@@ -21,7 +21,8 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core import limits
-from ps_core.consistency import Change, Consistency, Mode, StalePolicy
+from ps_core.change import Change, Join
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 
@@ -389,7 +390,8 @@ class Segment:
 @dataclass(frozen=True)
 class Table:
     """A table as the cluster knows it: its number, its place in the key space, its spec as it was
-    created, the newest change of its consistency, and the one that the servers are asked for.
+    created, its newest change, the one that the servers are asked for, and of each rank that was
+    given anew who has it.
     """
 
     table_id: TableId
@@ -397,6 +399,7 @@ class Table:
     spec: TableSpec
     change: Change | None = None
     proposed: Change | None = None
+    joins: tuple[Join, ...] = ()
 
     @property
     def consistency(self) -> Consistency:

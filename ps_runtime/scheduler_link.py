@@ -18,12 +18,13 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
-from ps_core.consistency import Change, Consistency
+from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.tables import Table, TableSpec
-from ps_runtime import clock, logs, wire
+from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
@@ -237,7 +238,7 @@ class SchedulerLink:
         request = scheduler_pb2.SetConsistencyRequest(
             session=self._identity,
             table_name=table_name,
-            consistency=wire.consistency_to_proto(consistency),
+            consistency=wire_changes.consistency_to_proto(consistency),
             after_clock=after_clock,
         )
         what = f"table '{table_name}' to become {consistency}"
@@ -245,7 +246,7 @@ class SchedulerLink:
             lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
         )
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
-        return wire.change_from_proto(answer.change)
+        return wire_changes.change_from_proto(answer.change)
 
     async def promise_change(self, table_id: TableId, number: int, held_clock: int) -> None:
         """Servers: say that nothing of a table takes effect here beyond `held_clock`, until the

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
-from ps_core.consistency import Change, Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
@@ -40,6 +39,14 @@ from ps_core.tables import (
     Table,
     TableSpec,
     TensorSpec,
+)
+from ps_runtime.wire_changes import (
+    change_from_proto,
+    change_to_proto,
+    consistency_from_proto,
+    consistency_to_proto,
+    join_from_proto,
+    join_to_proto,
 )
 from pushpull.v1 import types_pb2
 
@@ -270,54 +277,6 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
     )
 
 
-def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
-    """How far the workers of a table may run apart."""
-    if consistency.mode is Mode.BSP:
-        bsp = types_pb2.BulkSynchronous(
-            backup_workers=consistency.backup_workers, grace_ms=consistency.grace_ms
-        )
-        return types_pb2.Consistency(bsp=bsp)
-    if consistency.mode is Mode.SSP:
-        ssp = types_pb2.BoundedStaleness(staleness=consistency.staleness)
-        return types_pb2.Consistency(ssp=ssp)
-    asp = types_pb2.Asynchronous()
-    if consistency.policy is StalePolicy.REJECT:
-        asp.reject.bound = consistency.bound
-        asp.reject.SetInParent()
-    elif consistency.policy is StalePolicy.DAMP:
-        asp.damp.alpha = consistency.alpha
-    elif consistency.policy is StalePolicy.DIVIDE:
-        asp.divide.SetInParent()
-    elif consistency.policy is StalePolicy.COMPENSATE:
-        asp.compensate.strength = consistency.strength
-        asp.compensate.adaptive = consistency.adaptive
-    return types_pb2.Consistency(asp=asp)
-
-
-def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
-    """The setting, as it came: `Consistency.validated` judges it.
-
-    Raises:
-        InvalidConfig: no mode is set.
-    """
-    mode = message.WhichOneof("mode")
-    if mode is None:
-        names = ", ".join(mode.value for mode in Mode)
-        raise InvalidConfig(f"consistency.mode is unset; expected one of {names}")
-    policy = message.asp.WhichOneof("stale") if mode == "asp" else None
-    return Consistency(
-        Mode(mode),
-        backup_workers=message.bsp.backup_workers,
-        grace_ms=message.bsp.grace_ms,
-        staleness=message.ssp.staleness,
-        policy=StalePolicy.ACCEPT if policy is None else StalePolicy(policy),
-        bound=message.asp.reject.bound,
-        alpha=message.asp.damp.alpha,
-        strength=message.asp.compensate.strength,
-        adaptive=message.asp.compensate.adaptive,
-    )
-
-
 def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
     """A table's description."""
     return types_pb2.TableSpec(
@@ -370,26 +329,8 @@ def table_to_proto(table: Table) -> types_pb2.Table:
         spec=spec_to_proto(table.spec),
         change=None if table.change is None else change_to_proto(table.change),
         proposed=None if table.proposed is None else change_to_proto(table.proposed),
+        joins=[join_to_proto(join) for join in table.joins],
     )
-
-
-def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
-    """A change of a table's consistency."""
-    return types_pb2.ScheduledChange(
-        number=change.number,
-        after_clock=change.after_clock,
-        consistency=consistency_to_proto(change.consistency),
-    )
-
-
-def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
-    """A change of a table's consistency.
-
-    Raises:
-        InvalidConfig: its consistency is unset.
-    """
-    consistency = consistency_from_proto(message.consistency)
-    return Change(message.number, message.after_clock, consistency)
 
 
 def table_from_proto(message: types_pb2.Table) -> Table:
@@ -404,6 +345,7 @@ def table_from_proto(message: types_pb2.Table) -> Table:
         spec=spec_from_proto(message.spec),
         change=change_from_proto(message.change) if message.HasField("change") else None,
         proposed=change_from_proto(message.proposed) if message.HasField("proposed") else None,
+        joins=tuple(join_from_proto(join) for join in message.joins),
     )
 
 

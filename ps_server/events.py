@@ -87,7 +87,7 @@ class WithdrawEvent(NamedTuple):
 
 class PullEvent(NamedTuple):
     """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
-    `consistent`. `cut_id`: the cut that it is the end of, if any.
+    `consistent`. `rank`: the worker's. `cut_id`: the cut that it is the end of, if any.
     """
 
     place: Place
@@ -97,6 +97,7 @@ class PullEvent(NamedTuple):
     consistent: bool
     deadline_s: float
     cut_id: tuple[Incarnation, int] | None = None
+    rank: int = 0
 
 
 class ReplyTo(NamedTuple):

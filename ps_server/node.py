@@ -256,7 +256,16 @@ class ParameterNode:
         is_worker = read.session.role is Role.WORKER
         incarnation = read.session.incarnation if is_worker else None
         cut_id = (read.session.incarnation, read.cut) if read.cut else None
-        event = PullEvent(read.place, number, incarnation, clock, consistent, deadline_s, cut_id)
+        event = PullEvent(
+            read.place,
+            number,
+            incarnation,
+            clock,
+            consistent,
+            deadline_s,
+            cut_id,
+            read.session.rank,
+        )
         now_s = self.now()
         self.carry_out(self.machine.pull(event, now_s))
         if number in self._reads:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ps_core import limits
+from ps_core.change import Join
 from ps_core.cluster_view import Node
-from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError
+from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError, Recovering
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import Table
@@ -123,9 +124,25 @@ class RangeMachine:
         """
         out: list[Effect] = []
         reached = max(self.state.reached_clock, self.state.read_clock)
-        if self.state.schedule.observe(table, reached):
+        is_freed = self.state.schedule.observe(table, reached)
+        for join in table.joins:
+            self._join(join, now_s)
+        if is_freed:
             self._gate.resume(now_s, out)
         return out
+
+    def _join(self, join: Join, now_s: float) -> None:
+        """A worker has its rank from the clock after `join.after_clock` on, as everywhere else. All
+        before is decided without it.
+        """
+        state = self.state
+        holder = state.by_rank.get(join.rank)
+        if holder is not None and holder.incarnation >= join.incarnation:
+            return  # it has joined, or has been replaced in its turn
+        state.gone.pop(join.rank, None)
+        worker = self._new_worker(join.rank, join.incarnation, now_s)
+        if state.initialized:
+            worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
 
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
         """A reader is about to ask for one state of the whole table: nothing beyond the clock that
@@ -175,6 +192,12 @@ class RangeMachine:
         worker = self.state.workers.get(sender.incarnation)
         if worker is None:
             holder = self.state.by_rank.get(sender.rank)
+            if holder is not None and holder.incarnation < sender.incarnation:
+                raise Recovering(
+                    f"worker {sender.rank} (incarnation {sender.incarnation}) has not joined table "
+                    f"'{self.state.name}' yet: pull it first, which waits for that",
+                    retry_after_ms=int(limits.JOIN_RETRY_S * 1000),
+                )
             if holder is not None:
                 raise Fenced(
                     f"rank {sender.rank} is incarnation {holder.incarnation} here; got "

@@ -89,6 +89,8 @@ class WorkerPart:
     held: dict[int, int] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
+    joined_clock: int = 0
+    """It takes part in updates beyond this one; above 0 for one that replaces another."""
 
     @property
     def holds_last_seal(self) -> bool:
@@ -177,7 +179,10 @@ class RangeState:
     def is_member(self, rank: int, clock: int) -> bool:
         """Whether update `clock` waits for this rank."""
         worker = self.by_rank.get(rank)
-        return worker is None or worker.left_clock is None or clock <= worker.left_clock
+        if worker is None:
+            return True
+        has_left = worker.left_clock is not None and clock > worker.left_clock
+        return not has_left and clock > worker.joined_clock
 
     def gone_count(self, clock: int) -> int:
         """Workers whose step of `clock` is missing because they are gone."""

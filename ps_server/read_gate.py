@@ -206,7 +206,7 @@ class ReadGate:
             return False
         if event.incarnation is None:
             return not event.consistent or state.clock >= event.clock
-        if state.schedule.holds_reads(event.clock + 1):
+        if state.schedule.holds_reads(event.clock + 1) or self._is_joining(event):
             return False
         setting = state.schedule.at(event.clock + 1)
         if setting.mode is Mode.BSP:
@@ -214,6 +214,14 @@ class ReadGate:
         if self._done_clock(event) < event.clock:
             return False
         return setting.mode is Mode.ASP or state.clock >= event.clock - setting.staleness
+
+    def _is_joining(self, event: PullEvent) -> bool:
+        """Whether the reader is to replace a worker that is gone, and has not yet here."""
+        state = self._state
+        if event.incarnation is None or event.incarnation in state.workers:
+            return False
+        holder = state.by_rank.get(event.rank)
+        return holder is not None and holder.incarnation < event.incarnation
 
     def _done_clock(self, event: PullEvent) -> int:
         """Up to where all is decided for the reader."""
@@ -259,6 +267,11 @@ class ReadGate:
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
         setting = state.schedule.at(event.clock + 1)
+        if self._is_joining(event):
+            return (
+                f"the read of {name} waits for the scheduler: worker {event.rank} has not joined "
+                "the table in the place of the one that is gone"
+            )
         if self._waits_for_change(event):
             return (
                 f"the read of {name} at clock {event.clock} waits for the scheduler: a change of "
@@ -296,6 +309,8 @@ class ReadGate:
 
     def _waits_for_change(self, event: PullEvent) -> bool:
         is_worker = event.incarnation is not None
+        if self._is_joining(event):
+            return True
         return self._state.schedule.holds_reads(event.clock + 1 if is_worker else event.clock)
 
     def cause(self, waiter: int) -> WaitCause | None:

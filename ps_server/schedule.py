@@ -26,7 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ps_core import limits
-from ps_core.consistency import Change, Consistency, Mode, StalePolicy
+from ps_core.change import Change
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
 from ps_core.tables import Table

@@ -117,10 +117,12 @@ class TableRoom:
         """Remember where to send credit."""
         self._senders[sender.rank] = sender
 
-    def forget(self, rank: int) -> None:
-        """The worker is gone: it waits for no turn."""
-        self._senders.pop(rank, None)
-        self._room.forget(rank)
+    def forget(self, node: Node) -> None:
+        """The worker is gone: it waits for no turn. Another may have its rank already."""
+        sender = self._senders.get(node.rank)
+        if sender is None or sender.incarnation <= node.incarnation:
+            self._senders.pop(node.rank, None)
+            self._room.forget(node.rank)
 
     def credits(self, out: list[Effect]) -> None:
         """Tell those whose turn has come."""
@@ -181,7 +183,7 @@ class ServerMachine:
             for part in self._parts.values():
                 effects += part.gone(node, now_s)
             for room in self._rooms.values():
-                room.forget(node.rank)
+                room.forget(node)
                 room.credits(effects)
         self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
         return effects
@@ -193,6 +195,8 @@ class ServerMachine:
         effects: list[Effect] = []
         for part in self._parts.values():
             effects += part.observe(self._tables[part.state.table.table_id], now_s)
+            for node in self._gone.values():  # who joined may be gone already
+                effects += part.gone(node, now_s)
         for room in self._rooms.values():
             room.credits(effects)
         self._timed |= {part for part in self._parts.values() if part.wake_s is not None}

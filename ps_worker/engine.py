@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
+from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.consistency import Change, Consistency, Mode
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec

@@ -170,15 +170,18 @@ def _check_servers(request: Registration, state: ClusterState, describe: Describ
 def choose_rank(
     request: Registration, settings: ClusterSettings, state: ClusterState, describe: Describe
 ) -> int:
-    """The rank of a new worker: the one that it asks for, or the lowest that was never given.
+    """The rank of a new worker: the one that it asks for, or the lowest that was never given, or
+    the lowest of one that is gone.
 
     Raises:
-        InvalidConfig: there is no such rank, or somebody has or had it.
+        InvalidConfig: there is no such rank, or somebody has it or left with it.
     """
-    holders = {node.rank: node for node in state.nodes_of(Role.WORKER)}
+    holders = state.workers_by_rank()
     rank = request.requested_rank
     if rank is None:
-        rank = next((r for r in range(settings.worker_count) if r not in holders), None)
+        fresh = [r for r in range(settings.worker_count) if r not in holders]
+        gone = [r for r, node in holders.items() if node.state is NodeState.GONE]
+        rank = min(fresh or gone, default=None)
         if rank is None:
             raise InvalidConfig(_all_taken(settings.worker_count, holders, describe))
         return rank
@@ -188,12 +191,12 @@ def choose_rank(
             f"workers, ranks 0 to {settings.worker_count - 1}"
         )
     holder = holders.get(rank)
-    if holder is None:
+    if holder is None or holder.state is NodeState.GONE:
         return rank
     if not holder.state.is_member:
         raise InvalidConfig(
-            f"rank {rank} was {describe(holder)}; the rank of a worker whose membership "
-            "has ended is not given again"
+            f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
+            "again, that of one that is gone is"
         )
     raise InvalidConfig(f"rank {rank} is taken by {describe(holder)}")
 

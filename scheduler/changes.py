@@ -1,4 +1,5 @@
-"""Changes of a table's consistency while it is trained (SEMANTICS S6, "scheduled change").
+"""Changes of tables while they are trained: of their consistency, and of who their workers are
+(SEMANTICS S6, "scheduled change").
 
     proposed   every server with a part of the table is asked, by the view
     promised   each has said beyond which clock it holds everything back
@@ -8,6 +9,8 @@
 Rules:
     - A table has one proposal at a time; who wants another change waits for it to be settled.
     - Numbers are never given twice: a promise for an old proposal counts for nothing.
+    - A worker that replaces one that is gone joins every table there is, each by a change of its
+      own; what was not promised in time is proposed again. Later tables have it from the start.
 
 Invariants:
     CH-1  A change is committed only when every server with a part of the table has promised, and
@@ -22,11 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ps_core.cluster_view import Node
-from ps_core.consistency import Change, Consistency
-from ps_core.errors import InvalidConfig, TableNotFound
+from ps_core.change import Change, Join
+from ps_core.cluster_view import Node, Role
+from ps_core.consistency import Consistency
+from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import Table
+from scheduler import view_size
 from scheduler.cluster_state import (
     ChangeCommitted,
     ChangeProposed,
@@ -78,11 +83,18 @@ class Changes:
     Args:
         state: the cluster's, changed in place.
         describe: says who a node is and when it was last heard.
+        room_bytes: how much the view may grow.
     """
 
-    def __init__(self, state: ClusterState, describe: Callable[[Node, float], str]) -> None:
+    def __init__(
+        self,
+        state: ClusterState,
+        describe: Callable[[Node, float], str],
+        room_bytes: Callable[[], int],
+    ) -> None:
         self._state = state
         self._describe = describe
+        self._room_bytes = room_bytes
 
     def wish(
         self, wish: Wish, worker_count: int, now_s: float
@@ -92,6 +104,7 @@ class Changes:
         Raises:
             TableNotFound: there is no such table.
             InvalidConfig: its optimizer, or the number of workers, does not allow it.
+            Overloaded: the view has no room for it.
         """
         table = self._table(wish.table_name)
         if not 0 <= wish.after_clock <= MAX_AFTER_CLOCK:
@@ -102,19 +115,72 @@ class Changes:
         replace(table.spec, consistency=wish.consistency).validated()
         if table.proposed is not None:
             reason = self._reason(table, table.proposed, now_s)
-            is_same = table.proposed.consistency == wish.consistency
+            is_same = table.proposed.consistency == wish.consistency and not table.proposed.join
             return Pending(reason, table.proposed.number if is_same else 0), []
         if table.consistency == wish.consistency:
             return table.change or Change(0, 0, wish.consistency), []
+        needed_bytes, room_bytes = self.needed_bytes(table), self._room_bytes()
+        if needed_bytes > room_bytes:
+            raise Overloaded(
+                f"a change of table '{table.spec.name}' takes {needed_bytes} bytes of the "
+                f"cluster's view, which has room for {room_bytes}"
+            )
         return self._propose(table, wish, now_s)
 
+    def needed_bytes(self, table: Table) -> int:
+        """What a change of the table takes of the view, beyond what it takes already."""
+        return 0 if table.table_id in self._state.change_counts else view_size.CHANGE_BYTES
+
+    # --- workers that join
+
+    def join_bytes(self) -> int:
+        """What a worker that replaces another takes of the view, beside its node."""
+        tables = self._state.tables.values()
+        return sum(view_size.JOIN_BYTES + self.needed_bytes(table) for table in tables)
+
+    def join(self, join: Join) -> None:
+        """This worker is to have its rank in every table, whoever had it or was due to."""
+        for table in self._state.tables.values():
+            self._state.view_bytes += view_size.JOIN_BYTES
+            due = self._state.joins_due.setdefault(table.table_id, [])
+            due[:] = [*(other for other in due if other.rank != join.rank), join]
+
+    def joined_before(self) -> tuple[Join, ...]:
+        """Who has the ranks that were given anew, in a table that is made now."""
+        first: dict[int, Node] = {}
+        for node in self._state.nodes_of(Role.WORKER):
+            first.setdefault(node.rank, node)
+        newest = self._state.workers_by_rank()
+        return tuple(
+            Join(rank, node.incarnation)
+            for rank, node in sorted(newest.items())
+            if node is not first[rank]
+        )
+
+    def propose_joins(self, patience_s: float, now_s: float) -> list[Transition]:
+        """Propose what is due and has its turn."""
+        proposed: list[Transition] = []
+        for table in list(self._state.tables.values()):
+            due = self._state.joins_due.get(table.table_id)
+            if due and table.proposed is None:
+                wish = Wish(table.spec.name, table.consistency, 0, now_s + patience_s)
+                proposed += self._propose(table, wish, now_s, due[0])[1]
+        return proposed
+
+    def _joined(self, table: Table, join: Join) -> Table:
+        due = self._state.joins_due[table.table_id]
+        due[:] = [other for other in due if other.incarnation != join.incarnation]
+        others = (other for other in table.joins if other.rank != join.rank)
+        return replace(table, joins=tuple(sorted((*others, join), key=lambda j: j.rank)))
+
     def _propose(
-        self, table: Table, wish: Wish, now_s: float
+        self, table: Table, wish: Wish, now_s: float, join: Join | None = None
     ) -> tuple[Change | Pending, list[Transition]]:
         state = self._state
+        state.view_bytes += self.needed_bytes(table)
         number = state.change_counts.get(table.table_id, 0) + 1
         state.change_counts[table.table_id] = number
-        change = Change(number, wish.after_clock, wish.consistency)
+        change = Change(number, wish.after_clock, wish.consistency, join)
         ranges = table.blocks_by_range(len(state.ranges))
         primaries = {state.ranges[range_id].primary for range_id in ranges}
         servers = frozenset(primary for primary in primaries if primary is not None)
@@ -162,7 +228,11 @@ class Changes:
             proposal.clocks[node_id] = clock
         if proposal.missing:
             return []
-        committed = replace(change, after_clock=max(proposal.clocks.values(), default=clock))
+        after_clock = max(proposal.clocks.values(), default=clock)
+        join = change.join and replace(change.join, after_clock=after_clock)
+        committed = replace(change, after_clock=after_clock, join=join)
+        if join is not None:
+            table = self._joined(table, join)
         table = self._put(replace(table, change=committed, proposed=None))
         del self._state.proposals[table_id]
         return [ChangeCommitted(table, committed)]
@@ -196,10 +266,9 @@ class Changes:
             self._describe(members[node_id].node, now_s)
             for node_id in sorted(self._state.proposals[table.table_id].missing)
         )
-        return (
-            f"the change of table '{table.spec.name}' to {change.consistency} waits for the "
-            f"promise of {missing}"
-        )
+        join = change.join
+        what = f"worker {join.rank} joining" if join else f"the change to {change.consistency} of"
+        return f"{what} table '{table.spec.name}' waits for the promise of {missing}"
 
 
 def check_workers(table_name: str, consistency: Consistency, worker_count: int) -> None:

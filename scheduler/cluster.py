@@ -9,7 +9,8 @@ Rules:
     - Each event changes the view number at most once, and only if the view changed.
     - Registration is idempotent by registration_id, table creation by specification, leaving by
       node.
-    - A worker's rank is given once: neither silence nor leaving frees it.
+    - A worker's rank is given once, neither silence nor leaving frees it; but one that was declared
+      gone may be replaced: the new worker joins each table by a scheduled change.
     - A worker that is silent for longer than its timeout is declared gone, for good: its
       incarnation is fenced. Time in which the scheduler itself was paused does not count.
 
@@ -17,7 +18,7 @@ Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
     CL-2  A range's assignment_epoch grows by one with each change of its primary, and only then.
     CL-3  A range that holds blocks has a primary, and keeps it.
-    CL-4  No two workers have one rank; ranks are below worker_count.
+    CL-4  No two members have one rank; ranks are below worker_count.
     CL-5  The view fits a message (`scheduler.view_size`).
     CL-6  Once finished, always finished; nobody joins and no table comes to be.
 
@@ -34,8 +35,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ps_core import limits
+from ps_core.change import Change, Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
-from ps_core.consistency import Change
 from ps_core.errors import (
     Fenced,
     InvalidConfig,
@@ -115,7 +116,7 @@ class Cluster:
         self.settings = settings
         self._state = ClusterState.empty(settings)
         self._detector = FailureDetector(settings.lease_s, now_s)
-        self._changes = Changes(self._state, self._describe)
+        self._changes = Changes(self._state, self._describe, self._room_bytes)
         self._view: ClusterView | None = None
 
     @property
@@ -177,18 +178,25 @@ class Cluster:
             state=NodeState.ALIVE,
         )
         room_bytes = self._room_bytes()
-        if view_size.node_bytes(node) > room_bytes:
+        is_replacement = request.role is Role.WORKER and rank in state.workers_by_rank()
+        node_bytes = view_size.node_bytes(node)
+        needed_bytes = node_bytes + (self._changes.join_bytes() if is_replacement else 0)
+        if needed_bytes > room_bytes:
             raise Overloaded(
                 f"the cluster's view has room for {room_bytes} more bytes of "
-                f"{view_size.MAX_VIEW_BYTES}; a node needs {view_size.node_bytes(node)}"
+                f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
         state.next_node_id += 1
         state.next_incarnation = Incarnation(node.incarnation + 1)
-        state.view_bytes += view_size.node_bytes(node)
+        state.view_bytes += node_bytes
         state.members[node.node_id] = Member(node, request)
         state.node_of_registration[request.registration_id] = node.node_id
         self._detector.heard(node.node_id, now_s)
-        return Decision(self._session(node), self._changed(NodeRegistered(node)))
+        transitions: list[Transition] = [NodeRegistered(node)]
+        if is_replacement:
+            self._changes.join(Join(rank, node.incarnation))
+            transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
+        return Decision(self._session(node), self._changed(*transitions))
 
     def heartbeat(self, session: Session, now_s: float) -> Decision[int]:
         """Note that the caller lives; the reply is the number of the newest view.
@@ -256,7 +264,8 @@ class Cluster:
         check_workers(spec.name, spec.consistency, self.settings.worker_count)
         self._check_room(spec)
         state = self._state
-        table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec)
+        joins = self._changes.joined_before()
+        table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec, joins=joins)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
         reason = self._missing_servers(added_bytes, now_s)
         if reason:
@@ -264,7 +273,7 @@ class Cluster:
         for range_id, size_bytes in added_bytes.items():
             state.range_bytes[range_id] = state.range_bytes.get(range_id, 0) + size_bytes
         state.tables[spec.name] = table
-        state.view_bytes += view_size.table_bytes(spec)
+        state.view_bytes += view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
         state.next_ordinal += table.block_count
         transitions = self._changed(TableCreated(table), *self._place(added_bytes))
         return Decision(Created(table, state.view_number), transitions)
@@ -310,6 +319,7 @@ class Cluster:
         at least every half lease.
         """
         transitions = self._changes.expire(now_s)
+        transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
             transitions.append(NodeSilent(node, self._detector.quiet_s(node_id, now_s)))
@@ -391,7 +401,7 @@ class Cluster:
     def _ended(self, node: Node) -> list[Transition]:
         """What follows when a node's membership has ended."""
         self._detector.forget(node.node_id)
-        workers = self._state.nodes_of(Role.WORKER)
+        workers = self._state.workers_by_rank().values()
         done = len(workers) == self.settings.worker_count and all(
             not worker.state.is_member for worker in workers
         )

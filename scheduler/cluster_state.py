@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass, field
 
 from ps_core import limits
+from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, RangeAssignment, Role
-from ps_core.consistency import Change
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
@@ -153,6 +153,7 @@ class ClusterState:
     change_counts: dict[TableId, int] = field(default_factory=dict)
     proposals: dict[TableId, Proposal] = field(default_factory=dict)
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
+    joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     finished: bool = False
     view_bytes: int = 0
 
@@ -164,6 +165,10 @@ class ClusterState:
             for index, slots in enumerate(key_ranges(settings.range_count))
         ]
         return cls(next_incarnation=settings.first_incarnation, ranges=ranges)
+
+    def workers_by_rank(self) -> dict[int, Node]:
+        """The newest worker of each rank that was given."""
+        return {node.rank: node for node in self.nodes_of(Role.WORKER)}  # in order of their ids
 
     def nodes_of(self, role: Role) -> list[Node]:
         """The nodes of one role, by id."""

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from ps_core import limits
+from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role
-from ps_core.consistency import Change
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import NodeId, TableId
-from ps_runtime import clock, logs, wire
+from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import translated
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -164,7 +164,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with self._refusals_counted():
             change = await self._settled(request, clock.now_s() + waits_s)
         return scheduler_pb2.SetConsistencyResponse(
-            change=wire.change_to_proto(change), view_number=self._cluster.view.view_number
+            change=wire_changes.change_to_proto(change), view_number=self._cluster.view.view_number
         )
 
     @translated
@@ -234,7 +234,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         session = wire.session_from_proto(request.session)
         wish = Wish(
             request.table_name,
-            wire.consistency_from_proto(request.consistency),
+            wire_changes.consistency_from_proto(request.consistency),
             request.after_clock,
             deadline_s,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ps_core.change import Change
 from ps_core.cluster_view import Node
-from ps_core.consistency import Change
 from ps_core.tables import Table
 from ps_runtime import logs
 from scheduler.cluster_state import (
@@ -59,12 +59,13 @@ def log_transition(transition: Transition) -> None:
 
 
 def _change(table: Table, change: Change) -> dict[str, object]:
-    return {
-        "table": table.spec.name,
-        "number": change.number,
-        "after_clock": change.after_clock,
-        "consistency": str(change.consistency),
-    }
+    fields: dict[str, object] = {"table": table.spec.name, "number": change.number}
+    fields["after_clock"] = change.after_clock
+    if change.join is not None:
+        fields |= {"joins": f"worker {change.join.rank}", "incarnation": change.join.incarnation}
+    else:
+        fields["consistency"] = str(change.consistency)
+    return fields
 
 
 def _named(node: Node) -> dict[str, object]:

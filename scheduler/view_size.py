@@ -28,8 +28,11 @@ _LENGTH_BYTES = 6
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 40
 """A hyperparameter: a name of at most 32 bytes and a double."""
 
-CHANGE_BYTES = 40
-"""A change of a table's consistency; a table has one at most, and a proposal."""
+CHANGE_BYTES = 2 * (40 + 26)
+"""The newest change of a table, and a proposal; room is taken when it is changed first."""
+
+JOIN_BYTES = 32
+"""Who has the rank of a worker that is gone, in one table."""
 
 
 def table_bytes(spec: TableSpec) -> int:
@@ -40,7 +43,7 @@ def table_bytes(spec: TableSpec) -> int:
         4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
         for t in spec.tensors
     )
-    return fixed + numbers + tensors + 2 * CHANGE_BYTES
+    return fixed + numbers + tensors
 
 
 def node_bytes(node: Node) -> int:

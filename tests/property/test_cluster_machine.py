@@ -57,8 +57,8 @@ class Twin:
     last_tick_s: float = 0.0
 
     def finished(self) -> bool:
-        workers = [n for n in self.nodes if n.request.role is Role.WORKER]
-        return len(workers) == self.worker_count and all(n.has_left for n in workers)
+        newest = {n.session.rank: n for n in self.nodes if n.request.role is Role.WORKER}
+        return len(newest) == self.worker_count and all(n.has_left for n in newest.values())
 
     def alive_servers(self) -> list[TwinNode]:
         return [
@@ -77,7 +77,8 @@ class Twin:
             fits = all(n.request.kernel_fingerprint == request.kernel_fingerprint for n in here)
             return None if fits and request.address not in alive else errors.InvalidConfig
         if request.role is Role.WORKER:
-            given = [n.session.rank for n in self.nodes if n.request.role is Role.WORKER]
+            workers = [n for n in self.nodes if n.request.role is Role.WORKER]
+            given = [n.session.rank for n in workers if not n.is_gone]
             free = set(range(self.worker_count)) - set(given)
             asked = request.requested_rank
             return None if (free if asked is None else asked in free) else errors.InvalidConfig

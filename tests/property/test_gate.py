@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_core.consistency import Change, Consistency, Mode, parsed
+from ps_core.change import Change
+from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.ledger import Outcome
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes
 

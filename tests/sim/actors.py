@@ -78,6 +78,7 @@ class ReadTerms(NamedTuple):
 
     clock: int
     incarnation: Incarnation | None
+    rank: int = 0
     consistent: bool = False
     cut_id: CutId | None = None
 
@@ -126,6 +127,7 @@ class Reads:
                 terms.consistent,
                 until_s,
                 terms.cut_id,
+                terms.rank,
             )
 
         def on_answer(effect: AnswerPull | RefusePull) -> None:

@@ -98,7 +98,7 @@ def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -
 
 def _read(worker: SimWorker, table: Table, clock: int) -> Waits:
     while True:
-        worker.reads.begin(table, ReadTerms(clock, worker.incarnation))
+        worker.reads.begin(table, ReadTerms(clock, worker.incarnation, worker.rank))
         yield lambda: worker.reads.is_done(table)
         if not worker.reads.refusals:
             break

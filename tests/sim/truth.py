@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ps_core.consistency import Change, Consistency, Mode, StalePolicy
+from ps_core.change import Change
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import TableId
 from ps_core.tables import Table

@@ -147,7 +147,9 @@ class Bench:
     ) -> list[Effect]:
         """A read by a worker, or by a reader if `rank` is None."""
         incarnation = None if rank is None else self.sender(rank).incarnation
-        event = PullEvent(PLACE, waiter, incarnation, clock, consistent, self.now_s + 10)
+        event = PullEvent(
+            PLACE, waiter, incarnation, clock, consistent, self.now_s + 10, rank=rank or 0
+        )
         return self._note(self.machine.pull(event, self.now_s))
 
 

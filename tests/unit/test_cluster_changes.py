@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
+from ps_core.change import Change
 from ps_core.cluster_view import Role, Session
-from ps_core.consistency import Change, Consistency, parsed
+from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec
-from ps_runtime import wire
+from ps_runtime import wire_changes
 from scheduler import view_size
 from scheduler.changes import Outcome, Pending, Wish, Withdrawn
 from scheduler.cluster import Created
@@ -57,7 +58,10 @@ def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
     cluster = Changing()
     pending = cluster.wish()
     assert isinstance(pending, Pending)
-    assert "to ssp:2 waits for the promise of server node 1" in pending.reason
+    assert (
+        "the change to ssp:2 of table 'model' waits for the promise of server node 1"
+        in pending.reason
+    )
     assert "server node 2" in pending.reason
     cluster.promise(0, pending.number, 7)
     again = cluster.outcome(pending.number)
@@ -184,4 +188,4 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
     huge = 2**53 - 1
     for text in ("asp:compensate=0.123456789,adaptive", "bsp:backup=9,grace=59999ms"):
         change = Change(2**32 - 1, huge, parsed(text))
-        assert wire.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
+        assert wire_changes.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES

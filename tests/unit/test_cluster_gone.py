@@ -81,14 +81,22 @@ def test_its_incarnation_is_fenced_for_good(crashed: tuple[Harness, Session, Ses
     assert harness.node(dead).state is NodeState.GONE
 
 
-def test_its_rank_is_not_given_again(crashed: tuple[Harness, Session, Session]) -> None:
-    harness, _, _ = crashed
+def test_its_rank_is_given_again_once(crashed: tuple[Harness, Session, Session]) -> None:
+    harness, living, dead = crashed
+    successor = harness.join(Role.WORKER)
+    assert successor.rank == dead.rank
+    assert successor.incarnation > dead.incarnation
+    assert harness.node(dead).state is NodeState.GONE
     refused(
         errors.InvalidConfig,
-        "rank 1 was worker node 3 (gone, rank 1)",
-        by=lambda: harness.join(Role.WORKER, requested_rank=1),
+        f"rank {dead.rank} is taken by worker node {successor.node_id}",
+        by=lambda: harness.join(Role.WORKER, requested_rank=dead.rank),
         of=harness,
     )
+    harness.leave(living)
+    assert not harness.is_finished(), "the successor is still there"
+    harness.leave(successor)
+    assert harness.is_finished()
 
 
 def test_the_run_ends_when_the_others_have_left(crashed: tuple[Harness, Session, Session]) -> None:

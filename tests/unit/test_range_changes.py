@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.consistency import Change, parsed
+from ps_core.change import Change
+from ps_core.consistency import parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation
 from ps_core.ledger import Outcome, ReplyKind
 from ps_server.events import Forget

@@ -11,6 +11,7 @@ from ps_core.errors import (
     InvalidConfig,
     InvalidKeys,
     InvalidTensor,
+    Recovering,
     WaitExpired,
 )
 from ps_core.ledger import Outcome, ReplyKind
@@ -112,12 +113,16 @@ def test_a_confirmed_outcome_is_forgotten(asp: Bench) -> None:
     assert "confirmed" in str(problem(again))
 
 
-def test_an_incarnation_that_is_not_the_ranks_is_fenced(bsp: Bench) -> None:
+@pytest.mark.parametrize(("later", "error"), [(-7, Fenced), (7, Recovering)])
+def test_an_incarnation_that_is_not_the_ranks_is_refused(
+    bsp: Bench, later: int, error: type[Exception]
+) -> None:
+    """An older one for good; a newer one until it has joined."""
     bsp.push(0, 1, 1)
     other = bsp.sender(0)
-    stranger = type(other)(other.incarnation + 7, 0, 0)  # type: ignore[arg-type]
+    stranger = type(other)(other.incarnation + later, 0, 0)  # type: ignore[arg-type]
     event = PushEvent(PLACE, stranger, 1, 1, 0, 256, None)
-    assert isinstance(problem(bsp.machine.push(event, bsp.now_s)), Fenced)
+    assert isinstance(problem(bsp.machine.push(event, bsp.now_s)), error)
 
 
 # --- S3: room

@@ -318,28 +318,42 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed")
+    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     first_ordinal: int
     spec: TableSpec
     change: ScheduledChange
     proposed: ScheduledChange
-    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ...) -> None: ...
+    joins: _containers.RepeatedCompositeFieldContainer[WorkerJoin]
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ...) -> None: ...
+
+class WorkerJoin(_message.Message):
+    __slots__ = ("rank", "incarnation", "after_clock")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    after_clock: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
 
 class ScheduledChange(_message.Message):
-    __slots__ = ("number", "after_clock", "consistency")
+    __slots__ = ("number", "after_clock", "consistency", "join")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     number: int
     after_clock: int
     consistency: Consistency
-    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
+    join: WorkerJoin
+    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
     __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id")

@@ -1,0 +1,43 @@
+"""What may change of a table while it is trained, as values: its consistency and its workers.
+
+A change is made everywhere at one clock (SEMANTICS S6); who decides which is `scheduler.changes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_core.consistency import Consistency
+from ps_core.keys import Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker takes the place of one that is gone.
+
+    Attributes:
+        rank: whose place.
+        incarnation: the new worker's.
+        after_clock: its first step is for the clock after this one.
+    """
+
+    rank: int
+    incarnation: Incarnation
+    after_clock: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From the clock after `after_clock` on, a table is treated otherwise.
+
+    Attributes:
+        number: counts a table's changes, those that were withdrawn included; from 1.
+        after_clock: the last clock that is treated as before.
+        consistency: the setting of all later clocks.
+        join: who joins then, if anybody does; the setting is the one of before in that case.
+    """
+
+    number: int
+    after_clock: int
+    consistency: Consistency
+    join: Join | None = None
