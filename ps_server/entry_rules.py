@@ -139,7 +139,7 @@ class EntryRules:
         if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip:
             return None
         mine = self._numbers.merged(terms.hyperparameters)
-        for other in self._state.by_rank.values():
+        for other in self._state.workers.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
                 continue

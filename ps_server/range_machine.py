@@ -143,6 +143,7 @@ class RangeMachine:
         worker = self._new_worker(join.rank, join.incarnation, now_s)
         if state.initialized:
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
+            worker.predecessor = holder
 
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
         """A reader is about to ask for one state of the whole table: nothing beyond the clock that
@@ -349,7 +350,7 @@ class RangeMachine:
 
         The room has already taken the bytes off this step.
         """
-        worker = self.state.by_rank.get(given.rank)
+        worker = self.state.worker_at(given.rank, given.clock)
         step = worker.steps.get(given.clock) if worker is not None else None
         if worker is None or step is None:
             return
@@ -367,7 +368,8 @@ class RangeMachine:
             step.missing[push.sequence] = push.sender
             self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
-        if given.rank in self.state.gone:  # it will not send again
+        is_replaced = worker is not self.state.by_rank.get(given.rank)
+        if given.rank in self.state.gone or is_replaced:  # it will not send again
             self._gate.leave_unsealed(worker, out)
         elif worker.left_clock is not None and worker.holds_last_seal:
             worker.left_clock = None  # that seal is no longer in effect: it may send again

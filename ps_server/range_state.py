@@ -91,6 +91,8 @@ class WorkerPart:
     left_clock: int | None = None
     joined_clock: int = 0
     """It takes part in updates beyond this one; above 0 for one that replaces another."""
+    predecessor: WorkerPart | None = None
+    """Whom it replaced, whose steps up to that clock still count."""
 
     @property
     def holds_last_seal(self) -> bool:
@@ -151,7 +153,7 @@ class RangeState:
     def reached_clock(self) -> int:
         """The highest clock of which anything has taken effect."""
         reached = max(self.clock, self.changed_clock)
-        for worker in self.by_rank.values():
+        for worker in self.workers.values():
             reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached
 
@@ -178,11 +180,18 @@ class RangeState:
 
     def is_member(self, rank: int, clock: int) -> bool:
         """Whether update `clock` waits for this rank."""
+        worker = self.worker_at(rank, clock)
+        return worker is None or (
+            clock > worker.joined_clock
+            and (worker.left_clock is None or clock <= worker.left_clock)
+        )
+
+    def worker_at(self, rank: int, clock: int) -> WorkerPart | None:
+        """Who has or had the rank at a clock; None if nobody was ever heard of."""
         worker = self.by_rank.get(rank)
-        if worker is None:
-            return True
-        has_left = worker.left_clock is not None and clock > worker.left_clock
-        return not has_left and clock > worker.joined_clock
+        while worker is not None and clock <= worker.joined_clock and worker.predecessor:
+            worker = worker.predecessor
+        return worker
 
     def gone_count(self, clock: int) -> int:
         """Workers whose step of `clock` is missing because they are gone."""

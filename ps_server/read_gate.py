@@ -206,14 +206,22 @@ class ReadGate:
             return False
         if event.incarnation is None:
             return not event.consistent or state.clock >= event.clock
-        if state.schedule.holds_reads(event.clock + 1) or self._is_joining(event):
+        clock = self._asked_clock(event)
+        if state.schedule.holds_reads(clock + 1) or self._is_joining(event):
             return False
-        setting = state.schedule.at(event.clock + 1)
+        setting = state.schedule.at(clock + 1)
         if setting.mode is Mode.BSP:
-            return state.clock >= event.clock
-        if self._done_clock(event) < event.clock:
+            return state.clock >= clock
+        if self._done_clock(event) < clock:
             return False
-        return setting.mode is Mode.ASP or state.clock >= event.clock - setting.staleness
+        return setting.mode is Mode.ASP or state.clock >= clock - setting.staleness
+
+    def _asked_clock(self, event: PullEvent) -> int:
+        """The clock that counts for a worker's read; one that has joined begins further on than it
+        knows.
+        """
+        worker = None if event.incarnation is None else self._state.workers.get(event.incarnation)
+        return event.clock if worker is None else max(event.clock, worker.joined_clock)
 
     def _is_joining(self, event: PullEvent) -> bool:
         """Whether the reader is to replace a worker that is gone, and has not yet here."""
@@ -235,15 +243,16 @@ class ReadGate:
         asked = event.clock if is_sum and event.incarnation is not None else state.clock
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
         if event.incarnation is not None:
-            state.read_clock = max(state.read_clock, event.clock + 1)
+            state.read_clock = max(state.read_clock, self._asked_clock(event) + 1)
         if event.cut_id is not None:
             state.schedule.end_cut(event.cut_id)
+        is_new = self._asked_clock(event) > event.clock  # it has joined: that is where it begins
         return AnswerPull(
             event.waiter,
             state.table.table_id,
             state.range_id,
             asked,
-            state.clock,
+            max(state.clock, self._asked_clock(event)) if is_new else state.clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
             self._keeps_for(event),
@@ -251,7 +260,7 @@ class ReadGate:
 
     def _keeps_for(self, event: PullEvent) -> Incarnation | None:
         """Who reads, if its gradients will be corrected for what it is given."""
-        next_setting = self._state.schedule.at(event.clock + 1)
+        next_setting = self._state.schedule.at(self._asked_clock(event) + 1)
         keeps = next_setting.policy is StalePolicy.COMPENSATE
         return event.incarnation if keeps else None
 
@@ -266,6 +275,7 @@ class ReadGate:
         if not self._state.initialized:
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
+        event = event._replace(clock=self._asked_clock(event))
         setting = state.schedule.at(event.clock + 1)
         if self._is_joining(event):
             return (
@@ -323,6 +333,7 @@ class ReadGate:
             return WaitCause.INITIAL_VALUES
         if event.consistent and event.incarnation is None:
             return WaitCause.CONSISTENT
+        event = event._replace(clock=self._asked_clock(event))
         if self._waits_for_change(event):
             return WaitCause.CHANGE
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None

@@ -126,10 +126,11 @@ class UpdateGate:
     def _discard(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         """The update has formed without this step; its worker goes on from the newest clock."""
         state = self._state
+        newest = max(state.clock, worker.done_clock)
         past = AlreadyPast(
             f"update {step.clock} of table '{state.name}' has formed without worker "
-            f"{worker.rank}; range {state.range_id} is at clock {state.clock}",
-            clock=state.clock,
+            f"{worker.rank}; range {state.range_id} is at clock {newest}",
+            clock=newest,
         )
         ending = Ending(Outcome.DISCARDED, past)
         for push in step.pushes.values():
@@ -176,11 +177,11 @@ class UpdateGate:
 
     def resume(self, now_s: float, out: list[Effect]) -> None:
         """A change of the setting was settled: what it held goes on, under what now holds."""
-        for worker in list(self._state.by_rank.values()):
+        for worker in list(self._state.workers.values()):
             self._record_waiting(worker, out)
             self.advance(worker, now_s, out)
         if self._state.initialized:
-            self._decide(list(self._state.by_rank.values()), now_s, out)
+            self._decide(list(self._state.workers.values()), now_s, out)
             self._end_settings(out)
         self._reads.settled(out)
 
@@ -202,7 +203,7 @@ class UpdateGate:
         moved: Sequence[WorkerPart] = (worker,)
         if not state.initialized:
             self._initialize(out)
-            moved = list(state.by_rank.values())
+            moved = list(state.workers.values())
             for other in moved:
                 self._record_waiting(other, out)
         if not state.initialized:
@@ -238,7 +239,7 @@ class UpdateGate:
         state = self._state
         if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
             return ()
-        everyone = list(state.by_rank.values())
+        everyone = list(state.workers.values())
         self._end_settings(out)
         for worker in everyone:
             self._record_waiting(worker, out)
@@ -348,7 +349,7 @@ class UpdateGate:
         for rank in range(self._next_rank, state.worker_count):
             if not state.is_member(rank, clock):
                 continue
-            worker = state.by_rank.get(rank)
+            worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock:
                 return False
             step = worker.steps[clock]
@@ -368,7 +369,7 @@ class UpdateGate:
         state, setting = self._state, self._state.schedule.at(clock)
         members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
         for rank in members:
-            worker = state.by_rank.get(rank)
+            worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock or rank in self._folded:
                 continue
             self._folded.append(rank)
@@ -402,8 +403,7 @@ class UpdateGate:
         contributors = []
         blocks: set[int] = set()
         numbers: Hyperparameters | None = None
-        for rank in ranks:
-            worker = state.by_rank[rank]
+        for worker in [worker for rank in ranks if (worker := state.worker_at(rank, clock))]:
             step = worker.steps[clock]
             contributors.append(self._records.contributor(worker, step))
             if not step.skip:
@@ -415,7 +415,7 @@ class UpdateGate:
         record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
         state.clock = state.formed_clock = clock
         self._next_rank = 0
-        for worker in state.by_rank.values():
+        for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:

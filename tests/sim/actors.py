@@ -138,7 +138,7 @@ class Reads:
             part = server.machine.parts[table.table_id, range_id]
             blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}
-            found = RangeAnswer(part.state.clock, blocks, peers)
+            found = RangeAnswer(effect.range_clock, blocks, peers)
             self.world.send("answer", lambda: self._answered(question, range_id, found))
 
         self.world.send("read", lambda: server.read(event, on_answer))
@@ -163,6 +163,8 @@ class SimWorker:
     ) -> None:
         self.world, self.cluster, self.layout = world, cluster, layout
         self.rank, self.incarnation = rank, incarnation
+        self.origin = int(incarnation)
+        self.is_successor = False
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
@@ -175,16 +177,17 @@ class SimWorker:
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
         self.finished = False
         self.fence: PushpullError | None = None
-        self._condition: Callable[[], bool] = lambda: True
+        self._condition: Callable[[], bool] = lambda: False
         for server in cluster.values():
             self.window.connected(server.node_id)
-            server.outbox[rank] = self._outbox(server.node_id)
+            server.outbox[self.origin] = self._outbox(server.node_id)
         world.after(TICK_S, self._tick)
         world.after(self._until_reset(), self._reset)
 
     def start(self, program: Waits) -> None:
         """Run the training loop."""
         self._program = program
+        self._condition = lambda: True
         self._resume()
 
     def stop(self) -> None:
@@ -317,7 +320,7 @@ class SimWorker:
 
     @property
     def _sender(self) -> Sender:
-        return Sender(self.incarnation, self.rank, self.rank)
+        return Sender(self.incarnation, self.rank, self.origin)
 
     def _push_event(self, effect: SendPush) -> PushEvent:
         assert isinstance(effect.body, Body)

@@ -67,7 +67,7 @@ class ScheduledSimulation(Simulation):
             draw.choice((0, 0, 0, draw.randint(0, 14))),
             self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
         )
-        worker = self.sessions[SERVERS + draw.randrange(len(self.workers))]
+        worker = draw.choice(self.sessions[SERVERS:])
         try:
             decision = self.scheduler.set_consistency(worker, wish, self.world.now_s)
         except (Fenced, InvalidConfig) as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ps_core.cluster_view import ClusterView, Node, NodeState
 from ps_core.consistency import StalePolicy
-from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_server.events import (
     AnswerPull,
@@ -43,7 +43,9 @@ class SimServer:
         self.machine = ServerMachine(node_id, worker_count)
         self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
         self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
-        self.updates: dict[tuple[TableId, int], list[set[int]]] = defaultdict(list)  # by whom
+        self.updates: dict[tuple[TableId, int], list[set[Incarnation]]] = defaultdict(
+            list
+        )  # by whom
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
         self.numbers = itertools.count(1)
@@ -110,9 +112,9 @@ class SimServer:
             elif isinstance(effect, Apply):
                 record = effect.record
                 key = (record.table_id, record.range_id, record.clock)
-                ranks = {part.rank for part in record.contributors if not part.skip}
+                workers = {part.incarnation for part in record.contributors if not part.skip}
                 for block in record.blocks:
-                    self.updates[record.table_id, block].append(ranks)
+                    self.updates[record.table_id, block].append(workers)
                 for grad in self.sums.pop(key, []):
                     self.values[record.table_id, grad.block].append(grad)
             elif isinstance(effect, Assign):
@@ -131,7 +133,7 @@ class SimServer:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
         consistency = self.settings.at(self.machine.table(fold.table_id), fold.clock)
         updates = self.updates[fold.table_id, grad.block]
-        others = sum(1 for ranks in updates if grad.rank not in ranks)
+        others = sum(1 for workers in updates if grad.incarnation not in workers)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
         scale = 1.0
         match consistency.policy:

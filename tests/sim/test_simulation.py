@@ -147,7 +147,7 @@ class Simulation:
             assert server.machine.gate_bytes == 0
             assert not [key for key, grads in server.sums.items() if grads]
         for worker in self.workers:
-            if worker.rank in self.truth.gone:
+            if worker.incarnation in self.truth.gone:
                 continue
             assert worker.window.in_flight_bytes == 0
             assert worker.window.open_entries() == ()

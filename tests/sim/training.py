@@ -14,6 +14,12 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
     clocks = {}
     for table in worker.layout.tables:
+        if worker.is_successor:
+            yield from _read(worker, table, 0)
+            clock = min(answer.clock for answer in worker.reads.answers.values())
+            clocks[table.table_id] = clock
+            _check(worker, truth, table, clock)
+            continue
         if worker.rank == 0:
             yield from _step(worker, truth, table, 0)
         yield from _read_and_check(worker, truth, table, 0)
@@ -46,7 +52,7 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
         bad = clock and draw.random() < 0.02 and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
-        grad = Grad(clock, worker.rank, block, revision, pulled)
+        grad = Grad(clock, worker.rank, block, revision, pulled, worker.incarnation)
         body = Body(grad, problem, clock == 0, eager)
         final[block] = body
         if eager and problem is None:  # may be applied, and read by others, from now on
@@ -90,6 +96,10 @@ def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -
         worker.read_early = False
     else:
         yield from _read(worker, table, clock)
+    _check(worker, truth, table, clock)
+
+
+def _check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> None:
     for answer in worker.reads.answers.values():
         for block, found in answer.blocks.items():
             _check_block(worker, truth, table, clock, (block, found))
@@ -119,7 +129,9 @@ def _check_block(
     assert len(found) == len(set(found)), f"applied twice: {found}"  # G1
     allowed = truth.contributions[table.table_id, block]
     assert set(found) <= allowed, f"never sealed: {set(found) - allowed}"
-    own = {g for g in truth.upto(table.table_id, block, clock) if g.rank == worker.rank}
+    own = {
+        g for g in truth.upto(table.table_id, block, clock) if g.incarnation == worker.incarnation
+    }
     assert own <= set(found), f"does not read its own writes: {own - set(found)}"
     is_known = not settings.loses(table, clock) and not consistency.backup_workers
     began = settings.last_change(table, clock + 1)

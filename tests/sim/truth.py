@@ -23,6 +23,8 @@ class Grad(NamedTuple):
     revision: int
     pulled: int | None = None
     """Others' updates of the block that its worker had seen."""
+    incarnation: int = 0
+    """Its worker's."""
 
 
 class TrainingEnded(Exception):
@@ -100,7 +102,7 @@ class Truth:
 
     def living(self, found: Iterable[Grad]) -> list[Grad]:
         """Those of workers that are not gone: of those only a part may have landed."""
-        return [grad for grad in found if grad.rank not in self.gone]
+        return [grad for grad in found if grad.incarnation not in self.gone]
 
     sealed: dict[tuple[TableId, int], int] = field(default_factory=lambda: defaultdict(int))
     """(table, rank) -> the newest clock that the worker has sealed."""
@@ -109,4 +111,4 @@ class Truth:
     """(table, rank) of workers that have left."""
 
     gone: set[int] = field(default_factory=set)
-    """Ranks of workers that were declared gone."""
+    """Incarnations of workers that were declared gone."""
