@@ -86,6 +86,11 @@ class Connection:
         return self.engine.worker_count
 
     @property
+    def is_successor(self) -> bool:
+        """Whether this worker took the place of one that was declared gone."""
+        return self.engine.is_successor
+
+    @property
     def is_reader(self) -> bool:
         """Whether this client only reads."""
         return self.engine.session.role is Role.READER

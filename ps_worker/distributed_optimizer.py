@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters
+from ps_worker import succession
 from ps_worker.buffers import BufferTable, buffer_layouts
 from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
@@ -227,6 +228,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.load_state_dict(state_dict)
             self._share(self._inner)
 
+    @property
+    def clock(self) -> int:
+        """Steps that this model has behind it at this worker; where one that takes the place of a
+        worker that is gone begins, in its schedules too.
+        """
+        return max((table.handle.clock for table in self._tables), default=0)
+
     def set_consistency(
         self,
         consistency: Consistency | str,
@@ -310,14 +318,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
     def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
+        is_giver = self._client.rank == 0 and not self._client.is_successor
+        if self._client.is_successor:
+            succession.check_may_succeed(isinstance(self._optimizer, Aggregate))
+            succession.begin_where_the_others_are(self._client, tables)
+        else:
+            for table in tables:
+                table.begin_assign() if is_giver else table.begin_pull()
+            for table in tables:
+                table.finish()
         for table in tables:
-            if self._client.rank == 0:
-                table.begin_assign()
-            else:
-                table.begin_pull()
-        for table in tables:
-            table.finish()
-            if self._client.rank != 0 and isinstance(table, TrainedTable):
+            if not is_giver and isinstance(table, TrainedTable):
                 table.write_parameters()
 
     def _hook_trainable(self) -> None:

@@ -208,6 +208,20 @@ class Engine:
         """Change a table's consistency."""
         return await self._scheduler.set_consistency(name, consistency, after_clock, deadline_s)
 
+    @property
+    def view(self) -> ClusterView:
+        """The newest view."""
+        return self._view
+
+    @property
+    def is_successor(self) -> bool:
+        """Whether another worker had this rank, and is gone."""
+        me = self.session
+        return me.role is Role.WORKER and any(
+            node.role is Role.WORKER and node.rank == me.rank and node.incarnation < me.incarnation
+            for node in self._view.nodes
+        )
+
     def table(self, table_id: TableId) -> Table:
         """A table as the newest view has it."""
         return self._view.tables_by_id[table_id]

@@ -86,6 +86,7 @@ EDGE_MODULES = {
     "ps_worker.staging",
     "ps_worker.step_record",
     "ps_worker.steps",
+    "ps_worker.succession",
     "ps_worker.table_handle",
     "ps_worker.tickets",
     "ps_worker.trained_table",

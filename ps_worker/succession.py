@@ -1,0 +1,56 @@
+"""A worker that takes the place of one that is gone: it begins where the others are.
+
+Its first read of a table waits until it has joined there, and says at which clock (SEMANTICS S6).
+The tables of one model may be joined a step apart; then it ends the steps that it is behind with
+nothing, so that from then on all its tables are at one clock, as the other workers' are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ps_core.errors import InvalidConfig
+from ps_worker.buffers import BufferTable
+from ps_worker.connection import Connection
+from ps_worker.trained_table import TrainedTable
+
+_MAX_SKEW = 8
+"""Clocks that the joins of one model's tables may be apart; tables further apart are so for a
+reason, such as parameters that were unfrozen later."""
+
+
+def check_may_succeed(is_aggregate: bool) -> None:
+    """Refuse what no server could tell a successor.
+
+    Raises:
+        InvalidConfig: the parameters are the workers'.
+    """
+    if is_aggregate:
+        raise InvalidConfig(
+            "this worker takes the place of one that is gone, and with Aggregate the parameters "
+            "are the workers': it cannot know them. Start all workers again, or train with Add"
+        )
+
+
+def begin_where_the_others_are(
+    client: Connection, tables: Sequence[TrainedTable | BufferTable]
+) -> None:
+    """Read all tables of a model, and put them at one clock.
+
+    Blocking: until this worker has joined every table.
+    """
+    _read(tables)
+    newest = max((table.handle.clock for table in tables), default=0)
+    behind = [t for t in tables if 0 < newest - t.handle.clock <= _MAX_SKEW]
+    for table in behind:
+        while table.handle.clock < newest:
+            client.begin_step(table.handle).seal(skip=True)
+    if behind:
+        _read(tables)
+
+
+def _read(tables: Sequence[TrainedTable | BufferTable]) -> None:
+    for table in tables:
+        table.begin_pull()
+    for table in tables:
+        table.finish()
