@@ -51,7 +51,7 @@ class ServerOptimizer:
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
         """The optimizer as a table's setting, every number filled in."""
         group = self.defaults()
-        switches = {name: bool(group[name]) for name in _SWITCHES if name in group}
+        switches: dict[str, Any] = {n: bool(group[n]) for n in _SWITCHES if n in group}
         return OptimizerSpec(
             kind=self.kind,
             hyperparameters=hyperparameters(self.kind, group),

@@ -45,6 +45,7 @@ PURE_MODULES = {
     "scheduler.cluster_state",
     "scheduler.placement",
     "scheduler.spec_difference",
+    "scheduler.update_offers",
     "scheduler.view_size",
 }
 """L1: they decide; time, randomness and input are arguments, and what to do is returned."""
