@@ -71,13 +71,13 @@ def test_numbers_come_from_a_torch_group_by_torchs_names() -> None:
 
 
 def test_a_group_overrides_what_the_optimizer_says() -> None:
-    chosen = optimizers.for_group(SGD(lr=0.1), {"lr": 0.2, "momentum": 0.9, "nesterov": True})
+    chosen = SGD(lr=0.1).with_group({"lr": 0.2, "momentum": 0.9, "nesterov": True})
     assert chosen == SGD(lr=0.2, momentum=0.9, nesterov=True)
     spec = chosen.spec(Kernels.EXACT)
     assert (spec.nesterov, spec.kernels) == (True, Kernels.EXACT)
     assert dict(spec.hyperparameters)["lr"] == 0.2
     with pytest.raises(InvalidConfig, match="lr is -3"):
-        optimizers.for_group(SGD(), {"lr": -3})
+        SGD().with_group({"lr": -3})
 
 
 def test_switches_are_for_good() -> None:
