@@ -258,6 +258,21 @@ def test_it_works_under_every_consistency(team: Team, consistency: str) -> None:
     np.testing.assert_array_equal(mine, plain)
 
 
+def test_its_consistency_may_change_and_a_failed_tables_too(team: Team) -> None:
+    """Nobody waits for the promise of a server where the table has failed."""
+    one, two = team.clients
+    tables = team.tables("fragile", "asp")
+    team.step(tables, 1.0)
+    assert one.set_consistency(tables[0], "ssp:4", timeout_s=20.0) >= 1
+    values = np.full(ELEMENTS, 2.0, np.float32)
+    with pytest.raises(ps.UpdateFailed):  # the third update of each element
+        two.wait(two.push(tables[1], values))
+    assert two.set_consistency(tables[1], "asp", timeout_s=20.0) >= 1
+    with pytest.raises(ps.UpdateFailed):
+        one.wait(one.push(tables[0], values))
+    team.assert_alive()
+
+
 # --- refused when it is made
 
 

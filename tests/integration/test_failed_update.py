@@ -433,3 +433,22 @@ async def test_without_bsp_the_others_hear_of_it_at_their_next_step(
     assert stage.state(FAILING, 0)[0] == [-1.0, 1.0]
     stage.take(0, stage.push(0, 2, 3, 1.0), stage.seal(0, 2, 4))
     assert stage.outcome(0, 4) is Outcome.INVALID
+
+
+@on_a_loop
+async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> None:
+    stage = stages("asp:compensate=1")
+    shards = [stage.node.shards[stage.place(FAILING, block)[:2]] for block in APART]
+    for rank in range(2):
+        stage.read(rank, 0)
+    assert any(shard._kept for shard in shards)
+    stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
+    assert not any(shard._kept or shard._forming for shard in shards)
+
+    stage = stages(BSP)
+    shards = [stage.node.shards[stage.place(FAILING, block)[:2]] for block in APART]
+    stage.take(0, stage.push(0, 1, 1, 1.0, block=1), stage.seal(0, 1, 2, block=1))
+    assert any(shard._forming for shard in shards)  # rank 0's turn has come there
+    stage.take(0, stage.push(0, 1, 1, 13.0), stage.seal(0, 1, 2))
+    stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
+    assert not any(shard._forming for shard in shards)
