@@ -111,7 +111,7 @@ class Blurring(Wrong):
 FINDINGS: dict[type, str] = {
     Normed: "depends on how the vector is cut, or on an element's neighbours",
     Summing: "depends on how the vector is cut, or on an element's neighbours",
-    Placed: "depends on (how the vector is cut|where in the vector)",
+    Placed: "depends on how the vector is cut",
     Random: "gives other results for the same input",
     Remembering: "(gives other results for the same input|remembers what it was called with)",
     Reusing: "changes what it has given back before",
