@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from ps_core.errors import InvalidConfig, UpdateFailed
 from ps_core.keys import TableId
 from ps_core.tables import (
     NATIVE_CODEC,
+    Codec,
     DType,
     OptimizerKind,
     OptimizerSpec,
@@ -24,6 +26,7 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
+from ps_server.buffer_pool import BufferPool
 from ps_server.custom_updates import CheckedUpdate, checked
 from ps_server.shard_store import ShardStore
 from tests.unit.sample_updates import BREACHES, Counting, Decaying, Given, Lion
@@ -54,10 +57,13 @@ def table_of(update: CheckedUpdate, block: int = 64, **settings: Any) -> Table:
 class Shard:
     """A store of a whole table, and what goes in and out of it as one vector."""
 
-    def __init__(self, update: object, block: int = 64, **settings: Any) -> None:
+    def __init__(
+        self, update: object, block: int = 64, pool: BufferPool | None = None, **settings: Any
+    ) -> None:
         self.update = checked("mine", update)
         self.table = table_of(self.update, block, **settings)
-        self.store = ShardStore(self.table, range(self.table.block_count), update=self.update)
+        blocks = range(self.table.block_count)
+        self.store = ShardStore(self.table, blocks, pool, update=self.update)
         self.codec = NATIVE_CODEC[self.table.spec.dtype]
         self.clock = 0
 
@@ -239,6 +245,22 @@ def test_the_memory_of_the_table_is_not_handed_out() -> None:
     for state in shard.store._states.values():
         assert state.values.data_ptr() not in places
         assert state.slots["m"].data_ptr() not in places
+
+
+def test_payloads_are_only_read_and_memory_goes_back_to_the_pool() -> None:
+    for then in (lambda v, s: (v, s), BREACHES["raises"][0]):
+        pool = BufferPool()
+        shard = Shard(Given(then), pool=pool)
+        own = bytes(np.ones(64, "<f4"))
+        narrow = bytes(np.ones(64, "<f2"))  # converted, into a buffer of the pool
+        before = bytes(bytearray(own))
+        for block, (codec, payload) in enumerate([(Codec.FP32, own), (Codec.FP16, narrow)]):
+            part = shard.store.decode(block, codec, payload, b"")
+            shard.store.fold(1, [(block, part)], 1.0)
+        with contextlib.suppress(UpdateFailed):
+            shard.store.apply(1, (), 1)
+        assert own == before
+        assert pool.held_bytes == 64 * 4
 
 
 class Bare:
