@@ -355,6 +355,11 @@ def test_without_bsp_the_others_hear_of_it_with_their_next_step(
         one.wait(one.push(tables[0], values))
     with pytest.raises(ps.UpdateFailed):
         two.wait(two.push(tables[1], values))
+    reader = ps.connect(team.cluster.address, role="reader", request_deadline_s=20.0)
+    for consistent in (False, True):
+        with pytest.raises(ps.UpdateFailed):
+            reader.pull(reader.table(tables[0].name), consistent=consistent)
+    reader.close()
     team.assert_alive()
 
 

@@ -457,3 +457,22 @@ async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> No
     stage.take(0, stage.push(0, 1, 1, 13.0), stage.seal(0, 1, 2))
     stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
     assert not any(shard._forming for shard in shards)
+
+
+@on_a_loop
+async def test_a_cut_of_a_failed_table_is_refused_and_an_open_one_holds_nothing(
+    stages: Stages,
+) -> None:
+    stage = stages(ASP)
+    stage.take(0, stage.push(0, 1, 1, 1.0), stage.seal(0, 1, 2))
+    session = stage.streams[0].session
+    assert stage.node.begin_cut(session, FAILING, 1, 30.0) == 1
+    stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
+    assert stage.outcome(1, 2) is Outcome.INVALID
+    with pytest.raises(UpdateFailed, match="thirteen"):
+        stage.node.begin_cut(session, FAILING, 2, 30.0)
+    stage.node.end_cut(session, FAILING, 1)
+    stage.node.tick()
+    assert stage.node.machine.wake_s is None
+    stage.take(0, stage.push(0, 2, 3, 1.0), stage.seal(0, 2, 4))
+    assert stage.outcome(0, 4) is Outcome.INVALID
