@@ -62,7 +62,9 @@ class ServerEntry(TypedDict):
 
 
 class TableEntry(TypedDict):
-    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have)."""
+    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have),
+    `failure` why it has failed, None if it has not.
+    """
 
     table_id: int
     name: str
@@ -77,6 +79,7 @@ class TableEntry(TypedDict):
     update_count: int | None
     state_bytes: int | None
     is_initialized: bool | None
+    failure: str | None
 
 
 class WaitEntry(TypedDict):
@@ -206,7 +209,7 @@ def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: 
         dtype=spec.dtype.value,
         element_count=spec.element_count,
         block_count=table.block_count,
-        optimizer=spec.optimizer.kind.value,
+        optimizer=spec.optimizer.label,
         hyperparameters=dict(spec.optimizer.hyperparameters),
         consistency=str(table.consistency),
         reduction=spec.reduction.value,
@@ -214,6 +217,7 @@ def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: 
         update_count=sum(entry.update_count for entry in own) if is_known else None,
         state_bytes=sum(entry.state_bytes for entry in own) if is_known else None,
         is_initialized=all(entry.initialized for entry in own) if is_known else None,
+        failure=next((entry.failure for entry in own if entry.failure), None),
     )
 
 

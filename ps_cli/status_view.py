@@ -118,6 +118,10 @@ def _tables(tables: Sequence[TableEntry]) -> Table:
     for table in tables:
         lr = table["hyperparameters"].get("lr")
         clock = _count(table["clock"])
+        if table["failure"] is not None:
+            clock += " (failed)"
+        elif table["is_initialized"] is False:
+            clock += " (not initialized)"
         grid.add_row(
             f"  {table['name']}",
             f"{table['element_count']:,}",
@@ -125,7 +129,7 @@ def _tables(tables: Sequence[TableEntry]) -> Table:
             str(table["block_count"]),
             table["optimizer"] + (f" lr {lr:g}" if lr is not None else ""),
             f"{table['consistency']} {table['reduction']}",
-            f"{clock} (not initialized)" if table["is_initialized"] is False else clock,
+            clock,
             size(table["state_bytes"]),
         )
     return grid

@@ -51,7 +51,7 @@ async def list_tables(addresses: Sequence[str], output: Output) -> int:
         proposed = f"; to become {table.proposed.consistency}" if table.proposed else ""
         output.say(
             f"{table.spec.name}: {table.spec.element_count:,} elements of "
-            f"{table.spec.dtype.value}, {table.spec.optimizer.kind.value}, "
+            f"{table.spec.dtype.value}, {table.spec.optimizer.label}, "
             f"{table.consistency}{since}{proposed}"
         )
     return 0

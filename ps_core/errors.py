@@ -117,6 +117,12 @@ class AlreadyPast(PushpullError):
     code = "ALREADY_PAST"
 
 
+class UpdateFailed(PushpullError):
+    """An update of the table could not be computed: the table has failed and takes nothing more."""
+
+    code = "UPDATE_FAILED"
+
+
 class GradientChangedAfterPush(PushpullError):
     """Eager mode: a gradient or a hyperparameter changed after its block had left."""
 
@@ -157,6 +163,7 @@ CATALOGUE: dict[str, type[PushpullError]] = {
         Unauthenticated,
         NotPermitted,
         AlreadyPast,
+        UpdateFailed,
         Internal,
     )
 }

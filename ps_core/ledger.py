@@ -4,6 +4,8 @@ It is what makes a retry safe: a sequence ends once, and a resend gets the origi
 
 Rules:
     - Sequences start at 1 and have no gap once everything has arrived.
+    - An outcome that nobody was told yet may be overturned: an update that was decided could not be
+      computed, so what took part in it is not in the parameters.
     - An outcome is kept until the sender has confirmed seeing it, or until it lies
       MAX_LEDGER_GAP_COUNT below the low-water mark: a sender that never confirms costs so much and
       no more, and one that waits for an older outcome is beyond its own reach anyway.
@@ -109,6 +111,14 @@ class Ledger:
         while self._low_water + 1 in self._endings:
             self._low_water += 1
         self.confirm(self._low_water - MAX_LEDGER_GAP_COUNT)
+
+    def overturn(self, sequence: int, ending: Ending) -> None:
+        """`sequence` has ended otherwise than was recorded; its sender has not been told how.
+
+        A sender that confirmed it all the same is told nothing.
+        """
+        if sequence in self._endings:
+            self._endings[sequence] = ending
 
     def confirm(self, sequence: int) -> None:
         """Forget endings up to `sequence`, as far as they have ended; going back does nothing."""

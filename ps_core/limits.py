@@ -49,6 +49,13 @@ MAX_HYPERPARAMETER_MAGNITUDE = 1e18
 """Beyond it the scalars that optimizers derive (a rate over 1 - beta) may leave float32's range,
 where torch's kernels raise; by then an update is in its record and cannot be refused any more."""
 
+MAX_CUSTOM_UPDATE_COUNT = 64
+"""Custom updates that one server may register."""
+
+MAX_CUSTOM_UPDATE_NAME_BYTES = 64
+MAX_CUSTOM_UPDATE_FINGERPRINT_BYTES = 300
+MAX_CUSTOM_UPDATE_PROBLEM_BYTES = 500
+
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""

@@ -25,6 +25,7 @@ from ps_core.change import Change, Join
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
+from ps_core.step_numbers import StepNumbers
 
 
 class DType(Enum):
@@ -74,6 +75,7 @@ class OptimizerKind(Enum):
     AGGREGATE = "aggregate"
     ADD = "add"
     ASSIGN = "assign"
+    CUSTOM = "custom"
 
 
 class Kernels(Enum):
@@ -129,7 +131,7 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
     OptimizerKind.ADD: {},
     OptimizerKind.ASSIGN: {},
 }  # fmt: skip
-"""The numbers of each optimizer and torch.optim's defaults of them."""
+"""The numbers of each optimizer and torch.optim's defaults of them; CUSTOM's are the update's."""
 
 _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("beta1", "beta2"), (0.0, 1.0)),
@@ -150,7 +152,11 @@ Hyperparameters = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`."""
+    """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`.
+
+    CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`); which numbers that has
+    is for the scheduler to say, which completes them.
+    """
 
     kind: OptimizerKind
     hyperparameters: Hyperparameters = ()
@@ -159,6 +165,12 @@ class OptimizerSpec:
     centered: bool = False
     maximize: bool = False
     kernels: Kernels = Kernels.FAST
+    custom_update: str = ""
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"custom:{self.custom_update}" if self.custom_update else self.kind.value
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
         """The table's numbers with those `given` put over them, sorted.
@@ -166,11 +178,13 @@ class OptimizerSpec:
         Raises:
             InvalidConfig: a name that the optimizer does not have, or a value that it cannot use.
         """
-        merged = dict(HYPERPARAMETER_DEFAULTS[self.kind])
+        is_custom = self.kind is OptimizerKind.CUSTOM
+        merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
+        bounds = {} if is_custom else _HYPERPARAMETER_BOUNDS
         for name, value in (*self.hyperparameters, *given):
             if name not in merged:
                 raise InvalidConfig(
-                    f"{self.kind.value} has no hyperparameter '{name}'; it has "
+                    f"{self.label} has no hyperparameter '{name}'; it has "
                     f"{', '.join(sorted(merged)) or 'none'}"
                 )
             if not math.isfinite(value):
@@ -180,39 +194,13 @@ class OptimizerSpec:
                     f"hyperparameter '{name}' is {value}; expected a magnitude of at most "
                     f"{limits.MAX_HYPERPARAMETER_MAGNITUDE:g}"
                 )
-            low, high = _HYPERPARAMETER_BOUNDS.get(name, (-math.inf, math.inf))
+            low, high = bounds.get(name, (-math.inf, math.inf))
             if not low <= value < high:
                 raise InvalidConfig(
                     f"hyperparameter '{name}' is {value}; expected at least {low}, below {high}"
                 )
             merged[name] = value + 0.0  # -0.0 is 0.0: equal numbers are the same bits
         return tuple(sorted(merged.items()))
-
-
-class StepNumbers:
-    """`OptimizerSpec.merged` of one table, for one step after the other.
-
-    The ranges of a seal have the same numbers, and so have most often its workers: they are merged
-    once for all of them. What is merged already is given back as it is.
-    """
-
-    __slots__ = ("_last", "_spec")
-
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self._spec = spec
-        self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
-
-    def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """See `OptimizerSpec.merged`.
-
-        Raises:
-            InvalidConfig: as there.
-        """
-        last, merged = self._last
-        if given != last and given != merged:
-            merged = self._spec.merged(given)
-            self._last = given, merged
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +321,17 @@ def _require(holds: bool, message: str) -> None:
 def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
     """Each variant belongs to the optimizers that have it."""
     numbers = dict(optimizer.merged(()))
+    is_custom, named = optimizer.kind is OptimizerKind.CUSTOM, optimizer.custom_update
+    _require(
+        is_custom == bool(named) and not (is_custom and optimizer.maximize),
+        f"table '{table}': {optimizer.kind.value} with custom_update '{named}' and maximize "
+        f"{optimizer.maximize}; expected a name with custom, maximize with all others",
+    )
+    _require(
+        len(named.encode()) <= limits.MAX_CUSTOM_UPDATE_NAME_BYTES,
+        f"table '{table}': custom_update has {len(named.encode())} bytes; expected at most "
+        f"{limits.MAX_CUSTOM_UPDATE_NAME_BYTES}",
+    )
     adaptive = (OptimizerKind.ADAM, OptimizerKind.ADAMW)
     for flag, is_set, kinds in (
         ("nesterov", optimizer.nesterov, (OptimizerKind.SGD,)),

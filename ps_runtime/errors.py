@@ -39,6 +39,7 @@ STATUS: dict[str, grpc.StatusCode] = {
     "NOT_OWNER": grpc.StatusCode.ABORTED,
     "FENCED": grpc.StatusCode.FAILED_PRECONDITION,
     "ALREADY_PAST": grpc.StatusCode.FAILED_PRECONDITION,
+    "UPDATE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
     "RECOVERING": grpc.StatusCode.UNAVAILABLE,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
     "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -171,6 +171,11 @@ class ServerMetrics:
             "for each range of a table.",
             registry=registry,
         )
+        self.failed_updates = Counter(
+            "pushpull_server_failed_updates_total",
+            "Updates that could not be computed; each one's table has failed on this server.",
+            registry=registry,
+        )
         self.entries = Counter(
             "pushpull_server_entries_total",
             "Pushes and seals that have ended, by outcome.",

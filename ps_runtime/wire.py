@@ -84,6 +84,7 @@ _OPTIMIZERS = {
     OptimizerKind.AGGREGATE: types_pb2.OPTIMIZER_KIND_AGGREGATE,
     OptimizerKind.ASSIGN: types_pb2.OPTIMIZER_KIND_ASSIGN,
     OptimizerKind.ADD: types_pb2.OPTIMIZER_KIND_ADD,
+    OptimizerKind.CUSTOM: types_pb2.OPTIMIZER_KIND_CUSTOM,
 }
 _KERNELS = {
     Kernels.FAST: types_pb2.KERNEL_KIND_FAST,
@@ -236,6 +237,7 @@ def optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
         centered=spec.centered,
         maximize=spec.maximize,
         kernels=_KERNELS[spec.kernels],
+        custom_update=spec.custom_update,
     )
 
 
@@ -253,6 +255,7 @@ def optimizer_from_proto(message: types_pb2.OptimizerSpec) -> OptimizerSpec:
         centered=message.centered,
         maximize=message.maximize,
         kernels=_known(_KERNELS_OF, message.kernels, "optimizer.kernels"),
+        custom_update=message.custom_update,
     )
 
 

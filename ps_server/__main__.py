@@ -22,6 +22,7 @@ from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_server import frames
+from ps_server.installed_updates import installed_updates
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
 from ps_server.promises import Promises
@@ -130,6 +131,7 @@ async def _run(
     registry: CollectorRegistry,
 ) -> None:
     """Register, serve, and end when the cluster has finished or replaced this server."""
+    installed = installed_updates()
     request = scheduler_pb2.RegisterNodeRequest(
         role=types_pb2.NODE_ROLE_SERVER,
         address=server.address,
@@ -137,11 +139,19 @@ async def _run(
         features=FEATURES,
         kernel_fingerprint=kernel_fingerprint(),
         cluster_id=settings.cluster_id,
+        custom_updates=installed.to_proto(),
     )
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
     stack = contextlib.ExitStack()
     try:
-        node = ParameterNode(link.session, link.token_key, link.worker_count, metrics, clock.now_s)
+        node = ParameterNode(
+            link.session,
+            link.token_key,
+            link.worker_count,
+            metrics,
+            clock.now_s,
+            installed.updates,
+        )
         _watch(link, node, metrics, registry)
         stack.callback(node.lanes.close)
         if settings.lane != "grpc":

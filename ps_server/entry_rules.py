@@ -23,6 +23,8 @@ class EntryRules:
         self, event: PushEvent, worker: WorkerPart, step: StepPart | None
     ) -> PushpullError | None:
         """What is wrong with a push apart from its payload."""
+        if self._state.failure is not None:
+            return self._state.failure
         name = self._state.name
         if event.block not in self._state.versions:
             return InvalidKeys(
@@ -98,6 +100,8 @@ class EntryRules:
         self, event: SealEvent, worker: WorkerPart, step: StepPart
     ) -> PushpullError | None:
         """What is wrong with a seal in itself; `disagreement` is about the other workers'."""
+        if self._state.failure is not None:
+            return self._state.failure
         name, terms = self._state.name, event.terms
         if event.problem is not None:
             return event.problem

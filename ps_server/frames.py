@@ -16,7 +16,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from ps_core.envelope import join, split, wrap
-from ps_core.errors import InvalidTensor
+from ps_core.errors import InvalidTensor, PushpullError
+from ps_runtime import errors
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 SMALL_BYTES = 64 * 1024
@@ -128,6 +129,12 @@ def with_replies(part: bytes, replies: parameters_pb2.PushResponse) -> bytes:
     """A serialized PushPullResponse with answers to entries beside its part."""
     beside = parameters_pb2.PushPullResponse(with_replies=replies)
     return part + beside.SerializeToString()
+
+
+def range_error(range_id: int, error: PushpullError) -> bytes:
+    """The part of an answer that says why a range could not be read."""
+    message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
+    return parameters_pb2.PullResponse(error=message).SerializeToString()
 
 
 def serialized(message: bytes | Message) -> bytes:

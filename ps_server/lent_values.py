@@ -24,10 +24,12 @@ from torch import Tensor
 from ps_core.errors import check
 from ps_core.keys import TableId
 from ps_core.tables import Codec, OptimizerKind, Table
-from ps_runtime import logs
+from ps_runtime import logs, wire
 from ps_runtime.shared_memory import Segment
+from ps_server.events import AnswerPull
 from ps_server.optimizers import padded_length
 from ps_server.shard_store import arithmetic_dtype
+from pushpull.v1 import parameters_pb2
 
 ALIGNMENT_BYTES = 64
 _STAMP_BYTES = 8
@@ -98,6 +100,23 @@ class LentValues:
         stamp = int(self._stamps[place.stamp_number])
         check(stamp % 2 == 0, "LENT-1", f"block {block} is lent while it changes")
         return place, stamp
+
+    def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
+        """A block's part of the answer: where it lies, and its stamp now."""
+        place, stamp = self.place(block)
+        version = effect.versions[block]
+        return parameters_pb2.SharedValue(
+            block=block,
+            version=version,
+            peer_version=version - effect.own_updates.get(block, 0),
+            clock=effect.range_clock,
+            codec=wire.codec_to_proto(self.codec),
+            segment_id=self.segment_id,
+            offset_bytes=place.offset_bytes,
+            byte_count=place.byte_count,
+            stamp_offset_bytes=place.stamp_offset_bytes,
+            stamp=stamp,
+        )
 
     def begin_change(self, blocks: Iterable[int]) -> None:
         """The values of `blocks` are about to change."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView, Node, Role, Session
@@ -22,14 +22,16 @@ from ps_core.errors import (
     InvalidKeys,
     InvariantViolation,
     PushpullError,
+    UpdateFailed,
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
-from ps_runtime import errors, logs, wire
+from ps_runtime import logs, wire
 from ps_runtime.metrics import ServerMetrics
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import Contribution
+from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -39,11 +41,12 @@ from ps_server.events import (
     Forget,
     Place,
     PullEvent,
+    Record,
     RefusePull,
     ReplyTo,
     Sender,
 )
-from ps_server.frames import block_answer
+from ps_server.frames import block_answer, range_error
 from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
@@ -91,6 +94,7 @@ class ParameterNode:
         worker_count: int,
         metrics: ServerMetrics,
         now: Callable[[], float],
+        updates: Mapping[str, CheckedUpdate] | None = None,
     ) -> None:
         """Args:
         session: this server's identity.
@@ -98,6 +102,7 @@ class ParameterNode:
         worker_count: the number that opens clock 1 of a BSP table.
         metrics: where it counts what it does.
         now: the clock, in seconds.
+        updates: the custom updates that it offered to the scheduler, by name.
         """
         self.session = session
         self.sessions = Sessions(session, token_key)
@@ -108,6 +113,7 @@ class ParameterNode:
         self._homes: dict[TableId, list[LentValues | None]] = {}
         self._segment_ids = itertools.count(1)
         self.now = now
+        self._updates = dict(updates or {})
         self.metrics = metrics
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -170,7 +176,8 @@ class ParameterNode:
         for part in parts:
             place = (part.table.table_id, part.range_id)
             home = None if lent is None else lent.values
-            self.shards[place] = ShardStore(table, part.blocks, pool=self._pool, home=home)
+            update = self._updates.get(table.spec.optimizer.custom_update)
+            self.shards[place] = ShardStore(table, part.blocks, self._pool, home, update)
             if lent is not None:
                 self._lent[place] = lent
 
@@ -329,8 +336,8 @@ class ParameterNode:
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what the machine wants done, in order; then answer."""
-        replies = []
-        for effect in effects:
+        replies: list[ReplyTo] = []
+        for done_count, effect in enumerate(effects, 1):
             match effect:
                 case ReplyTo():
                     replies.append(effect)
@@ -339,7 +346,11 @@ class ParameterNode:
                     parts = _contributions(effect.parts)
                     shard.fold(effect.clock, parts, effect.scale, effect.compensation)
                 case Apply():
-                    self._apply(effect)
+                    failure = self._apply(effect)
+                    if failure is not None:
+                        rest = [*replies, *effects[done_count:]]
+                        self.carry_out(self._failed(effect.record, failure, rest))
+                        return
                 case Assign():
                     self._assign(effect)
                 case AnswerPull():
@@ -350,6 +361,18 @@ class ParameterNode:
                     self._refuse(effect)
         for reply in replies:
             self._reply(reply)
+
+    def _failed(
+        self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
+    ) -> list[Effect]:
+        """The table has failed: what to do in the place of `rest`."""
+        effects = self.machine.failed(record, failure, rest)
+        for (table_id, _), shard in self.shards.items():
+            if table_id == record.table_id:
+                shard.abandon()
+        self.metrics.failed_updates.inc()
+        logs.error("table_failed", table_id=record.table_id, reason=failure.message)
+        return effects
 
     def _reply(self, effect: ReplyTo) -> None:
         ending = effect.ending
@@ -376,21 +399,28 @@ class ParameterNode:
             if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
-    def _apply(self, effect: Apply) -> None:
+    def _apply(self, effect: Apply) -> UpdateFailed | None:
+        """Why the update could not be computed, if so; then nothing has changed."""
+        failure = None
         record = effect.record
         place = record.table_id, record.range_id
         lent = self._lent.get(place)
         if lent is not None:
             lent.begin_change(record.blocks)
         begun_s = self.now()
-        self.shards[place].apply(record.clock, record.hyperparameters, record.contributor_count)
+        shard = self.shards[place]
+        try:
+            shard.apply(record.clock, record.hyperparameters, record.contributor_count)
+        except UpdateFailed as error:  # a new one: this one's frames hold the gradients
+            failure = UpdateFailed(f"{error.message} (range {record.range_id})")
         self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
-        if lent is not None:  # an update that raises leaves its blocks marked: nobody takes a part
+        if lent is not None:  # what else may be raised leaves blocks marked: nobody takes a part
             lent.end_change(record.blocks)
-        self.applied_count += 1
-        self.metrics.applied_updates.inc()
-        if record.gone_count:
-            self.metrics.short_updates.inc()
+        if failure is None:
+            self.applied_count += 1
+            self.metrics.applied_updates.inc()
+            self.metrics.short_updates.inc(bool(record.gone_count))
+        return failure
 
     def _assign(self, effect: Assign) -> None:
         record = effect.record
@@ -422,7 +452,9 @@ class ParameterNode:
                 if effect.keeps_for is not None:
                     shard.keep(effect.keeps_for, block)
                 if lent is not None:
-                    answer.append(self._lent_value(lent, effect, block))
+                    lying = lent.shared_value(effect, block)
+                    self.sent_bytes += lying.byte_count
+                    answer.append(lying)
                     continue
                 payload, presence = shard.read(block, codec, effect.clock)
                 value = parameters_pb2.BlockValue(
@@ -451,35 +483,10 @@ class ParameterNode:
         is_there = self.lanes.lend(read.session.incarnation, lent.segment_id, lent.segment)
         return lent if is_there else None
 
-    def _lent_value(
-        self, lent: LentValues, effect: AnswerPull, block: int
-    ) -> parameters_pb2.SharedValue:
-        place, stamp = lent.place(block)
-        version = effect.versions[block]
-        self.sent_bytes += place.byte_count
-        return parameters_pb2.SharedValue(
-            block=block,
-            version=version,
-            peer_version=version - effect.own_updates.get(block, 0),
-            clock=effect.range_clock,
-            codec=wire.codec_to_proto(lent.codec),
-            segment_id=lent.segment_id,
-            offset_bytes=place.offset_bytes,
-            byte_count=place.byte_count,
-            stamp_offset_bytes=place.stamp_offset_bytes,
-            stamp=stamp,
-        )
-
     def _refuse(self, effect: RefusePull) -> None:
         read = self._take_read(effect.waiter)
         if read is not None:
             read.on_answer([range_error(effect.range_id, effect.error)])
-
-
-def range_error(range_id: int, error: PushpullError) -> bytes:
-    """The part of an answer that says why a range could not be read."""
-    message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
-    return parameters_pb2.PullResponse(error=message).SerializeToString()
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:

@@ -23,7 +23,14 @@ from typing import TypeVar
 from ps_core import limits
 from ps_core.change import Join
 from ps_core.cluster_view import Node
-from ps_core.errors import Fenced, InvalidKeys, Overloaded, PushpullError, Recovering
+from ps_core.errors import (
+    Fenced,
+    InvalidKeys,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    UpdateFailed,
+)
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import Table
@@ -32,6 +39,7 @@ from ps_server.events import (
     Effect,
     PullEvent,
     PushEvent,
+    Record,
     SealEvent,
     Sender,
     WithdrawEvent,
@@ -118,6 +126,40 @@ class RangeMachine:
         self._go_on(now_s, out)
         return out
 
+    def overturn(self, record: Record, error: UpdateFailed) -> None:
+        """The record's update could not be computed: its entries end as INVALID after all."""
+        state = self.state
+        for contributor in record.contributors:
+            ledger = state.workers[contributor.incarnation].ledger
+            for sequence in contributor.sequences:
+                ledger.overturn(sequence, Ending(Outcome.INVALID, error))
+        if record.blocks and not record.is_assign:
+            state.update_count -= 1
+            for block in record.blocks:
+                state.versions[block] -= 1
+        state.clock = min(state.clock, max(record.clock - 1, 0))
+
+    def fail(self, error: UpdateFailed) -> list[Effect]:
+        """The table has failed here: what is held ends, and whatever comes still does, as INVALID
+        with the reason; reads are refused with it.
+        """
+        out: list[Effect] = []
+        state = self.state
+        state.failure = error
+        ending = Ending(Outcome.INVALID, error)
+        for worker in state.workers.values():
+            for step in worker.steps.values():
+                senders = {**step.missing, **{s: p.sender for s, p in step.pushes.items()}}
+                if step.seal is not None:
+                    senders[step.seal.sequence] = step.seal.sender
+                for push in step.pushes.values():
+                    state.unstage(step, worker, push)
+                for sequence in sorted(senders):
+                    state.end(worker, senders[sequence], sequence, ending, out)
+            worker.steps.clear()
+        self.reads.fail(error, out)
+        return out
+
     def observe(self, table: Table, now_s: float) -> list[Effect]:
         """The newest view says this of the table: a change of its consistency may be proposed,
         withdrawn or committed.
@@ -148,7 +190,12 @@ class RangeMachine:
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
         """A reader is about to ask for one state of the whole table: nothing beyond the clock that
         is returned takes effect before it has its answer, or `deadline_s` has come.
+
+        Raises:
+            UpdateFailed: the table has failed.
         """
+        if self.state.failure is not None:  # a new one: what is raised collects frames
+            raise UpdateFailed(self.state.failure.message)
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
@@ -178,7 +225,8 @@ class RangeMachine:
     def wake_s(self) -> float | None:
         """When `tick` may do something; None: time alone does not."""
         schedule = self.state.schedule
-        times = [t for t in (self._gate.wake_s, schedule.cut_deadline_s) if t is not None]
+        gate_s = self._gate.wake_s if self.state.failure is None else None
+        times = [t for t in (gate_s, schedule.cut_deadline_s) if t is not None]
         return 0.0 if schedule.is_freed else min(times, default=None)
 
     def tick(self, now_s: float) -> list[Effect]:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ps_core.cluster_view import Node
 from ps_core.consistency import StalePolicy
-from ps_core.errors import InvariantViolation, PushpullError
+from ps_core.errors import InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
@@ -148,6 +148,7 @@ class RangeState:
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
         self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
+        self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
     @property
     def reached_clock(self) -> int:

@@ -47,7 +47,9 @@ class ReadGate:
             worker.last_heard_s = now_s
         out: list[Effect] = []
         mixed = self._mixed(event)
-        if mixed is not None:
+        if self._state.failure is not None:
+            out.append(self._refuse(event, self._state.failure))
+        elif mixed is not None:
             out.append(self._refuse(event, mixed))
         elif event.consistent and self._state.initialized and self._is_past(event):
             out.append(self._refuse(event, self._past(event)))
@@ -168,6 +170,11 @@ class ReadGate:
     def waits_for(self, waiter: int) -> bool:
         """Whether that read is parked."""
         return waiter in self._waiters
+
+    def fail(self, error: PushpullError, out: list[Effect]) -> None:
+        """The table has failed: nobody reads it any more."""
+        out += [self._refuse(event, error) for event in self._waiters.values()]
+        self._waiters.clear()
 
     def cancel(self, waiter: int) -> None:
         """The caller has gone."""

@@ -8,6 +8,7 @@ Invariants:
           and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
     SM-3  Nothing of a worker that was declared gone does, from then on, whatever it is.
+    SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -29,6 +30,7 @@ from ps_core.errors import (
     Recovering,
     StaleAssignment,
     TableNotFound,
+    UpdateFailed,
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
@@ -38,12 +40,14 @@ from ps_server.events import (
     Place,
     PullEvent,
     PushEvent,
+    Record,
     RefusePull,
     ReplyTo,
     SealEvent,
     Sender,
     WithdrawEvent,
 )
+from ps_server.failed_update import instead, lost_records
 from ps_server.range_machine import RangeMachine
 from ps_server.read_gate import WaitCause
 from ps_server.room import GateRoom, Step
@@ -289,6 +293,27 @@ class ServerMachine:
             error=error,
         )
 
+    def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
+        """The update of `record` could not be computed, so its table has failed here (SM-4).
+
+        Args:
+            record: what was to be applied; nothing of it has been.
+            error: why.
+            rest: effects that have not been carried out, replies from before the update included.
+
+        Returns:
+            What to carry out in the place of `rest`.
+        """
+        table_id = record.table_id
+        lost = lost_records(record, rest)
+        for each in lost:
+            self._parts[table_id, each.range_id].overturn(each, error)
+        out = list(instead(rest, lost, error))
+        for part in self._parts_of(table_id):
+            out += part.fail(error)
+        self._rooms[table_id].credits(out)
+        return out
+
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read of one range arrived."""
         try:
@@ -315,6 +340,7 @@ class ServerMachine:
             TableNotFound: there is no such table.
             NotOwner: nothing of it is here.
             Overloaded: too many cuts are held.
+            UpdateFailed: the table has failed here.
         """
         parts = self._parts_of(table_id)
         self._timed |= set(parts)

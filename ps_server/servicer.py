@@ -32,11 +32,12 @@ from ps_server.frames import (
     more_follow,
     pull_end,
     pull_part,
+    range_error,
     reads_of,
     shared_answer,
     with_replies,
 )
-from ps_server.node import AnswerPart, ParameterNode, Read, range_error
+from ps_server.node import AnswerPart, ParameterNode, Read
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2

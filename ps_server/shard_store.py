@@ -25,6 +25,7 @@ Invariants:
            or the other blocks (with OPT-1: DESIGN's G4).
     STO-3  An update that something was folded for has contributors.
     STO-4  The segments of a block cover it.
+    STO-5  A store has a custom update exactly if its table names one.
 
 What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
 """
@@ -55,10 +56,17 @@ from ps_core.tables import (
 from ps_server import contributions, delay
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import TORCH_DTYPE, Contribution
+from ps_server.custom_updates import CheckedUpdate, CustomOptimizer
 from ps_server.events import Compensation
 from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
 
-_WITHOUT_ARITHMETIC = (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD)
+_WITHOUT_ARITHMETIC = (
+    OptimizerKind.AGGREGATE,
+    OptimizerKind.ASSIGN,
+    OptimizerKind.ADD,
+    OptimizerKind.CUSTOM,
+)
+"""Optimizers that are no kernels of `ps_server.optimizers`."""
 
 _KEPT_SUM_COUNT = 2
 """AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
@@ -78,6 +86,7 @@ class ShardStore:
         pool: working memory; one pool may serve all stores of a server. None means its own.
         home: the memory that a block's values live in: zeros, of its padded length. None means the
             store's own.
+        update: CUSTOM: what the table's optimizer names.
 
     Raises:
         InvalidKeys: the table has no such block.
@@ -89,6 +98,7 @@ class ShardStore:
         blocks: Sequence[int],
         pool: BufferPool | None = None,
         home: Callable[[int], Tensor] | None = None,
+        update: CheckedUpdate | None = None,
     ) -> None:
         spec = table.spec
         self._table = table
@@ -105,6 +115,7 @@ class ShardStore:
         self._is_mean = spec.reduction is Reduction.MEAN
         self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
         self._adds = spec.optimizer.kind is OptimizerKind.ADD
+        self._custom = _custom_optimizer(table, update)
         has_kernel = spec.optimizer.kind not in _WITHOUT_ARITHMETIC
         self._optimizer = Optimizer(spec.optimizer, self._pool) if has_kernel else None
 
@@ -242,6 +253,7 @@ class ShardStore:
 
         Raises:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
+            UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
         numbers = dict(self._table.numbers.merged(hyperparameters))
         forming = self._forming.pop(clock, {})
@@ -252,10 +264,18 @@ class ShardStore:
             total = forming[block]
             if self._is_mean:
                 total = contributions.averaged(total, contributor_count, self._pool)
-            if self._is_aggregate:
+            if self._is_aggregate or self._custom is not None:
                 reduced[block] = total
             else:
                 self._apply_block(self._states[block], total, numbers)
+        if self._custom is not None:
+            parts = [(self._states[block], total) for block, total in reduced.items()]
+            try:
+                self._custom.apply(clock, parts, numbers)
+            finally:
+                for total in reduced.values():
+                    contributions.release(total, self._pool)
+        for block in blocks:
             self._versions[block] += 1
         if self._is_aggregate:
             self._keep(clock, reduced)
@@ -265,6 +285,13 @@ class ShardStore:
         """Forget the sums of `clock` that are in the making."""
         for part in self._forming.pop(clock, {}).values():
             contributions.release(part, self._pool)
+
+    def abandon(self) -> None:
+        """Nothing more comes of what is in the making, nor of what readers were given."""
+        for clock in list(self._forming):
+            self.drop(clock)
+        for reader in {reader for reader, _ in self._kept}:
+            self.forget(reader)
 
     def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:
         """Replace initial values; absent tensors keep theirs. Versions do not change.
@@ -419,6 +446,15 @@ class ShardStore:
         payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
         self._pool.give_back(buffer)
         return payload
+
+
+def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptimizer | None:
+    spec = table.spec
+    expected = spec.optimizer.custom_update
+    check(expected == ("" if update is None else update.name), "STO-5", f"'{expected}' is not here")
+    if update is None:
+        return None
+    return CustomOptimizer(update, spec.name, allow_non_finite=spec.allow_non_finite)
 
 
 def _payload_of(state: BlockState) -> memoryview:

@@ -23,6 +23,7 @@ def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeSt
             update_count=part.state.update_count,
             waits=part.reads.waits(now_s),
             initialized=part.state.initialized,
+            failure=part.state.failure.message if part.state.failure is not None else "",
         )
         for worker in part.state.worker_places():
             stats.workers.add(

@@ -220,7 +220,7 @@ class UpdateGate:
         setting changes, steps of anyone may.
         """
         state = self._state
-        while True:
+        while state.failure is None:
             clock = state.clock
             for worker in moved:
                 self._record_sealed(worker, out)

@@ -30,12 +30,23 @@ from ps_core.errors import (
     TableExists,
     TableNotFound,
     Unauthenticated,
+    UpdateFailed,
     WaitExpired,
 )
 from ps_worker.client import Client, connect
 from ps_worker.counters import Progress
 from ps_worker.local_cluster import LocalCluster, local_cluster
-from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Add, Aggregate, Assign, RMSprop
+from ps_worker.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Add,
+    Aggregate,
+    Assign,
+    Custom,
+    RMSprop,
+)
 from ps_worker.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
 from ps_worker.shared_buffers import empty_shared
 from ps_worker.straggler import ComputeTime
@@ -62,6 +73,7 @@ __all__ = [
     "ComputeTime",
     "Consistency",
     "Constant",
+    "Custom",
     "DistributedOptimizer",
     "Draining",
     "Fenced",
@@ -89,6 +101,7 @@ __all__ = [
     "TableHandle",
     "TableNotFound",
     "Unauthenticated",
+    "UpdateFailed",
     "WaitExpired",
     "Zeros",
     "connect",

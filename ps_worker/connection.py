@@ -22,7 +22,14 @@ from typing import Any, Self, TypeVar, overload
 
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
-from ps_core.errors import InvalidConfig, InvalidKeys, NotPermitted, PushpullError, WaitExpired
+from ps_core.errors import (
+    InvalidConfig,
+    InvalidKeys,
+    NotPermitted,
+    PushpullError,
+    UpdateFailed,
+    WaitExpired,
+)
 from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
@@ -347,10 +354,11 @@ class Connection:
                     raise WaitExpired(
                         f"table '{ticket.table.spec.name}' cannot be left in order: {lost}"
                     )
-        for ticket in last:
-            ticket.future.result()
-        for error in self.engine.refused.values():
-            raise error
+        failures = [ticket.future.exception() for ticket in last]
+        for failure in (*failures, *self.engine.refused.values()):
+            # Nobody waits for anybody on a table that has failed.
+            if failure is not None and not isinstance(failure, UpdateFailed):
+                raise failure
 
     def close(self, *, leave: bool = True) -> None:
         """Leave, and end the connection; with `leave` False only end it, as a crash would.

@@ -41,10 +41,10 @@ from ps_worker.model_pull import birth_clock, table_prefix
 from ps_worker.optimizers import (
     Add,
     Aggregate,
+    Custom,
     ServerOptimizer,
     check_switches,
-    for_group,
-    hyperparameters,
+    numbers_of,
 )
 from ps_worker.settings import consistency_of
 from ps_worker.step_record import StepTimes
@@ -73,6 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up what it did.
+            `Custom`: an update of the servers' own.
         module: the module of the parameters where they are given otherwise: for the names of
             parameters that come without, and for its buffers.
         options: see `TrainingOptions`.
@@ -304,12 +305,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[number]
         optimizer = self._optimizer
         if not isinstance(optimizer, Aggregate | Add):
-            optimizer = for_group(optimizer, group)
+            optimizer = optimizer.with_group(group)
         prefix = table_prefix(self._options.name, number, self._birth_clock())
-        return [
+        tables = [
             TrainedTable(self._client, layout, number, optimizer, self._options)
             for layout in table_layouts(prefix, group)
         ]
+        if isinstance(optimizer, Custom) and tables:
+            # The servers know the numbers that nobody gave; here schedulers find and change them.
+            for name, value in tables[0].handle.spec.optimizer.hyperparameters:
+                group.setdefault(name, value)
+                self.defaults.setdefault(name, value)
+        return tables
 
     def _birth_clock(self) -> int:
         """The model's clock at present; where workers' clocks differ, 0."""
@@ -416,7 +423,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             return ()
         check_switches(table.handle.spec.optimizer, group, table.name)
-        return hyperparameters(self._optimizer.kind, group)
+        return numbers_of(table.handle.spec.optimizer, group)
 
     def _scale(self) -> _StepScale:
         """What `torch.amp.GradScaler` left on the optimizer for this call."""

@@ -5,7 +5,8 @@ group and an optimizer can be turned into each other, and torch's learning-rate 
 names that they look for.
 
 Rules:
-    - Fields, defaults and bounds are those of the `torch.optim` namesake.
+    - Fields, defaults and bounds are those of the `torch.optim` namesake. `Custom` has none: what
+      it is, and which numbers it has, is the servers' to say.
     - `hyperparameters` gives the numbers that travel with each step; the switches (`nesterov`,
       `amsgrad`, `centered`, `maximize`) and `initial_accumulator_value` are the table's for good.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
@@ -27,6 +28,7 @@ from ps_core.tables import (
     OptimizerKind,
     OptimizerSpec,
 )
+from ps_core.update_offer import GROUP_KEYS
 
 _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize")
 _FIXED_AT_CREATION = ("initial_accumulator_value",)
@@ -48,10 +50,18 @@ class ServerOptimizer:
         """The keys and values of a torch parameter group with these settings."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
+    def with_group(self, group: Mapping[str, Any]) -> Self:
+        """The optimizer with what a parameter group says instead, validated.
+
+        Raises:
+            InvalidConfig: as the optimizer's own constructor.
+        """
+        return type(self)(**{key: group.get(key, own) for key, own in self.defaults().items()})
+
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
         """The optimizer as a table's setting, every number filled in."""
         group = self.defaults()
-        switches = {name: bool(group[name]) for name in _SWITCHES if name in group}
+        switches: dict[str, Any] = {n: bool(group[n]) for n in _SWITCHES if n in group}
         return OptimizerSpec(
             kind=self.kind,
             hyperparameters=hyperparameters(self.kind, group),
@@ -226,6 +236,67 @@ class Add(ServerOptimizer):
         return {}
 
 
+@dataclass(frozen=True, slots=True, init=False)
+class Custom(ServerOptimizer):
+    """An update of the servers' own, by the name of its entry point (docs/CUSTOM_UPDATES.md).
+
+        ps.Custom("lion", lr=1e-4, weight_decay=0.1)
+
+    Its operator has installed it on every server. What is not given has the update's default, and
+    is in the parameter groups of `DistributedOptimizer` all the same, for schedulers to change.
+
+    Args:
+        update: the name of the update.
+        hyperparameters: its numbers, by the names that it gives them. The cluster knows which there
+            are: a wrong name is refused when the table is made.
+
+    Raises:
+        InvalidConfig: something that is no number.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.CUSTOM
+
+    update: str
+    numbers: Hyperparameters
+
+    def __init__(self, update: str, /, **hyperparameters: float) -> None:
+        found = [
+            (name, _require_number(f"custom update '{update}'", name, value))
+            for name, value in hyperparameters.items()
+        ]
+        object.__setattr__(self, "update", update)
+        object.__setattr__(self, "numbers", tuple(sorted(found)))
+
+    def defaults(self) -> dict[str, Any]:
+        """The numbers that were given."""
+        return dict(self.numbers)
+
+    def with_group(self, group: Mapping[str, Any]) -> Custom:
+        """The update with a parameter group's numbers: all that torch does not keep for itself."""
+        given = {name: value for name, value in group.items() if name not in GROUP_KEYS}
+        return Custom(self.update, **{**dict(self.numbers), **given})
+
+    def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
+        """The update as a table's setting; the scheduler fills in the numbers that are missing."""
+        return OptimizerSpec(self.kind, self.numbers, kernels=kernels, custom_update=self.update)
+
+
+def numbers_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperparameters:
+    """The numbers of a torch parameter group for a step of a table with that optimizer.
+
+    Raises:
+        InvalidConfig: as `hyperparameters`.
+    """
+    if spec.kind is not OptimizerKind.CUSTOM:
+        return hyperparameters(spec.kind, group)
+    for name, _ in spec.hyperparameters:
+        if name not in group:
+            raise InvalidConfig(f"the parameter group has no '{name}', which {spec.label} needs")
+    return tuple(
+        (name, _require_number(spec.label, name, group[name])) for name, _ in spec.hyperparameters
+    )
+
+
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
     """The numbers of a torch parameter group that `kind` has, sorted by name.
 
@@ -244,26 +315,14 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
     return tuple(sorted(found))
 
 
-_Optimizer = TypeVar("_Optimizer", bound=ServerOptimizer)
-
-
-def for_group(optimizer: _Optimizer, group: Mapping[str, Any]) -> _Optimizer:
-    """`optimizer` with what a parameter group says instead, validated.
-
-    Raises:
-        InvalidConfig: as the optimizer's own constructor.
-    """
-    return type(optimizer)(
-        **{key: group.get(key, own) for key, own in optimizer.defaults().items()}
-    )
-
-
 def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) -> None:
     """Refuse a group whose switches have been changed since its table was created.
 
     Raises:
         InvalidConfig: naming the switch.
     """
+    if spec.kind is OptimizerKind.CUSTOM:  # its numbers have the names that it likes
+        return
     for name in _SWITCHES:
         if name in group and bool(group[name]) != getattr(spec, name):
             raise InvalidConfig(

@@ -114,7 +114,7 @@ class StepRecord:
                 {
                     "kind": "table",
                     "name": spec.name,
-                    "optimizer": spec.optimizer.kind.value,
+                    "optimizer": spec.optimizer.label,
                     "consistency": str(spec.consistency),
                 }
             )

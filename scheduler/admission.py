@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ps_core import limits
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded
+from scheduler import update_offers
 from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 
 PROTOCOL_VERSION = 1
@@ -55,6 +56,7 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
             f"its nodes must be started again too"
         )
     _check_features(request.features)
+    update_offers.check_offers(request)
     if request.role is Role.SERVER:
         _check_address(request.address)
         _check_fingerprint(request.kernel_fingerprint)
@@ -112,7 +114,7 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
         Fenced: the node has left.
         InvalidConfig: another request had the id.
     """
-    for name in ("role", "address", "requested_rank", "kernel_fingerprint"):
+    for name in ("role", "address", "requested_rank", "kernel_fingerprint", "custom_updates"):
         came, was = getattr(request, name), getattr(first, name)
         if came != was:
             raise InvalidConfig(
@@ -134,8 +136,8 @@ def check_place(request: Registration, state: ClusterState, describe: Describe) 
     Raises:
         Draining: the cluster is finished.
         Overloaded: it has as many nodes as it can.
-        InvalidConfig: a server with other kernels than the servers that are here, or at the address
-            of one.
+        InvalidConfig: a server with other kernels or custom updates than the servers that are
+            here, or at the address of one.
     """
     if state.finished:
         raise Draining(
@@ -147,6 +149,7 @@ def check_place(request: Registration, state: ClusterState, describe: Describe) 
         )
     if request.role is Role.SERVER:
         _check_servers(request, state, describe)
+        update_offers.check_agreement(request, state, describe)
 
 
 def _check_servers(request: Registration, state: ClusterState, describe: Describe) -> None:

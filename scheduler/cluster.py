@@ -49,7 +49,7 @@ from ps_core.errors import (
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
-from scheduler import admission, placement, view_size
+from scheduler import admission, placement, update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
 from scheduler.cluster_state import (
     ClusterFinished,
@@ -254,7 +254,9 @@ class Cluster:
             raise NotPermitted(
                 f"{self._describe(node, now_s)} asks for a table; only workers create tables"
             )
-        spec = spec.validated()
+        spec = update_offers.completed(
+            spec.validated(), self._state, lambda server: self._describe(server, now_s)
+        )
         existing = self._state.tables.get(spec.name)
         if existing is not None:
             difference = first_difference(existing.spec, spec)

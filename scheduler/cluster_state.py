@@ -19,6 +19,7 @@ from ps_core.cluster_view import Node, RangeAssignment, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
+from ps_core.update_offer import UpdateOffer
 
 TIMELINE_BYTES = 16
 MIN_TOKEN_KEY_BYTES = 16
@@ -107,6 +108,7 @@ class Registration:
     features: tuple[str, ...] = ()
     kernel_fingerprint: str = ""
     cluster_id: str = ""
+    custom_updates: tuple[UpdateOffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import NodeId, TableId
+from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import translated
 from ps_runtime.metrics import SchedulerMetrics
@@ -312,7 +313,13 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         features=tuple(request.features),
         kernel_fingerprint=request.kernel_fingerprint,
         cluster_id=request.cluster_id,
+        custom_updates=tuple(map(_offer, request.custom_updates)),
     )
+
+
+def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:
+    numbers = wire.hyperparameters_from_proto(message.hyperparameters)
+    return UpdateOffer(message.name, numbers, message.fingerprint, message.problem)
 
 
 def _answer_within_s(remaining_s: float | None) -> float:

@@ -42,7 +42,7 @@ def log_transition(transition: Transition) -> None:
                 table_id=table.table_id,
                 elements=table.spec.element_count,
                 blocks=table.block_count,
-                optimizer=table.spec.optimizer.kind.value,
+                optimizer=table.spec.optimizer.label,
                 consistency=str(table.spec.consistency),
             )
         case RangesPlaced(counts):

@@ -25,8 +25,8 @@ _FIELD_BYTES = 11
 _LENGTH_BYTES = 6
 """A tag and the length of a field that has one."""
 
-_NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 40
-"""A hyperparameter: a name of at most 32 bytes and a double."""
+_NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 8
+"""A hyperparameter beside its name: a double."""
 
 CHANGE_BYTES = 2 * (40 + 26)
 """The newest change of a table, and a proposal; room is taken when it is changed first."""
@@ -38,7 +38,11 @@ JOIN_BYTES = 32
 def table_bytes(spec: TableSpec) -> int:
     """The most bytes that a table takes of a view; `spec` is validated."""
     fixed = 24 * _FIELD_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
-    numbers = len(spec.optimizer.hyperparameters) * _NAMED_NUMBER_BYTES
+    optimizer = spec.optimizer
+    numbers = _LENGTH_BYTES + len(optimizer.custom_update.encode())
+    numbers += sum(
+        _NAMED_NUMBER_BYTES + len(name.encode()) for name, _ in optimizer.hyperparameters
+    )
     tensors = sum(
         4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
         for t in spec.tensors

@@ -59,5 +59,24 @@ def test_a_sender_that_never_confirms_costs_a_bounded_number_of_outcomes() -> No
         ledger.ending(10)
 
 
+def test_an_outcome_that_nobody_was_told_may_be_overturned() -> None:
+    ledger = Ledger()
+    for sequence in (1, 2, 4):
+        ledger.end(sequence, Ending(Outcome.APPLIED))
+    ledger.overturn(2, Ending(Outcome.INVALID))
+    ledger.overturn(4, Ending(Outcome.INVALID))
+    assert [ledger.ending(sequence).outcome for sequence in (1, 2, 4)] == [
+        Outcome.APPLIED,
+        Outcome.INVALID,
+        Outcome.INVALID,
+    ]
+    assert (ledger.low_water, ledger.kept_count) == (2, 3)
+    ledger.confirm(2)
+    for sequence in (1, 3):  # confirmed by who cannot know it, and never ended
+        ledger.overturn(sequence, Ending(Outcome.INVALID))
+    assert not ledger.has_ended(3)
+    assert ledger.kept_count == 1
+
+
 def test_zero_is_no_sequence() -> None:
     assert not Ledger().has_ended(0)

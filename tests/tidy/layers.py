@@ -13,9 +13,11 @@ from tests.tidy.source import Finding, Source, imports_of
 PURE_MODULES = {
     "ps_server.buffer_pool",
     "ps_server.contributions",
+    "ps_server.custom_updates",
     "ps_server.delay",
     "ps_server.entry_rules",
     "ps_server.events",
+    "ps_server.failed_update",
     "ps_server.kernel_fingerprint",
     "ps_server.optimizers",
     "ps_server.range_machine",
@@ -26,6 +28,7 @@ PURE_MODULES = {
     "ps_server.schedule",
     "ps_server.server_machine",
     "ps_server.shard_store",
+    "ps_server.update_check",
     "ps_server.update_gate",
     "ps_worker.counters",
     "ps_worker.cutting",
@@ -45,6 +48,7 @@ PURE_MODULES = {
     "scheduler.cluster_state",
     "scheduler.placement",
     "scheduler.spec_difference",
+    "scheduler.update_offers",
     "scheduler.view_size",
 }
 """L1: they decide; time, randomness and input are arguments, and what to do is returned."""
@@ -52,6 +56,7 @@ PURE_MODULES = {
 EDGE_MODULES = {
     "ps_server",
     "ps_server.frames",
+    "ps_server.installed_updates",
     "ps_server.intake",
     "ps_server.lanes",
     "ps_server.lent_values",

@@ -166,6 +166,15 @@ def test_the_view_shows_roles_tables_and_waits() -> None:
         assert expected in text
 
 
+def test_a_table_that_has_failed_is_shown_with_the_reason() -> None:
+    made = document({1: stats(6, failure="its update broke"), 2: stats(5)})
+    assert made["tables"][0]["failure"] == "its update broke"
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(status_view(made))
+    assert "5 (failed)" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert document({1: stats(6)})["tables"][0]["failure"] is None
+
+
 def test_an_empty_cluster_has_a_view_too() -> None:
     view = types_pb2.ClusterView(view_number=1, cluster_id="c", worker_count=1, server_count=1)
     response = scheduler_pb2.GetClusterStatusResponse(view=view)

@@ -66,7 +66,7 @@ def one_thread() -> Iterator[None]:
 class Case:
     kind: OptimizerKind
     numbers: Mapping[str, float] = field(default_factory=dict)
-    flags: Mapping[str, bool] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         settings = [f"{name}={value}" for name, value in self.numbers.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ import torch
 from ps_core.errors import InvalidConfig
 from ps_core.tables import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
 from ps_worker import optimizers
-from ps_worker.optimizers import SGD, Adagrad, Adam, AdamW, Aggregate, RMSprop, ServerOptimizer
+from ps_worker.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Aggregate,
+    Custom,
+    RMSprop,
+    ServerOptimizer,
+)
 
 PAIRS: list[tuple[type[ServerOptimizer], type[torch.optim.Optimizer]]] = [
     (SGD, torch.optim.SGD),
@@ -71,13 +81,34 @@ def test_numbers_come_from_a_torch_group_by_torchs_names() -> None:
 
 
 def test_a_group_overrides_what_the_optimizer_says() -> None:
-    chosen = optimizers.for_group(SGD(lr=0.1), {"lr": 0.2, "momentum": 0.9, "nesterov": True})
+    chosen = SGD(lr=0.1).with_group({"lr": 0.2, "momentum": 0.9, "nesterov": True})
     assert chosen == SGD(lr=0.2, momentum=0.9, nesterov=True)
     spec = chosen.spec(Kernels.EXACT)
     assert (spec.nesterov, spec.kernels) == (True, Kernels.EXACT)
     assert dict(spec.hyperparameters)["lr"] == 0.2
     with pytest.raises(InvalidConfig, match="lr is -3"):
-        optimizers.for_group(SGD(), {"lr": -3})
+        SGD().with_group({"lr": -3})
+
+
+def test_a_custom_updates_numbers_are_what_is_in_the_group() -> None:
+    lion = Custom("lion", lr=0.1, beta1=0.9)
+    assert lion == Custom("lion", beta1=0.9, lr=0.1) == pickle.loads(pickle.dumps(lion))  # noqa: S301
+    assert lion.defaults() == {"lr": 0.1, "beta1": 0.9}
+    group = {"params": [], "param_names": [], "lr": 0.2, "weight_decay": 0.5, "initial_lr": 0.1}
+    chosen = lion.with_group(group)
+    assert chosen == Custom("lion", lr=0.2, beta1=0.9, weight_decay=0.5)
+    spec = chosen.spec(Kernels.EXACT)
+    assert (spec.kind, spec.custom_update) == (OptimizerKind.CUSTOM, "lion")
+    assert spec.hyperparameters == (("beta1", 0.9), ("lr", 0.2), ("weight_decay", 0.5))
+    later = {"lr": torch.tensor(0.25), "beta1": 0.5, "weight_decay": 0, "maximize": True}
+    assert optimizers.numbers_of(spec, later) == (
+        ("beta1", 0.5), ("lr", 0.25), ("weight_decay", 0.0),
+    )  # fmt: skip
+    optimizers.check_switches(spec, later, "t")
+    with pytest.raises(InvalidConfig, match="no 'beta1', which custom:lion needs"):
+        optimizers.numbers_of(spec, {"lr": 1.0})
+    with pytest.raises(InvalidConfig, match="custom update 'lion': lr is nan"):
+        Custom("lion", lr=float("nan"))
 
 
 def test_switches_are_for_good() -> None:

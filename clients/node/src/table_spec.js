@@ -13,8 +13,9 @@ import { elementsOf } from './layout.js';
  * @property {number} [blockElements] a multiple of 64; 262144 by default
  * @property {{kind: string, hyperparameters?: Record<string, number>, nesterov?: boolean,
  *   amsgrad?: boolean, centered?: boolean, maximize?: boolean,
- *   kernels?: 'fast' | 'exact'}} optimizer
- *   `kind` is SGD, ADAM, ADAMW, ADAGRAD, RMSPROP, AGGREGATE or ASSIGN
+ *   kernels?: 'fast' | 'exact', customUpdate?: string}} optimizer
+ *   `kind` is SGD, ADAM, ADAMW, ADAGRAD, RMSPROP, AGGREGATE, ASSIGN, ADD, or CUSTOM with the name of
+ *   an update of the servers' as `customUpdate`
  * @property {'bsp' | 'asp'} [consistency] bsp by default
  * @property {'zeros' | 'fromRankZero' | {constant: number} | {inline: ArrayLike<number>}}
  *   [initializer] zeros by default

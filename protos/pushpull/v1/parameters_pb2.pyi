@@ -478,7 +478,7 @@ class WorkerStats(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., low_water_sequence: _Optional[int] = ..., last_heard_ms: _Optional[int] = ..., left: _Optional[bool] = ...) -> None: ...
 
 class RangeStats(_message.Message):
-    __slots__ = ("range_id", "table_id", "assignment_epoch", "clock", "block_count", "state_bytes", "update_count", "waits", "workers", "initialized")
+    __slots__ = ("range_id", "table_id", "assignment_epoch", "clock", "block_count", "state_bytes", "update_count", "waits", "workers", "initialized", "failure")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -489,6 +489,7 @@ class RangeStats(_message.Message):
     WAITS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     table_id: int
     assignment_epoch: int
@@ -499,7 +500,8 @@ class RangeStats(_message.Message):
     waits: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStats]
     initialized: bool
-    def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ...) -> None: ...
+    failure: str
+    def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class GetRangeStatsResponse(_message.Message):
     __slots__ = ("ranges", "gate_bytes")

@@ -82,8 +82,8 @@ class SchedulerServiceServicer:
     """
 
     def RegisterNode(self, request, context):
-        """Makes the caller a node. Idempotent by registration_id. A server whose kernels differ from the
-        others' and a worker beyond worker_count are refused with INVALID_ARGUMENT.
+        """Makes the caller a node. Idempotent by registration_id. A server whose kernels or custom updates
+        differ from the others' and a worker beyond worker_count are refused with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

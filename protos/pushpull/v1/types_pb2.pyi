@@ -41,6 +41,7 @@ class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER_KIND_AGGREGATE: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_ASSIGN: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_ADD: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_CUSTOM: _ClassVar[OptimizerKind]
 
 class KernelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,6 +74,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_NOT_PERMITTED: _ClassVar[ErrorCode]
     ERROR_CODE_ALREADY_PAST: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_UPDATE_FAILED: _ClassVar[ErrorCode]
 
 class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -104,6 +106,7 @@ OPTIMIZER_KIND_RMSPROP: OptimizerKind
 OPTIMIZER_KIND_AGGREGATE: OptimizerKind
 OPTIMIZER_KIND_ASSIGN: OptimizerKind
 OPTIMIZER_KIND_ADD: OptimizerKind
+OPTIMIZER_KIND_CUSTOM: OptimizerKind
 KERNEL_KIND_UNSPECIFIED: KernelKind
 KERNEL_KIND_FAST: KernelKind
 KERNEL_KIND_EXACT: KernelKind
@@ -127,6 +130,7 @@ ERROR_CODE_UNAUTHENTICATED: ErrorCode
 ERROR_CODE_NOT_PERMITTED: ErrorCode
 ERROR_CODE_ALREADY_PAST: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_UPDATE_FAILED: ErrorCode
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_ALIVE: NodeState
 NODE_STATE_SILENT: NodeState
@@ -172,7 +176,7 @@ class Hyperparameter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("kind", "hyperparameters", "nesterov", "amsgrad", "centered", "maximize", "kernels")
+    __slots__ = ("kind", "hyperparameters", "nesterov", "amsgrad", "centered", "maximize", "kernels", "custom_update")
     KIND_FIELD_NUMBER: _ClassVar[int]
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
     NESTEROV_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +184,7 @@ class OptimizerSpec(_message.Message):
     CENTERED_FIELD_NUMBER: _ClassVar[int]
     MAXIMIZE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_UPDATE_FIELD_NUMBER: _ClassVar[int]
     kind: OptimizerKind
     hyperparameters: _containers.RepeatedCompositeFieldContainer[Hyperparameter]
     nesterov: bool
@@ -187,7 +192,8 @@ class OptimizerSpec(_message.Message):
     centered: bool
     maximize: bool
     kernels: KernelKind
-    def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ...) -> None: ...
+    custom_update: str
+    def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ..., custom_update: _Optional[str] = ...) -> None: ...
 
 class BulkSynchronous(_message.Message):
     __slots__ = ("backup_workers", "grace_ms")

@@ -1,0 +1,90 @@
+"""A custom update as a server offers it and a table asks for it: its name, its numbers, what it is.
+
+The update itself, a function on tensors, is installed on the servers and never leaves them; this is
+all that the rest of the cluster knows of it.
+
+Rules:
+    - Two servers that offer an update of one name offer the same (`fingerprint`, numbers).
+    - A hyperparameter is called as a Python argument may be, and not as what torch and its
+      schedulers keep in a parameter group: what else is in a group is meant for the update.
+    - An offer with a `problem` is none: the server has the package and cannot run it, and says why.
+
+What it deliberately does not do: load or run an update (`ps_server` does), or compare offers
+(`scheduler.update_offers` does).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from keyword import iskeyword
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig
+from ps_core.tables import Hyperparameters
+
+GROUP_KEYS = frozenset({
+    "params", "param_names", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
+})  # fmt: skip
+"""What torch's optimizers and schedulers keep in a parameter group for themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOffer:
+    """One custom update of one server.
+
+    Attributes:
+        name: what tables name it by.
+        hyperparameters: all its numbers and their defaults, sorted by name.
+        fingerprint: the package that it comes from, its version, and the hash of a self-test.
+        problem: why the server cannot run it; empty if it can.
+    """
+
+    name: str
+    hyperparameters: Hyperparameters = ()
+    fingerprint: str = ""
+    problem: str = ""
+
+    def validated(self) -> UpdateOffer:
+        """The offer itself.
+
+        Raises:
+            InvalidConfig: naming what is wrong with it.
+        """
+        what = f"custom update '{self.name[: limits.MAX_CUSTOM_UPDATE_NAME_BYTES]}'"
+        for field, text, most_bytes in (
+            ("name", self.name, limits.MAX_CUSTOM_UPDATE_NAME_BYTES),
+            ("fingerprint", self.fingerprint, limits.MAX_CUSTOM_UPDATE_FINGERPRINT_BYTES),
+            ("problem", self.problem, limits.MAX_CUSTOM_UPDATE_PROBLEM_BYTES),
+        ):
+            least = int(field == "name" or (field == "fingerprint" and not self.problem))
+            size_bytes = len(text.encode())
+            if not least <= size_bytes <= most_bytes:
+                raise InvalidConfig(
+                    f"{what}: its {field} has {size_bytes} bytes; expected {least} to {most_bytes}"
+                )
+        if len(self.hyperparameters) > limits.MAX_HYPERPARAMETER_COUNT:
+            raise InvalidConfig(
+                f"{what} has {len(self.hyperparameters)} hyperparameters; expected at most "
+                f"{limits.MAX_HYPERPARAMETER_COUNT}"
+            )
+        for name, value in self.hyperparameters:
+            _check_number(what, name, value)
+        return self
+
+
+def _check_number(update: str, name: str, value: float) -> None:
+    is_argument = name.isidentifier() and not iskeyword(name) and name not in GROUP_KEYS
+    if not is_argument or len(name.encode()) > limits.MAX_HYPERPARAMETER_NAME_BYTES:
+        raise InvalidConfig(
+            f"{update} has a hyperparameter {name[:100]!r}; expected a name that an argument may "
+            f"have, of at most {limits.MAX_HYPERPARAMETER_NAME_BYTES} bytes, and none of "
+            f"{', '.join(sorted(GROUP_KEYS))}"
+        )
+    largest = limits.MAX_HYPERPARAMETER_MAGNITUDE
+    if not math.isfinite(value) or abs(value) > largest:
+        raise InvalidConfig(
+            f"{update}: the default of '{name}' is {value}; expected a finite number of at most "
+            f"{largest:g}"
+        )
