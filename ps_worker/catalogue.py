@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Unpack
 
 from ps_core.consistency import Consistency
 from ps_core.tables import OptimizerSpec, TableSpec
 from ps_worker.connection import GRACE_S, Connection
+from ps_worker.consistent_pulls import new_cut
 from ps_worker.settings import (
     Layout,
     SupportsSpec,
@@ -141,3 +143,22 @@ class Catalogue(Connection):
         """The newest setting of a table, as the cluster's newest view has it."""
         self.check_usable()
         return self.engine.table(table.table.table_id).consistency
+
+    @contextlib.contextmanager
+    def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
+        """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
+        of each are made. Gives the cut's number, for `start_pull`, and each table's lowest clock.
+
+        Blocking: until every server has answered; at the end, until each has let go.
+
+        Raises:
+            PushpullError: a server did not answer, or refused.
+        """
+        self.check_usable()
+        number, held = new_cut(), [table.table for table in tables]
+        try:
+            begun = self._loop.start(self.engine.begin_cut(number, held, lasts_s))
+            clocks = self._result(begun, lasts_s + GRACE_S)
+            yield number, [clocks[table.table_id] for table in held]
+        finally:
+            self._result(self._loop.start(self.engine.end_cut(number, held)), GRACE_S)

@@ -12,10 +12,9 @@ Rules:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -34,7 +33,7 @@ from ps_core.tables import InitializerKind, Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig
-from ps_worker.consistent_pulls import Moment, new_cut
+from ps_worker.consistent_pulls import Moment
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background, stop_background
@@ -207,25 +206,6 @@ class Connection:
             cut=0 if at is None else at.cut,
         )
         return PullTicket(table.table, self._loop.start(self.engine.read(order)))
-
-    @contextlib.contextmanager
-    def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
-        """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
-        of each are made. Gives the cut's number, for `start_pull`, and each table's lowest clock.
-
-        Blocking: until every server has answered; at the end, until each has let go.
-
-        Raises:
-            PushpullError: a server did not answer, or refused.
-        """
-        self.check_usable()
-        number, held = new_cut(), [table.table for table in tables]
-        try:
-            begun = self._loop.start(self.engine.begin_cut(number, held, lasts_s))
-            clocks = self._result(begun, lasts_s + GRACE_S)
-            yield number, [clocks[table.table_id] for table in held]
-        finally:
-            self._result(self._loop.start(self.engine.end_cut(number, held)), GRACE_S)
 
     # --- waiting
 
