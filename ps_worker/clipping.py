@@ -20,7 +20,6 @@ with an optimizer of the servers').
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -38,11 +37,6 @@ class Clip(NamedTuple):
 
     norm: float
     factor: float
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the factor is that of a finite norm, as a seal may carry it."""
-        return math.isfinite(self.norm) and self.factor > 0.0
 
 
 def check_clip_norm(

@@ -309,7 +309,9 @@ class TrainedModel:
         for table in self.tables:
             for entry in table.layout.placed:
                 gradient = entry.tensor.grad
-                if gradient is not None and not is_finite(gradient.detach()):
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                if not is_finite(gradient.detach()):
                     return _not_finite(entry.name, table)
         clock = 1 + max(table.handle.clock for table in self.tables)
         return f"the norm of the gradients is {norm} at step {clock} of '{self.options.name}'"
