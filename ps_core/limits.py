@@ -84,6 +84,9 @@ with its own flow control."""
 MAX_STREAM_READ_COUNT = 256
 """Reads that wait on one PushPull stream; beyond it those with a number are refused."""
 
+MAX_RECOMPUTE_COUNT = 64
+"""How often a step may compute anew what was too stale: each time is a step of its own."""
+
 MAX_CLOCK_LEAD_COUNT = 64
 """How far beyond its newest seal in effect a worker may send."""
 

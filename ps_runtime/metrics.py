@@ -276,6 +276,16 @@ class WorkerMetrics:
             "Blocks that the servers turned away because they were too stale.",
             registry=registry,
         )
+        self.recomputed_blocks = Counter(
+            "pushpull_worker_recomputed_blocks_total",
+            "Blocks that were too stale, computed anew by step(closure), each time.",
+            registry=registry,
+        )
+        self.abandoned_blocks = Counter(
+            "pushpull_worker_abandoned_blocks_total",
+            "Blocks that were still too stale when step(closure) gave them up.",
+            registry=registry,
+        )
         self.discarded_steps = Counter(
             "pushpull_worker_discarded_steps_total",
             "Steps that some update formed without (backup workers).",

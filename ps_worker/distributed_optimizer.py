@@ -7,8 +7,8 @@
         opt.step()                      # ends the step; the parameters are the servers' again
 
 Rules:
-    - Every step seals every table of the optimizer, whatever has a gradient; either all of them
-      take part in the update or none does (a non-finite gradient, an overflow of mixed precision).
+    - Every step seals every table of the optimizer, whatever has a gradient
+      (`ps_worker.trained_model`).
     - Hyperparameters are read from `param_groups` when the step ends and travel with it, so torch's
       learning-rate schedulers work as they are.
     - Optimizer state is the servers'; `state_dict` has the hyperparameters. With `Aggregate` the
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -31,36 +30,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
-from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import Hyperparameters
+from ps_core.errors import InvalidConfig
 from ps_worker import succession
 from ps_worker.buffers import BufferTable, buffer_layouts
 from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
+from ps_worker.local_optimizer import inner_optimizer
 from ps_worker.model_pull import birth_clock, table_prefix
-from ps_worker.optimizers import (
-    Add,
-    Aggregate,
-    Custom,
-    ServerOptimizer,
-    check_switches,
-    numbers_of,
-)
+from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer
 from ps_worker.settings import consistency_of
-from ps_worker.step_record import StepTimes
+from ps_worker.step_scale import amp_scale_of, check_unscaled
 from ps_worker.tickets import StepResult
+from ps_worker.trained_model import TrainedModel
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class _StepScale:
-    """What mixed precision says about a step."""
-
-    contribution_scale: float
-    skip: bool
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -82,6 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         results: how the last step ended on each table: what was too stale (`ASP(reject=...)`), and
             whether an update has formed without it (`BSP(backup_workers=...)`); empty if the step
             was skipped.
+        gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
     All workers start from the parameters of rank 0. They must register the same parameters in the
     same order, with `requires_grad` as on the others.
@@ -109,24 +95,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._client = client
         self._optimizer = optimizer
-        self._options = TrainingOptions.of(options, client.consistency)
+        self._model = TrainedModel(
+            client, optimizer, TrainingOptions.of(options, client.consistency)
+        )
         self._module = parameters if isinstance(parameters, nn.Module) else module
-        self._tables: list[TrainedTable] = []
-        self._buffers: list[BufferTable] = []
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._inner: torch.optim.Optimizer | None = None
         self._is_made = False
-        self.results: tuple[StepResult, ...] = ()
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
-        self._adds = isinstance(optimizer, Add)
-        if self._adds and self._options.is_eager:
+        if self._model.adds and self._options.is_eager:
             raise InvalidConfig(
                 "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
             )
         if isinstance(optimizer, Aggregate | Add):
-            self._inner = _inner_optimizer(optimizer, groups)
+            self._inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(self._inner.param_groups, dict(self._inner.defaults))
             self._share(self._inner)
         else:
@@ -134,19 +118,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._taken_name():
             self._start()
         self._hook_trainable()
-        self._times = StepTimes(client)
         self._is_made = True
 
     def _start(self) -> None:
         """Makes the tables; all workers have rank 0's values in the end."""
         for number in range(len(self.param_groups)):
-            self._tables += self._tables_of_group(number)
+            self._tables.extend(self._tables_of_group(number))
         if self._module is not None and self._options.buffers is not None:
-            self._buffers = [
+            self._buffers.extend(
                 BufferTable(self._client, self._module, layout, self._options)
                 for layout in buffer_layouts(self._options.name, self._module)
-            ]
+            )
         self._start_from_rank_zero([*self._tables, *self._buffers])
+        self._model.begin()
+
+    @property
+    def results(self) -> tuple[StepResult, ...]:
+        """How the last step ended on each table."""
+        return tuple(self._model.results.values())
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm that the last step was clipped by."""
+        return self._model.gradient_norm
+
+    # --- what it is made of
+
+    @property
+    def _options(self) -> TrainingOptions:
+        return self._model.options
+
+    @property
+    def _tables(self) -> list[TrainedTable]:
+        return self._model.tables
+
+    @property
+    def _buffers(self) -> list[BufferTable]:
+        return self._model.buffers
 
     # --- torch's own verbs
 
@@ -157,29 +165,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Under BSP they then are those of every other worker at this clock, bit for bit.
 
+        Where blocks were too stale (`ASP(reject=...)`), `closure` is called again, at the
+        parameters that the step brought, and those blocks alone are pushed: a round, which is a
+        step of its own, with a clock of its own on every table. There are `recompute` of them at
+        most; what is still too stale then is given up, as everything is without a closure.
+
         Args:
-            closure: evaluates the model once and returns the loss.
+            closure: as torch has it: clears the gradients, evaluates the model, calls `backward`
+                and returns the loss.
 
         Returns:
-            What `closure` returned; None without one.
+            What `closure` returned the first time; None without one.
 
         Blocking: until the update is there: under BSP every worker has taken part.
 
         Raises:
-            InvalidTensor: a gradient is not finite; the step was skipped on every server.
-            InvalidConfig: another worker's hyperparameters differ at this clock, or a switch that
-                is the table's for good was changed.
+            InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
+                round: what came before it counts).
+            InvalidConfig: another worker's hyperparameters differ at this clock; a switch that is
+                the table's for good was changed; or somebody else changed the model into BSP, where
+                `clip_norm` is not to be had.
             GradientChangedAfterPush: in eager mode.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed: the next call waits for it again.
         """
         loss: float | None = None
         if closure is not None:
+            check_unscaled(self)
             with torch.enable_grad():
                 loss = closure()
-        self._times.computed(1 + max((table.handle.clock for table in self._tables), default=0))
-        with torch.no_grad():
-            self._step()
+        self._hook_trainable()
+        self._model.step(self.param_groups, amp_scale_of(self), closure)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -211,10 +227,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             tables = self._tables_of_group(len(self.param_groups) - 1)
             self._start_from_rank_zero(tables)
+            self._model.pass_rounds(tables)
         except BaseException:
             self.param_groups.pop()  # a group without tables would never train
             raise
-        self._tables += tables
+        self._tables.extend(tables)
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,8 +248,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def clock(self) -> int:
-        """Steps that this model has behind it at this worker; where one that takes the place of a
-        worker that is gone begins, in its schedules too.
+        """Steps that this model has behind it at this worker, rounds included; where one that takes
+        the place of a worker that is gone begins, in its schedules too.
         """
         return max((table.handle.clock for table in self._tables), default=0)
 
@@ -253,22 +270,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidConfig: the setting is wrong, or this model cannot have it: `buffers="mean"` and
-                `Aggregate` need BSP.
+                `Aggregate` need BSP, `clip_norm` with an optimizer of the servers' anything else.
             WaitExpired: a server has not promised in time; call again to change what is left.
         """
-        wanted = consistency_of(consistency)
-        options = replace(self._options, consistency=wanted)
-        clocks = [
-            self._client.set_consistency(
-                handle, setting, after_clock=after_clock, timeout_s=timeout_s
-            )
-            for handle, setting in [
-                *((table.handle, wanted) for table in self._tables),
-                *((table.handle, wanted.without_policy()) for table in self._buffers),
-            ]
-        ]
-        self._options = options
-        return max(clocks, default=0)
+        return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)
 
     def close(self) -> None:
         """Takes the hooks off the parameters; the tables stay. Idempotent."""
@@ -342,7 +347,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""
         for table in self._tables:
             for index, entry in enumerate(table.layout.placed):
-                if entry.tensor.requires_grad and self._adds:
+                if entry.tensor.requires_grad and self._model.adds:
                     table.is_asleep = False  # what is pushed is there after the step only
                 elif entry.tensor.requires_grad and entry.tensor not in self._hooks:
                     table.is_asleep = False
@@ -354,86 +359,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- a step
 
     def _hooked(self, table: TrainedTable, index: int) -> None:
-        numbers = self._numbers(table) if self._options.applies_on_arrival else ()
+        arrives = self._options.applies_on_arrival
+        numbers = self._model.numbers(table, self.param_groups) if arrives else ()
         table.hooked(index, numbers)
-
-    def _step(self) -> None:
-        self._hook_trainable()
-        for table in self._tables:
-            table.settle()
-        for buffers in self._buffers:
-            buffers.settle()
-        awake = [(t, self._numbers(t)) for t in self._tables if not t.is_asleep]
-        scale = self._move(self._scale()) if self._adds else self._scale()
-        if self._options.applies_on_arrival and scale != _StepScale(1.0, skip=False):
-            raise InvalidConfig(
-                "loss scaling needs steps that count as a whole; expected mode='sealed', got "
-                "'eager' under ASP"
-            )
-        if self._options.is_eager:
-            for table, numbers in awake:
-                table.check_final(numbers)
-        # All that can be refused here is refused before the first seal: all tables end the step.
-        bad = None if scale.skip else _push_rest(awake)
-        for buffers in self._buffers:
-            buffers.push()
-        for buffers in self._buffers:
-            buffers.seal()
-        skip = scale.skip or bad is not None
-        tickets = [
-            table.seal(numbers, scale.contribution_scale, skip=skip) for table, numbers in awake
-        ]
-        self._times.sealed(tickets)
-        self._take_over([table for table, _ in awake])
-        self.results = () if skip else tuple(ticket.future.result() for ticket in tickets)
-        for buffers in self._buffers:
-            buffers.finish()
-        self._times.ended()
-        if bad is not None:
-            name, table = bad
-            raise InvalidTensor(
-                f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock} "
-                f"of table '{table.name}'; expected finite values. The step was skipped on every "
-                "server (allow_non_finite=True would apply it)"
-            )
-
-    def _take_over(self, tables: list[TrainedTable]) -> None:
-        for table in tables:
-            pulled = table.finish()
-            if self._inner is None or self._adds:
-                table.write_parameters()
-            elif pulled is not None:
-                table.write_gradients(pulled)
-        if self._inner is not None and not self._adds:
-            self._inner.step()
-
-    def _move(self, scale: _StepScale) -> _StepScale:
-        """ADD: the local optimizer takes a step on this worker's own gradients."""
-        if self._inner is not None and not scale.skip:
-            if scale.contribution_scale != 1.0:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(scale.contribution_scale)
-            self._inner.step()
-        return _StepScale(1.0, scale.skip)
-
-    def _numbers(self, table: TrainedTable) -> Hyperparameters:
-        group = self.param_groups[table.group]
-        if self._inner is not None:
-            return ()
-        check_switches(table.handle.spec.optimizer, group, table.name)
-        return numbers_of(table.handle.spec.optimizer, group)
-
-    def _scale(self) -> _StepScale:
-        """What `torch.amp.GradScaler` left on the optimizer for this call."""
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        skip = found_inf is not None and bool(found_inf.item())
-        if grad_scale is None:
-            return _StepScale(1.0, skip)
-        # The inverse as GradScaler.unscale_ computes it, so that the products have the same bits.
-        return _StepScale(float(grad_scale.double().reciprocal().float()), skip)
 
 
 class _Hook:
@@ -450,29 +378,3 @@ class _Hook:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._hooked(self._table, self._index)
-
-
-def _push_rest(
-    awake: list[tuple[TrainedTable, Hyperparameters]],
-) -> tuple[str, TrainedTable] | None:
-    """Sends what is left of the step; the first gradient that is not finite ends that."""
-    for table, numbers in awake:
-        name = table.push_rest(numbers)
-        if name is not None:
-            return name, table
-    return None
-
-
-def _inner_optimizer(
-    optimizer: Aggregate | Add, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    kind = type(optimizer).__name__
-    if optimizer.factory is None:
-        raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
-    inner = optimizer.factory(groups)
-    if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
-        raise InvalidConfig(
-            f"{kind}'s factory made a {type(inner).__name__}; expected a torch optimizer that "
-            "uses one gradient a step"
-        )
-    return inner

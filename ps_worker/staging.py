@@ -10,6 +10,7 @@ Rules:
       after it left is replaced before the step's seal.
     - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and a checksum that
       is computed on the device, where reading the gradient back would cost a transfer.
+    - A step may be restricted to some blocks: then what touches none of them is not even copied.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
     - A gradient on a device is copied beside backward (`ps_worker.device_copies`), which may have
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -184,8 +185,14 @@ class GradientStaging:
                 homes[tensor].append(number)
         self._places = [_Place(tuple(blocks)) for blocks in homes]
         self._copying: deque[tuple[Arrival, int]] = deque()
+        self._only: frozenset[int] | None = None
         # Hooks run on autograd's threads: one for each device.
         self._lock = threading.Lock()
+
+    def restrict(self, blocks: Collection[int] | None) -> None:
+        """Of the step that begins, or has begun, only these blocks leave from now on; None: all."""
+        with self._lock:
+            self._only = None if blocks is None else frozenset(blocks)
 
     # --- while backward runs
 
@@ -203,8 +210,10 @@ class GradientStaging:
             place.hook_count += 1
             if gradient is None or place.hook_count != self._accumulate:
                 return []  # a later pass of a longer accumulation: `take` will see the difference
+            if not self._is_wanted(index):
+                return []
             ready = [*self._arrived(), *self._copy(index, gradient)]
-            return [self._leave(block) for block in ready] if self.streams else []
+            return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
 
     def discard(self) -> None:
         """The gradients were zeroed: the next backward pass starts over. What left stays out."""
@@ -231,7 +240,8 @@ class GradientStaging:
                 arrival, index = self._copying.popleft()
                 arrival.synchronize()
                 complete = self._mark_staged(index)
-                parts = [self._leave(block) for block in complete if self._is_untouched(block)]
+                ready = [n for n in complete if self._may_leave(n) and self._is_untouched(n)]
+                parts = [self._leave(number) for number in ready]
             yield parts
 
     def changed_after_leaving(self) -> str | None:
@@ -261,8 +271,8 @@ class GradientStaging:
             self._finish_copies()
             wasted_count = sum(block.is_wasted for block in self._blocks)
             self.streams = 2 * wasted_count <= len(self._blocks)
-            leaving = [n for n, block in enumerate(self._blocks) if self._must_leave(block)]
-            return [self._leave(block) for block in leaving]
+            leaving = [n for n in range(len(self._blocks)) if self._must_leave(n)]
+            return [self._leave(number) for number in leaving]
 
     def non_finite(self) -> str | None:
         """The name of a parameter whose staged gradient has an infinity or a NaN.
@@ -358,6 +368,8 @@ class GradientStaging:
         on_device: list[tuple[int, torch.Tensor]] = []
         for index, (entry, place) in enumerate(zip(self.layout.placed, self._places, strict=True)):
             gradient = entry.tensor.grad
+            if not self._is_wanted(index):
+                continue
             if gradient is None or not place.is_staged:
                 if place.is_present or gradient is not None:
                     changed.add(index)
@@ -383,7 +395,17 @@ class GradientStaging:
         for block in self._places[index].blocks:
             self._blocks[block].is_changed = True
 
-    def _must_leave(self, block: _Block) -> bool:
+    def _may_leave(self, number: int) -> bool:
+        return self._only is None or number in self._only
+
+    def _is_wanted(self, index: int) -> bool:
+        """Whether any block that may leave has a part of the parameter."""
+        return self._only is None or not self._only.isdisjoint(self._places[index].blocks)
+
+    def _must_leave(self, number: int) -> bool:
+        if not self._may_leave(number):
+            return False
+        block = self._blocks[number]
         is_present = any(self._places[tensor].is_present for tensor in block.tensors)
         return block.is_changed if block.has_left else is_present
 

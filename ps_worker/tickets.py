@@ -37,6 +37,9 @@ class StepResult:
     """ASP with a bound: the blocks that were too stale. Pull, then compute and push them anew."""
     discarded: bool = False
     """BSP with backup workers: some part of the table formed its update without the step."""
+    round_count: int = 0
+    """`DistributedOptimizer.step(closure)`: how often it computed rejected blocks anew. `clock` is
+    that of the last time, and `rejected` what was given up."""
 
 
 @dataclass(frozen=True, slots=True)

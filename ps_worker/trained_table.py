@@ -12,6 +12,7 @@ What it deliberately does not do: know groups, loss scaling or other tables
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +89,7 @@ class TrainedTable:
         self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
         self._moved: FlatBuffer | None = None
+        self._only: frozenset[int] | None = None
         self._pending = Pending(client)
         self._pull: PullTicket[Pulled] | None = None
 
@@ -106,6 +108,7 @@ class TrainedTable:
                 self._options.accumulate,
                 is_shared=self._client.may_share_memory,
             )
+            self._staging.restrict(self._only)
         return self._staging
 
     # --- at the start
@@ -120,6 +123,8 @@ class TrainedTable:
         step = self._client.begin_assign(self.handle)
         step.push_blocks(self._received.blocks(self.handle.table))
         self._pending.add(step.seal())
+        for block in range(self.handle.table.block_count):  # as if it had pulled what it gave
+            self.handle.steps.saw(block, 0)
 
     # --- while backward runs
 
@@ -141,6 +146,37 @@ class TrainedTable:
         """The gradients were zeroed."""
         if self._staging is not None and not self._pending:
             self._staging.discard()
+
+    # --- a step of some blocks
+
+    def restrict(self, blocks: Collection[int] | None) -> None:
+        """From now on only these blocks are pushed; None: all, as at first."""
+        self._only = None if blocks is None else frozenset(blocks)
+        if self._staging is not None:
+            self._staging.restrict(blocks)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether the step is one of some blocks, perhaps of other tables' alone."""
+        return self._only is not None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether anything of this table may be pushed."""
+        return self._only is None or bool(self._only)
+
+    def restricted_to(self) -> set[torch.Tensor]:
+        """The parameters that the blocks of this step have a part of."""
+        blocks = range(self.handle.table.block_count) if self._only is None else self._only
+        placed = self.layout.placed
+        return {placed[s.tensor].tensor for b in blocks for s in self.handle.table.segments(b)}
+
+    def pass_clock(self) -> None:
+        """Seals a step in which this table has no part.
+
+        Blocking: no; `settle` waits.
+        """
+        self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
 
     # --- when the step ends
 
@@ -172,6 +208,8 @@ class TrainedTable:
             The name of a parameter whose gradient is not finite, unless such are allowed, or are
             refused block by block (eager steps under ASP). Then nothing more is sent.
         """
+        if not self.takes_part:
+            return None
         if self._adds:
             return self._push_moved()
         for parts in self.staging.arriving():
@@ -199,7 +237,10 @@ class TrainedTable:
             view.copy_(entry.tensor.detach()).sub_(base)
             if not self._options.allow_non_finite and not is_finite(view):
                 return entry.name
-        self._client.begin_step(self.handle).push_blocks(self._moved.blocks(self.handle.table))
+        parts = self._moved.blocks(self.handle.table)
+        if self._only is not None:
+            parts = (part for part in parts if part.block in self._only)
+        self._client.begin_step(self.handle).push_blocks(parts)
         return None
 
     def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> PushTicket:
@@ -268,7 +309,8 @@ class TrainedTable:
             if index in absent:
                 parameter.grad = None
                 continue
-            if parameter.grad is None:
+            # Of one memory format at all workers: a norm is summed in the order of the memory.
+            if parameter.grad is None or parameter.grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter)
             moves.append((parameter.grad, self._received.views[index]))
         self._landing = from_host(moves)

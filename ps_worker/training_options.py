@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
+from ps_core import limits
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Kernels, Reduction
@@ -27,6 +29,8 @@ class OptimizerOptions(TypedDict, total=False):
     block_elements: int
     allow_non_finite: bool
     gate_bytes: int
+    clip_norm: float | None
+    recompute: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,13 @@ class TrainingOptions:
         allow_non_finite: apply gradients with infinities and NaNs; False (default) skips the step
             and raises `InvalidTensor`.
         gate_bytes: as `TableOptions` has it.
+        clip_norm: the largest norm of all gradients together, above 0; what is longer is scaled
+            down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss scale. With
+            `Aggregate` that is the reduced gradient, at every worker alike; with `Add`, and under
+            SSP and ASP, each worker's own. Optimizers of the servers have it not under BSP, nor
+            "eager" steps. None (default) clips nothing.
+        recompute: `ASP(reject=...)`: how often `step(closure)` computes anew what was too stale,
+            and pushes it, before it is given up; 3. 0 never does, nor does `step` without closure.
     """
 
     name: str = "model"
@@ -64,6 +75,8 @@ class TrainingOptions:
     block_elements: int = 0
     allow_non_finite: bool = False
     gate_bytes: int = 0
+    clip_norm: float | None = None
+    recompute: int = 3
 
     def __post_init__(self) -> None:
         _require_one_of("mode", self.mode, STEP_MODES)
@@ -72,12 +85,30 @@ class TrainingOptions:
         _require_one_of("reduction", self.reduction, tuple(kind.value for kind in Reduction))
         if self.accumulate < 1:
             raise InvalidConfig(f"accumulate is {self.accumulate}; expected 1 or more")
+        if not 0 <= self.recompute <= limits.MAX_RECOMPUTE_COUNT:
+            raise InvalidConfig(
+                f"recompute is {self.recompute}; expected 0 to {limits.MAX_RECOMPUTE_COUNT} rounds"
+            )
+        self._check_clip_norm()
         if not self.name or "/" in self.name:
             raise InvalidConfig(f"name is {self.name!r}; expected a name without '/'")
         if self.buffers == "mean" and not self.is_bsp:
             raise InvalidConfig(
                 f"buffers is 'mean' under {self.consistency}, where nothing is averaged; expected "
                 "BSP"
+            )
+
+    def _check_clip_norm(self) -> None:
+        if self.clip_norm is None:
+            return
+        if not 0.0 < self.clip_norm < math.inf:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm}; expected a finite number above 0, or None"
+            )
+        if self.is_eager:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm:g} in 'eager' mode, where gradients leave before "
+                "all of them, and so their norm, are there; expected mode='sealed' (the default)"
             )
 
     @classmethod

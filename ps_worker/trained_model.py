@@ -1,0 +1,353 @@
+"""All tables of a model in training: they take their steps together.
+
+Rules:
+    - A step seals every table that is awake, and either all of them take part or none does (a
+      gradient that is not finite, an overflow of mixed precision).
+    - What can be refused is refused before the first seal.
+    - A *round* is a step in which only blocks that were too stale are pushed, computed anew. It
+      takes one clock on every table of the model, those that sleep included: between any two
+      tables the distance of a worker's clocks is that of every other worker's. Else a change into
+      BSP could leave two workers waiting for each other, each on another table.
+
+What it deliberately does not do: know torch's optimizer interface, or make tables
+(`ps_worker.distributed_optimizer` does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ps_core.consistency import Consistency, Mode, StalePolicy
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.tables import Hyperparameters
+from ps_worker.buffers import BufferTable
+from ps_worker.clipping import check_clip_norm, clip_of, clip_reduced, multiply_gradients
+from ps_worker.local_optimizer import StateBefore
+from ps_worker.measures import MEASURES
+from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
+from ps_worker.staging import is_finite
+from ps_worker.step_record import StepTimes
+from ps_worker.step_scale import StepScale
+from ps_worker.tickets import StepResult
+from ps_worker.trained_table import TrainedTable
+from ps_worker.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from ps_worker.client import Client
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+"""torch's parameter groups."""
+
+
+class TrainedModel:
+    """The tables of one `DistributedOptimizer`, and how a step goes over them.
+
+    Args:
+        client: a worker's client.
+        optimizer: what the servers do with the gradients.
+        options: the optimizer's options.
+
+    Attributes:
+        options: as they are now.
+        tables: of parameters; the owner adds them.
+        buffers: of buffers; likewise.
+        inner: the local optimizer of `Aggregate` and `Add`; the owner gives it.
+        results: how the last step ended on each table that is awake; empty if it was skipped.
+        gradient_norm: what the last step was clipped by; None where nothing is clipped.
+
+    Raises:
+        InvalidConfig: `clip_norm` where nobody knows the norm.
+    """
+
+    def __init__(
+        self, client: Client, optimizer: ServerOptimizer, options: TrainingOptions
+    ) -> None:
+        check_clip_norm(options.clip_norm, optimizer, options.consistency)
+        self.options = options
+        self.tables: list[TrainedTable] = []
+        self.buffers: list[BufferTable] = []
+        self.inner: torch.optim.Optimizer | None = None
+        self.results: dict[TrainedTable, StepResult] = {}
+        self.gradient_norm: float | None = None
+        self._client = client
+        self._optimizer = optimizer
+        self._round_count = 0  # how far the clocks are ahead of the script's steps
+        self._times: StepTimes  # from `begin` on
+
+    @property
+    def adds(self) -> bool:
+        """Whether what is pushed is how far a local optimizer moved the parameters."""
+        return isinstance(self._optimizer, Add)
+
+    def begin(self) -> None:
+        """The tables are there; the first step's computation begins.
+
+        Blocking: as `StepTimes`.
+        """
+        self._times = StepTimes(self._client)
+
+    # --- between two steps
+
+    def numbers(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
+        """The hyperparameters of a step on a table.
+
+        Raises:
+            InvalidConfig: a switch that is the table's for good was changed.
+        """
+        if self.inner is not None:
+            return ()
+        group = groups[table.group]
+        check_switches(table.handle.spec.optimizer, group, table.name)
+        return numbers_of(table.handle.spec.optimizer, group)
+
+    def set_consistency(
+        self, wanted: Consistency, after_clock: int, timeout_s: float | None
+    ) -> int:
+        """As `DistributedOptimizer.set_consistency`."""
+        options = replace(self.options, consistency=wanted)
+        check_clip_norm(options.clip_norm, self._optimizer, wanted)
+        clocks = [
+            self._client.set_consistency(
+                handle, setting, after_clock=after_clock, timeout_s=timeout_s
+            )
+            for handle, setting in [
+                *((table.handle, wanted) for table in self.tables),
+                *((table.handle, wanted.without_policy()) for table in self.buffers),
+            ]
+        ]
+        self.options = options
+        return max(clocks, default=0)
+
+    def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
+        """New tables take the clocks that the others had for rounds.
+
+        Blocking: until they are committed.
+        """
+        for table in tables:
+            for _ in range(self._round_count):
+                table.pass_clock()
+            table.settle()
+
+    # --- a step
+
+    def step(
+        self, groups: Groups, scale: StepScale, closure: Callable[[], object] | None = None
+    ) -> None:
+        """A step of all tables, and rounds until nothing is too stale or they are up.
+
+        Args:
+            groups: torch's parameter groups.
+            scale: what the gradients that are there count for.
+            closure: computes them anew; None: there are no rounds.
+
+        Blocking, Raises: as `DistributedOptimizer.step`.
+        """
+        self.results = {}
+        before = None if closure is None else self._state_before()
+        self.results = self._step(groups, scale)
+        if closure is None:
+            return
+        for _ in range(self.options.recompute):
+            rejected = self._rejected()
+            if not rejected or not self._may_recompute(before):
+                break
+            with self._restricted(rejected):
+                with torch.enable_grad():
+                    closure()
+                ended = self._step(groups, scale, before)
+            MEASURES.recomputed_blocks.inc(sum(map(len, rejected.values())))
+            for table, result in ended.items():
+                self.results[table] = _after_round(self.results[table], result)
+        MEASURES.abandoned_blocks.inc(sum(map(len, self._rejected().values())))
+
+    def _rejected(self) -> dict[TrainedTable, tuple[int, ...]]:
+        return {table: end.rejected for table, end in self.results.items() if end.rejected}
+
+    def _settings(self) -> Iterator[Consistency]:
+        """The newest settings of all tables: others than the owner may have changed them."""
+        for handle in (*(t.handle for t in self.tables), *(b.handle for b in self.buffers)):
+            yield self._client.consistency_of(handle)
+
+    def _may_recompute(self, before: StateBefore | None) -> bool:
+        """Under BSP a step of some blocks would stand for a whole one, in everybody's update."""
+        if self.adds and before is None:
+            return False
+        return all(setting.mode is not Mode.BSP for setting in self._settings())
+
+    def _state_before(self) -> StateBefore | None:
+        """ADD: what the local optimizer may have to go back to."""
+        if self.inner is None or not self.adds or not self.options.recompute:
+            return None
+        rejects = any(setting.policy is StalePolicy.REJECT for setting in self._settings())
+        return StateBefore(self.inner) if rejects else None
+
+    @contextlib.contextmanager
+    def _restricted(self, rejected: Mapping[TrainedTable, Sequence[int]]) -> Iterator[None]:
+        for table in self.tables:
+            table.restrict(rejected.get(table, ()))
+        try:
+            yield
+        finally:
+            for table in self.tables:
+                table.restrict(None)
+
+    @torch.no_grad()
+    def _step(
+        self, groups: Groups, scale: StepScale, before: StateBefore | None = None
+    ) -> dict[TrainedTable, StepResult]:
+        """One step; how it ended on each table that is awake, nothing if it was skipped."""
+        self._times.computed(1 + max((table.handle.clock for table in self.tables), default=0))
+        for table in self.tables:
+            table.settle()
+        for buffers in self.buffers:
+            buffers.settle()
+        awake = {t: self.numbers(t, groups) for t in self.tables if not t.is_asleep}
+        scale = self._scaled(scale, groups)
+        if self.options.is_eager:
+            for table, numbers in awake.items():
+                table.check_final(numbers)
+        if self.adds and not scale.skip:
+            self._move(before)
+        # All that can be refused here is refused before the first seal: all tables end the step.
+        problem = scale.problem if scale.skip else _push_rest(awake)
+        for buffers in self.buffers:
+            buffers.push()
+        for buffers in self.buffers:
+            buffers.seal()
+        skip = scale.skip or bool(problem)
+        tickets = {
+            table: table.seal(numbers, scale.contribution_scale, skip=skip or not table.takes_part)
+            for table, numbers in awake.items()
+        }
+        self._pass_asleep()
+        self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
+        self._take_over(list(awake))
+        for buffers in self.buffers:
+            buffers.finish()
+        self._times.ended()
+        if problem:
+            raise InvalidTensor(
+                f"{problem}; expected finite values. The step was skipped on every server "
+                "(allow_non_finite=True would apply it)"
+            )
+        return {} if skip else {table: t.future.result() for table, t in tickets.items()}
+
+    def _pass_asleep(self) -> None:
+        """A round takes a clock of every table."""
+        if not any(table.is_restricted for table in self.tables):
+            return
+        self._round_count += 1
+        for table in self.tables:
+            if table.is_asleep:
+                table.pass_clock()
+
+    def _move(self, before: StateBefore | None) -> None:
+        """ADD: the local optimizer takes a step on this worker's own gradients."""
+        if before is not None:
+            before.step_again(set().union(*(table.restricted_to() for table in self.tables)))
+        elif self.inner is not None:
+            self.inner.step()
+
+    def _take_over(self, tables: Sequence[TrainedTable]) -> None:
+        for table in tables:
+            pulled = table.finish()
+            if self.inner is None or self.adds:
+                table.write_parameters()
+            elif pulled is not None:
+                table.write_gradients(pulled)
+        if self.inner is not None and not self.adds:
+            if self.options.clip_norm is not None:
+                trained = _parameters(self.inner.param_groups)
+                self.gradient_norm = clip_reduced(trained, self.options.clip_norm)
+            self.inner.step()
+
+    # --- what gradients count for
+
+    def _scaled(self, scale: StepScale, groups: Groups) -> StepScale:
+        """What goes with the seal, once loss scale and clipping have been seen to.
+
+        Raises:
+            InvalidConfig: they cannot be had.
+        """
+        if self.options.applies_on_arrival and scale != StepScale():
+            raise InvalidConfig(
+                "loss scaling needs steps that count as a whole; expected mode='sealed', got "
+                "'eager' under ASP"
+            )
+        max_norm = self.options.clip_norm
+        if max_norm is not None:
+            for setting in self._settings():
+                check_clip_norm(max_norm, self._optimizer, setting)
+        if scale.skip:
+            return scale
+        if self.adds:
+            multiply_gradients(_parameters(groups), scale.contribution_scale)
+            scale = StepScale()
+        if max_norm is None or (self.inner is not None and not self.adds):
+            return scale
+        return self._clipped(scale, groups, max_norm)
+
+    def _clipped(self, scale: StepScale, groups: Groups, max_norm: float) -> StepScale:
+        """This worker's own gradients, clipped: by their scale where that can be, else in place."""
+        clip = clip_of(_parameters(groups), max_norm, scale.contribution_scale)
+        self.gradient_norm = clip.norm
+        if not math.isfinite(clip.norm) and not self.options.allow_non_finite:
+            return StepScale(skip=True, problem=self._why_not_finite(clip.norm))
+        factor = scale.contribution_scale * clip.factor
+        if factor > 0.0 and not self.adds:  # a seal carries no NaN, and no 0
+            return StepScale(factor)
+        multiply_gradients(_parameters(groups), clip.factor)
+        return scale
+
+    def _why_not_finite(self, norm: float) -> str:
+        for table in self.tables:
+            for entry in table.layout.placed:
+                gradient = entry.tensor.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                if not is_finite(gradient.detach()):
+                    return _not_finite(entry.name, table)
+        clock = 1 + max(table.handle.clock for table in self.tables)
+        return f"the norm of the gradients is {norm} at step {clock} of '{self.options.name}'"
+
+
+def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
+    for group in groups:
+        yield from group["params"]
+
+
+def _push_rest(awake: Mapping[TrainedTable, Hyperparameters]) -> str:
+    """Sends what is left of the step; the first gradient that is not finite ends that.
+
+    Returns:
+        Which that is; empty if all are finite.
+    """
+    for table, numbers in awake.items():
+        name = table.push_rest(numbers)
+        if name is not None:
+            return _not_finite(name, table)
+    return ""
+
+
+def _not_finite(name: str, table: TrainedTable) -> str:
+    return (
+        f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock + 1} of "
+        f"table '{table.name}'"
+    )
+
+
+def _after_round(before: StepResult, ended: StepResult) -> StepResult:
+    """How a step ended, with one round more. What had no part in the round has its clock."""
+    return replace(
+        before,
+        clock=ended.clock,
+        staleness=max(before.staleness, ended.staleness),
+        rejected=ended.rejected,
+        round_count=before.round_count + 1,
+    )

@@ -1,0 +1,54 @@
+"""What `pushpull compare` reads of a step that had to be computed anew."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import ps_worker as ps
+from ps_worker.step_record import StepTimes
+
+
+def test_a_round_is_a_line_of_its_own(tmp_path: Path) -> None:
+    """The table that had no part in it does not make it a skipped step."""
+    first, second = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, record=str(tmp_path)) as client,
+        ps.connect(cluster.address, rank=1, record=str(tmp_path)) as peer,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        beginning = thread.submit(StepTimes, peer)  # workers that record begin together
+        optimizer = ps.DistributedOptimizer(
+            client,
+            [{"params": [first]}, {"params": [second]}],
+            ps.SGD(lr=0.1),
+            consistency=ps.ASP(reject=0),
+            name="twice",
+        )
+        beginning.result()
+        table = peer.table("twice/1/float32")
+        evaluations: list[float] = []
+
+        def closure() -> float:
+            if not evaluations:
+                peer.wait(peer.push(table, np.ones(64, np.float32)))
+            optimizer.zero_grad()
+            loss: torch.Tensor = (first * second).sum()
+            loss.backward()
+            evaluations.append(loss.item())
+            return loss.item()
+
+        optimizer.step(closure)
+        client.report(loss=evaluations[-1])
+        assert [result.round_count for result in optimizer.results] == [1, 1]
+    lines = [json.loads(line) for line in (tmp_path / "worker-0.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["clock"] for line in steps] == [1, 2]
+    assert [line["rejected"] for line in steps] == [1, 0]
+    assert [line["applied"] for line in steps] == [True, True]
+    assert steps[1]["loss"] == evaluations[1]
