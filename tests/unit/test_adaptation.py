@@ -145,7 +145,8 @@ def test_quiet_lowers_it_while_it_is_held() -> None:
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        (losses(1.0), losses(1.04)),  # not by 5 %
+        (losses(1.0, count=10_000), losses(1.04, count=10_000)),  # not by 5 %
+        (losses(-1.0, count=10_000), losses(-0.96, count=10_000)),
         (losses(1.0, spread=2.0), losses(1.5, spread=2.0)),  # 1.8 standard errors
         (losses(1.0, count=7), losses(9.0)),  # too few to say
         (losses(1.0), losses(9.0, count=7)),
@@ -340,6 +341,26 @@ def test_a_bound_that_is_fixed_is_not_looked_at(text: str) -> None:
     watching = Watching(text)
     assert watching.adaptation.is_idle
     assert watching.run(30, waited=(1, 1, 1)) == []
+
+
+def test_other_bounds_know_nothing_of_those_before() -> None:
+    watching = Watching()
+    watching.losses = dict.fromkeys(watching.workers, LossTotals(non_finite_count=1))
+    watching.run(1)
+    watching.losses = dict.fromkeys(watching.workers, LossTotals(non_finite_count=2))
+    assert watching.run(15, waited=(1, 1, 1)) == [], "it is held"
+    watching.moved("ssp:4..9")
+    assert _at(watching.run(6, waited=(1, 1, 1))) == [parsed("ssp:4..9@6")]
+
+
+def test_a_server_that_joins_counts_from_a_period_of_its_own() -> None:
+    watching = Watching()
+    watching.run(4, waited=(1, 1, 1))
+    watching.servers.append(NodeId(9))
+    watching.states[NodeId(9)], watching.waits_s[NodeId(9)] = NodeState.ALIVE, {}
+    watching.publish(watching.table)
+    assert watching.run(6, waited=(1, 1, 1)) == []
+    assert len(watching.run(1, waited=(1, 1, 1))) == 1
 
 
 def test_a_bound_that_becomes_fixed_is_left_alone_and_other_bounds_begin_anew() -> None:

@@ -231,12 +231,17 @@ def test_a_move_gives_way() -> None:
     cluster.move("ssp:2..8")
     cluster.move("ssp:2..9@5")
     assert cluster.cluster.view is view, "it is there already; it has other bounds now"
+    other = cluster.wish("asp", within_s=1.0)
+    assert isinstance(other, Pending)
+    cluster.move("ssp:2..8@4")
+    assert cluster.proposed() == Change(2, 0, parsed("asp")), "not settled yet"
+    cluster.pass_time(1.5, *cluster.servers, *cluster.workers)
     cluster.move("ssp:2..8@4", within_s=2.0)
     cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
     assert cluster.proposed() is None
     assert cluster.setting == parsed("ssp:2..8"), "withdrawn: as it was"
     reasons = [t.reason for t in cluster.transitions if isinstance(t, ChangeProposed)]
-    assert reasons == ["", "they waited"]
+    assert reasons == ["", "", "they waited"]
 
 
 def test_who_creates_the_table_again_finds_it_wherever_its_bound_is() -> None:
