@@ -144,7 +144,9 @@ class Changes:
             return []
         if self.needed_bytes(table) > self._room_bytes():
             return []
-        return self._propose(table, wish, now_s)[1]
+        # Somebody may have wanted the setting from a later clock on: not a step before.
+        after_clock = 0 if table.change is None else table.change.after_clock
+        return self._propose(table, replace(wish, after_clock=after_clock), now_s)[1]
 
     def needed_bytes(self, table: Table) -> int:
         """What a change of the table takes of the view, beyond what it takes already."""

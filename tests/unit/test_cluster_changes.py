@@ -202,7 +202,7 @@ def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> Non
     cluster.settle(pending.number, 3)
     assert cluster.setting == parsed("ssp:2..8"), "it begins at its lowest"
     cluster.move("ssp:2..8@5")
-    assert cluster.proposed() == Change(2, 0, parsed("ssp:2..8@5"))
+    assert cluster.proposed() == Change(2, 3, parsed("ssp:2..8@5"))
     same = cluster.wish("ssp:2..8")
     assert same == Change(1, 3, parsed("ssp:2..8")), "it is so, and a move changes nothing of that"
     assert isinstance(cluster.wish("ssp:2..9"), Pending)
@@ -242,6 +242,15 @@ def test_a_move_gives_way() -> None:
     assert cluster.setting == parsed("ssp:2..8"), "withdrawn: as it was"
     reasons = [t.reason for t in cluster.transitions if isinstance(t, ChangeProposed)]
     assert reasons == ["", "", "they waited"]
+
+
+def test_a_move_is_not_before_the_setting_that_it_belongs_to() -> None:
+    cluster = Changing()
+    pending = cluster.wish("ssp:2..8", after_clock=20)
+    assert isinstance(pending, Pending)
+    cluster.settle(pending.number, 20)
+    cluster.move("ssp:2..8@5")
+    assert cluster.proposed() == Change(2, 20, parsed("ssp:2..8@5"))
 
 
 def test_who_creates_the_table_again_finds_it_wherever_its_bound_is() -> None:
