@@ -67,7 +67,7 @@ def set_consistency(
     timeout_s: float,
 ) -> int:
     """Change each table, one after the other, and print from which clock on it is so."""
-    wanted = parsed(setting)
+    wanted = parsed(setting).begun
     # Here, so that the other commands start without torch.
     import ps_worker
 

@@ -1,13 +1,15 @@
 """How far the workers of a table may run apart, as a value.
 
     BSP     every update has a step of every worker (or of all but the slowest few)
-    SSP(s)  every step is applied by itself; no read misses a step that is older than s clocks
+    SSP(s)  every step is applied by itself; no read misses a step that is older than s clocks;
+            s may move between two bounds: the scheduler says where it is
     ASP     every step is applied by itself; nobody waits; what is stale may be treated for it
 
 Staleness, tau, of a push to a block: updates of the block by others since its worker pulled it.
 
 Rules:
     - A field belongs to one mode; where it does not apply it has its default.
+    - What holds at a clock is one number: of a bound that moves, `staleness` is where it is.
 
 What it deliberately does not do: decide (the server's gates do), or know protobuf.
 """
@@ -15,7 +17,7 @@ What it deliberately does not do: decide (the server's gates do), or know protob
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ps_core import limits
@@ -50,6 +52,8 @@ class Consistency:
         grace_ms: BSP with backup workers: how long an update waits for the others once enough
             steps are there.
         staleness: SSP: s. 0 waits as BSP does, but applies each step by itself.
+        least: SSP whose bound moves: the lowest that s may be, and what it begins with.
+        most: SSP whose bound moves: the highest that s may be. 0: the bound is fixed.
         policy: ASP: what happens to a stale push.
         bound: REJECT: the largest staleness that is accepted.
         alpha: DAMP: a push is multiplied by 1 / (1 + alpha * tau). DIVIDE multiplies it by
@@ -68,6 +72,18 @@ class Consistency:
     alpha: float = 0.0
     strength: float = 0.0
     adaptive: bool = False
+    least: int = 0
+    most: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether s moves between two bounds."""
+        return self.most > 0
+
+    @property
+    def begun(self) -> Consistency:
+        """As someone asks for it: a bound that moves is at its lowest."""
+        return replace(self, staleness=self.least) if self.moves else self
 
     def validated(self) -> Consistency:
         """The setting, checked.
@@ -79,10 +95,14 @@ class Consistency:
         _check_count("grace_ms", self.grace_ms, limits.MAX_GRACE_MS)
         _check_count("staleness", self.staleness, limits.MAX_STALENESS)
         _check_count("bound", self.bound, limits.MAX_STALENESS)
+        _check_count("least", self.least, limits.MAX_STALENESS)
+        _check_count("most", self.most, limits.MAX_STALENESS)
         for field, is_set, belongs in (
             ("backup_workers", self.backup_workers, self.mode is Mode.BSP),
             ("grace_ms", self.grace_ms, self.backup_workers > 0),
             ("staleness", self.staleness, self.mode is Mode.SSP),
+            ("least", self.least, self.mode is Mode.SSP),
+            ("most", self.most, self.mode is Mode.SSP),
             ("policy", self.policy is not StalePolicy.ACCEPT, self.mode is Mode.ASP),
             ("bound", self.bound, self.policy is StalePolicy.REJECT),
             ("alpha", self.alpha, self.policy is StalePolicy.DAMP),
@@ -91,6 +111,7 @@ class Consistency:
         ):
             if is_set and not belongs:
                 raise InvalidConfig(f"{self} has {field}; expected it with {_OWNER[field]} only")
+        self._check_bounds()
         for field, value, policy in (
             ("alpha", self.alpha, StalePolicy.DAMP),
             ("strength", self.strength, StalePolicy.COMPENSATE),
@@ -101,9 +122,28 @@ class Consistency:
                 )
         return self
 
+    def _check_bounds(self) -> None:
+        if not self.moves and not self.least:
+            return
+        if self.most <= self.least:
+            raise InvalidConfig(
+                f"most is {self.most}; expected above {self.least}, the lowest that s may be"
+            )
+        if not self.least <= self.staleness <= self.most:
+            raise InvalidConfig(
+                f"staleness is {self.staleness}; expected {self.least} to {self.most}, the bounds"
+            )
+
     def without_policy(self) -> Consistency:
         """The same for values that are not gradients: what is stale is taken as it is."""
-        return Consistency(self.mode, self.backup_workers, self.grace_ms, staleness=self.staleness)
+        return Consistency(
+            self.mode,
+            self.backup_workers,
+            self.grace_ms,
+            staleness=self.staleness,
+            least=self.least,
+            most=self.most,
+        )
 
     def scale(self, tau: int) -> float:
         """What a push of staleness `tau` is multiplied by."""
@@ -118,9 +158,15 @@ class Consistency:
         return self.policy is StalePolicy.REJECT and tau > self.bound
 
     def __str__(self) -> str:
-        """As `pushpull` writes and reads it: bsp, bsp:backup=1, ssp:4, asp, asp:reject=8."""
+        """As `pushpull` writes and reads it: bsp, bsp:backup=1, ssp:4, ssp:2..8, asp, asp:reject=8.
+
+        A bound that moves and is not at its lowest says where it is: ssp:2..8@5.
+        """
         if self.mode is Mode.SSP:
-            return f"ssp:{self.staleness}"
+            if not self.moves:
+                return f"ssp:{self.staleness}"
+            place = "" if self.staleness == self.least else f"@{self.staleness}"
+            return f"ssp:{self.least}..{self.most}{place}"
         if self.backup_workers:
             grace = f",grace={self.grace_ms}ms" if self.grace_ms else ""
             return f"bsp:backup={self.backup_workers}{grace}"
@@ -138,6 +184,8 @@ _OWNER = {
     "backup_workers": "BSP",
     "grace_ms": "BSP and backup workers",
     "staleness": "SSP",
+    "least": "SSP",
+    "most": "SSP",
     "policy": "ASP",
     "bound": "ASP and reject",
     "alpha": "ASP and damp",
@@ -148,9 +196,20 @@ _OWNER = {
 _ADAPTIVE = ",adaptive"
 
 _FORMS = (
-    "bsp, bsp:backup=B, bsp:backup=B,grace=Tms, ssp:S, asp, asp:reject=BOUND, asp:damp=ALPHA, "
-    "asp:divide, asp:compensate=LAMBDA, asp:compensate=LAMBDA,adaptive"
+    "bsp, bsp:backup=B, bsp:backup=B,grace=Tms, ssp:S, ssp:LEAST..MOST, asp, asp:reject=BOUND, "
+    "asp:damp=ALPHA, asp:divide, asp:compensate=LAMBDA, asp:compensate=LAMBDA,adaptive"
 )
+
+
+def moving(least: int, most: int) -> Consistency:
+    """SSP whose bound begins at `least` and moves up to `most`.
+
+    Raises:
+        InvalidConfig: `most` is not above `least`, or one of them is out of its bounds.
+    """
+    if most == 0:  # which in a setting says that the bound is fixed
+        raise InvalidConfig(f"most is 0; expected above {least}, the lowest that s may be")
+    return Consistency(Mode.SSP, staleness=least, least=least, most=most).validated()
 
 
 def parsed(text: str) -> Consistency:
@@ -168,7 +227,12 @@ def parsed(text: str) -> Consistency:
 
 def _parsed(name: str, rest: str) -> Consistency:
     if name == "ssp":
-        return Consistency(Mode.SSP, staleness=int(rest))
+        least, dots, rest = rest.partition("..")
+        if not dots:
+            return Consistency(Mode.SSP, staleness=int(least))
+        most, at, place = rest.partition("@")
+        found = moving(int(least), int(most))
+        return replace(found, staleness=int(place)) if at else found
     adaptive = rest.endswith(_ADAPTIVE)
     parts = rest.removesuffix(_ADAPTIVE).split(",")
     words = dict(part.partition("=")[::2] for part in parts if part)

@@ -103,6 +103,13 @@ WORKER_TIMEOUT_S = 30.0
 """A worker that is silent for longer is declared gone: what the others' reads wait by default, so
 that one which waited for a dead worker in vain is answered when it is asked again."""
 
+ADAPTATION_INTERVAL_S = 5.0
+"""A bound that moves is looked at so often: several heartbeats of every node are in it, and a
+change of some milliseconds costs less than a hundredth of it."""
+
+MAX_READ_WAIT_COUNT = 4096
+"""Waits of workers on tables that a server says in one heartbeat; what is beyond is not said."""
+
 DEFAULT_PULL_DEADLINE_S = 30.0
 DEFAULT_SESSION_DEADLINE_S = 10.0
 STREAM_HEADER_DEADLINE_S = 10.0

@@ -297,7 +297,8 @@ class TableSpec:
                 f"{expected}, at most {limits.MAX_INLINE_INITIALIZER_BYTES}",
             )
         optimizer = replace(self.optimizer, hyperparameters=self.optimizer.merged(()))
-        return replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
+        found = replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
+        return replace(found, consistency=self.consistency.begun)
 
     def _check_constant(self) -> None:
         constant = self.initializer.constant

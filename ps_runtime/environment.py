@@ -34,6 +34,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_HEARTBEAT_INTERVAL_S": "Seconds between two heartbeats of a node.",
     "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",
     "PUSHPULL_WORKER_TIMEOUT_S": "Seconds of silence after which a worker is gone; 0: never.",
+    "PUSHPULL_ADAPTATION_INTERVAL_S": "Seconds between two moves of a bound of ssp:LEAST..MOST.",
     "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
     "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",

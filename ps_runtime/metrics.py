@@ -1,7 +1,8 @@
 """Every Prometheus metric of pushpull: one class a role, one help text a metric.
 
-Labels are bounded: roles, outcomes, error codes. A table's or worker's name is never one; per-table
-figures are in GetRangeStats, which `pushpull status` shows.
+Labels are bounded: roles, outcomes, error codes. A worker's name is never one, and a table's only
+for tables whose bound of staleness moves; per-table figures are in GetRangeStats, which `pushpull
+status` shows.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ class SchedulerMetrics:
             "pushpull_scheduler_heartbeats_total",
             "Heartbeats answered, by role.",
             ("role",),
+            registry=registry,
+        )
+        self.staleness_bound = Gauge(
+            "pushpull_scheduler_staleness_bound",
+            "Where the bound of staleness is, of tables whose bound moves (ssp:LEAST..MOST).",
+            ("table",),
             registry=registry,
         )
         self.refusals = Counter(

@@ -19,7 +19,9 @@ def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
         )
         return types_pb2.Consistency(bsp=bsp)
     if consistency.mode is Mode.SSP:
-        ssp = types_pb2.BoundedStaleness(staleness=consistency.staleness)
+        ssp = types_pb2.BoundedStaleness(
+            staleness=consistency.staleness, least=consistency.least, most=consistency.most
+        )
         return types_pb2.Consistency(ssp=ssp)
     asp = types_pb2.Asynchronous()
     if consistency.policy is StalePolicy.REJECT:
@@ -56,6 +58,8 @@ def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
         alpha=message.asp.damp.alpha,
         strength=message.asp.compensate.strength,
         adaptive=message.asp.compensate.adaptive,
+        least=message.ssp.least,
+        most=message.ssp.most,
     )
 
 

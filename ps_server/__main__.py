@@ -199,6 +199,10 @@ def _watch(
         pushed_bytes=node.received_bytes,
         pulled_bytes=node.sent_bytes,
         step_count=node.applied_count,
+        read_waits=[
+            scheduler_pb2.ReadWait(table_id=table_id, node_id=reader, waited_ms=waited_ms)
+            for table_id, reader, waited_ms in node.read_waits.totals_ms()
+        ],
     )
     NodeMetrics(registry).watch(
         lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s

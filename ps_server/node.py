@@ -51,6 +51,7 @@ from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
 from ps_server.read_gate import WaitCause
+from ps_server.read_waits import ReadWaits
 from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.sessions import Sessions
 from ps_server.shard_store import ShardStore
@@ -118,6 +119,7 @@ class ParameterNode:
         self.received_bytes = 0
         self.sent_bytes = 0
         self.applied_count = 0
+        self.read_waits = ReadWaits(self.machine)
         self._pool = BufferPool()
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
@@ -133,6 +135,7 @@ class ParameterNode:
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
         added = self.machine.observe(view)
+        self.read_waits.observe(view)
         before = {node.node_id for node in self.sessions.gone}
         for session in self.sessions.observe(view):
             self.lanes.forget(session.incarnation)
@@ -260,8 +263,7 @@ class ParameterNode:
         """
         number = next(self._numbers)
         self._reads[number] = read
-        is_worker = read.session.role is Role.WORKER
-        incarnation = read.session.incarnation if is_worker else None
+        incarnation = read.session.incarnation if read.session.role is Role.WORKER else None
         cut_id = (read.session.incarnation, read.cut) if read.cut else None
         event = PullEvent(
             read.place,
@@ -301,7 +303,7 @@ class ParameterNode:
         self.machine.answered(number)
         read = self._reads.pop(number, None)
         if read is not None and read.cause is not None:
-            waited_s = self.now() - read.parked_s
+            waited_s = self.read_waits.ended(read, read.cause, self.now())
             self.metrics.read_wait_seconds.labels(cause=read.cause.value).observe(waited_s)
         return read
 

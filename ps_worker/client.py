@@ -123,7 +123,8 @@ class Client(Catalogue):
         """Say how training goes, for what `pushpull train` and `pushpull compare` show.
 
         Args:
-            loss: the last loss; a one-element tensor will do.
+            loss: the last loss; a one-element tensor will do. A bound of staleness that moves
+                heeds it.
             planned_steps: how many steps the script means to take.
             step_count: how many it has taken; by default the highest clock of its tables.
             quality: at the end of training, how good the model is, by the measure's name, such as
@@ -135,8 +136,8 @@ class Client(Catalogue):
         self.check_usable()
         counters = self.engine.counters
         if loss is not None:
-            counters.loss = float(loss)
-            self.record.loss(counters.loss, counters.step_count)
+            counters.add_loss(float(loss))
+            self.record.loss(float(loss), counters.step_count)
         if planned_steps is not None:
             counters.planned_step_count = int(planned_steps)
         if step_count is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ps_core.losses import NO_LOSSES, LossTotals
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -31,10 +33,16 @@ class Counters:
     finished_step_count: int = 0
     reported_step_count: int | None = None
     loss: float | None = None
+    losses: LossTotals = NO_LOSSES
     staleness: int = 0
     planned_step_count: int = 0
     waits: dict[object, str] = field(default_factory=dict)
     """What each request that waits was last told."""
+
+    def add_loss(self, loss: float) -> None:
+        """The script reported this."""
+        self.loss = loss
+        self.losses = self.losses.with_loss(loss)
 
     @property
     def step_count(self) -> int:

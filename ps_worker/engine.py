@@ -366,7 +366,7 @@ class Engine:
             task.cancel()
 
     def _progress(self) -> scheduler_pb2.NodeProgress:
-        counters = self.counters
+        counters, losses = self.counters, self.counters.losses
         return scheduler_pb2.NodeProgress(
             tables=[
                 scheduler_pb2.TableProgress(table_id=table_id, clock=clock)
@@ -380,6 +380,12 @@ class Engine:
             waiting_for=counters.waiting_for,
             planned_step_count=counters.planned_step_count,
             lane=self._links.lane,
+            losses=scheduler_pb2.LossTotals(
+                count=losses.count,
+                total=losses.total,
+                square_total=losses.square_total,
+                non_finite_count=losses.non_finite_count,
+            ),
         )
 
 

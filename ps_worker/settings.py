@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 from ps_core import limits
-from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
+from ps_core.consistency import Consistency, Mode, StalePolicy, moving, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
     DType,
@@ -45,13 +45,21 @@ def BSP(*, backup_workers: int = 0, grace_s: float = 0.0) -> Consistency:  # noq
     return Consistency(backup_workers=backup_workers, grace_ms=grace_ms).validated()
 
 
-def SSP(staleness: int) -> Consistency:  # noqa: N802
+def SSP(staleness: int, *, most: int | None = None) -> Consistency:  # noqa: N802
     """Stale-synchronous: every step is applied when it arrives; a pull waits until no worker is
     more than `staleness` clocks behind.
 
+    Args:
+        staleness: the bound.
+        most: the bound moves between `staleness`, where it begins, and this, by how long workers
+            wait and by the loss that they report (docs/CONSISTENCY.md has the rule); None (default)
+            means that it is fixed.
+
     Raises:
-        InvalidConfig: the bound is negative or too large.
+        InvalidConfig: a bound is negative or too large, or `most` is not above `staleness`.
     """
+    if most is not None:
+        return moving(staleness, most)
     return Consistency(Mode.SSP, staleness=staleness).validated()
 
 

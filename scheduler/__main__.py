@@ -75,6 +75,13 @@ class SchedulerConfig:
             "without it; above lease_s. 0: never."
         },
     )
+    adaptation_interval_s: float = field(
+        default=limits.ADAPTATION_INTERVAL_S,
+        metadata={
+            "help": "The bound of a table with ssp:LEAST..MOST moves at most once in so many "
+            "seconds."
+        },
+    )
     drain_grace_s: float = field(
         default=1.0,
         metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
@@ -103,6 +110,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
         worker_timeout_s=settings.worker_timeout_s,
+        adaptation_interval_s=settings.adaptation_interval_s,
     )
 
 

@@ -47,13 +47,14 @@ MAX_AFTER_CLOCK = 2**53 - 1
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Someone wants this consistency for a table, not before the clock after `after_clock`, and
-    waits for it until `deadline_s`.
+    waits for it until `deadline_s`; `reason` is for the log.
     """
 
     table_name: str
     consistency: Consistency
     after_clock: int
     deadline_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,17 @@ class Changes:
             )
         check_workers(table.spec.name, wish.consistency, worker_count)
         replace(table.spec, consistency=wish.consistency).validated()
+        # Where a bound that moves is at present is not what anybody wishes.
+        wish = replace(wish, consistency=wish.consistency.begun)
+        is_so = table.consistency.begun == wish.consistency
         if table.proposed is not None:
-            reason = self._reason(table, table.proposed, now_s)
-            is_same = table.proposed.consistency == wish.consistency and not table.proposed.join
-            return Pending(reason, table.proposed.number if is_same else 0), []
-        if table.consistency == wish.consistency:
+            is_same = (
+                table.proposed.consistency.begun == wish.consistency and not table.proposed.join
+            )
+            if not (is_so and is_same):
+                reason = self._reason(table, table.proposed, now_s)
+                return Pending(reason, table.proposed.number if is_same else 0), []
+        if is_so:
             return table.change or Change(0, 0, wish.consistency), []
         needed_bytes, room_bytes = self.needed_bytes(table), self._room_bytes()
         if needed_bytes > room_bytes:
@@ -126,6 +133,20 @@ class Changes:
                 f"cluster's view, which has room for {room_bytes}"
             )
         return self._propose(table, wish, now_s)
+
+    def move(self, wish: Wish, now_s: float) -> list[Transition]:
+        """Propose that the bound of a table moves to where the wish has it; nothing if it is there,
+        the table's setting has other bounds, another change is not settled or the view is full.
+        """
+        table = self._table(wish.table_name)
+        has_bounds = table.consistency.begun == wish.consistency.begun
+        if table.proposed is not None or not has_bounds or table.consistency == wish.consistency:
+            return []
+        if self.needed_bytes(table) > self._room_bytes():
+            return []
+        # Somebody may have wanted the setting from a later clock on: not a step before.
+        after_clock = 0 if table.change is None else table.change.after_clock
+        return self._propose(table, replace(wish, after_clock=after_clock), now_s)[1]
 
     def needed_bytes(self, table: Table) -> int:
         """What a change of the table takes of the view, beyond what it takes already."""
@@ -188,7 +209,7 @@ class Changes:
         proposed = self._put(replace(table, proposed=change))
         return (
             Pending(self._reason(proposed, change, now_s), number),
-            [ChangeProposed(proposed, change)],
+            [ChangeProposed(proposed, change, wish.reason)],
         )
 
     def outcome(self, table_name: str, number: int, now_s: float) -> Outcome:

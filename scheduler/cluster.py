@@ -295,6 +295,10 @@ class Cluster:
         found, transitions = self._changes.wish(wish, self.settings.worker_count, now_s)
         return Decision(found, self._changed(*transitions))
 
+    def move_bound(self, wish: Wish, now_s: float) -> Decision[None]:
+        """Begin to move the bound of a table whose bound moves, if nothing else is under way."""
+        return Decision(None, self._changed(*self._changes.move(wish, now_s)))
+
     def change(self, table_name: str, number: int, now_s: float) -> Outcome:
         """What has become of a change that was proposed."""
         return self._changes.outcome(table_name, number, now_s)

@@ -43,6 +43,8 @@ class ClusterSettings:
         lease_s: after this time without a word a node counts as silent, in seconds.
         worker_timeout_s: a worker that is silent for longer is declared gone, in seconds; above
             `lease_s`. 0: never, the others wait for it.
+        adaptation_interval_s: how often the bound of a table whose bound moves is looked at, in
+            seconds, at most; above 0.
         features: what the cluster can do, for nodes to compare with what they need.
     """
 
@@ -57,6 +59,7 @@ class ClusterSettings:
     heartbeat_interval_s: float = limits.HEARTBEAT_INTERVAL_S
     lease_s: float = limits.LEASE_S
     worker_timeout_s: float = limits.WORKER_TIMEOUT_S
+    adaptation_interval_s: float = limits.ADAPTATION_INTERVAL_S
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +90,10 @@ class ClusterSettings:
             self.worker_timeout_s == 0 or self.lease_s < self.worker_timeout_s < math.inf,
             f"worker timeout is {self.worker_timeout_s} s; expected above the lease of "
             f"{self.lease_s} s, or 0 for never",
+        )
+        _require(
+            0 < self.adaptation_interval_s < math.inf,
+            f"adaptation interval is {self.adaptation_interval_s} s; expected above 0",
         )
         key_ranges(self.range_count)
 
@@ -230,10 +237,11 @@ class RangesPlaced:
 
 @dataclass(frozen=True, slots=True)
 class ChangeProposed:
-    """The servers are asked to hold a table's later clocks."""
+    """The servers are asked to hold a table's later clocks; `reason` says why, if nobody asked."""
 
     table: Table
     change: Change
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import translated
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import Registration, Transition
@@ -53,6 +54,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._changed = asyncio.Event()
         self._is_closed = False
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
+        self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, metrics)
         self._view_message = wire.view_to_proto(cluster.view)
         self._measure()
 
@@ -60,6 +62,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Tick the machine, often enough for its failure detector, until cancelled."""
         while True:
             self._carry_out(self._cluster.tick(clock.now_s()))
+            for wish in self._adaptive.wishes(clock.now_s()):
+                self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
 
     async def until_finished(self) -> None:
@@ -110,6 +114,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
                 )
             number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
+        self._adaptive.heard(session.node_id, request.progress, clock.now_s())
         self._last_said[session.node_id] = request
         self._metrics.heartbeats.labels(role=session.role.value).inc()
         return scheduler_pb2.HeartbeatResponse(view_number=number)
@@ -274,6 +279,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             log_transition(transition)
         view = self._cluster.view
         self._view_message = wire.view_to_proto(view)
+        self._adaptive.observe(view)
         for node_id in self._last_said.keys() - view.nodes_by_id.keys():
             del self._last_said[node_id]
         self._measure()

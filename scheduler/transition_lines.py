@@ -48,8 +48,9 @@ def log_transition(transition: Transition) -> None:
         case RangesPlaced(counts):
             shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
             logs.info("ranges_placed", ranges_by_node=shares)
-        case ChangeProposed(table, change):
-            logs.info("change_proposed", **_change(table, change))
+        case ChangeProposed(table, change, reason):
+            because = {"reason": reason} if reason else {}
+            logs.info("change_proposed", **_change(table, change), **because)
         case ChangeCommitted(table, change):
             logs.info("change_committed", **_change(table, change))
         case ChangeWithdrawn(table, reason):

@@ -5,6 +5,8 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ps_core.cluster_view import Session
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig
@@ -59,8 +61,16 @@ class ScheduledSimulation(Simulation):
         self.world.after(LOOK_S, self._look)
 
     def _change(self) -> None:
-        """The operator wants another setting for a table."""
+        """The operator wants another setting for a table, or the scheduler moves its bound."""
         draw, table = self.world.draw, self.world.draw.choice(self.layout.tables)
+        self.world.after(draw.expovariate(1 / self.change_every_s), self._change)
+        setting = self.scheduler.view.tables_by_name[table.spec.name].consistency
+        if setting.moves and draw.random() < 0.7:
+            bound = draw.randint(setting.least, setting.most)
+            moved = replace(setting, staleness=bound)
+            move = Wish(table.spec.name, moved, 0, self.world.now_s + 2.0)
+            self._publish(self.scheduler.move_bound(move, self.world.now_s).transitions)
+            return
         wish = Wish(
             table.spec.name,
             parsed(draw.choice(CONSISTENCIES)),
@@ -74,7 +84,6 @@ class ScheduledSimulation(Simulation):
             self.world.say(f"no change: {error}")
         else:
             self._publish(decision.transitions)
-        self.world.after(draw.expovariate(1 / self.change_every_s), self._change)
 
     def _promise(self, session: Session, server: SimServer) -> None:
         """What stands is sent again and again."""
@@ -109,6 +118,9 @@ class ScheduledSimulation(Simulation):
         counts = self.world.counts
         if isinstance(transition, ChangeCommitted):
             counts["changed"] += 1
+            counts["moved"] += transition.change.consistency.staleness > 0 and (
+                transition.change.consistency.moves
+            )
             self.layout.settings.change(transition.table.table_id, transition.change)
         counts["proposed"] += isinstance(transition, ChangeProposed)
         counts["withdrawn"] += isinstance(transition, ChangeWithdrawn)

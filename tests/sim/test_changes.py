@@ -26,8 +26,8 @@ def test_every_clock_has_its_setting(sim_seeds: tuple[int, ...]) -> None:
     print(", ".join(f"{name} {count}" for name, count in sorted(total.items())))
     if len(sim_seeds) >= 20:
         expected = {
-            "proposed", "changed", "withdrawn", "rejected", "discarded", "scaled", "forgotten",
-            "reads of bsp after a change", "reads of ssp after a change",
+            "proposed", "changed", "moved", "withdrawn", "rejected", "discarded", "scaled",
+            "forgotten", "reads of bsp after a change", "reads of ssp after a change",
         }  # fmt: skip
         missing = expected - set(total)
         assert not missing, f"never happened: {missing}"

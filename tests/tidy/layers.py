@@ -23,6 +23,7 @@ PURE_MODULES = {
     "ps_server.range_machine",
     "ps_server.range_state",
     "ps_server.read_gate",
+    "ps_server.read_waits",
     "ps_server.records",
     "ps_server.room",
     "ps_server.schedule",
@@ -45,6 +46,7 @@ PURE_MODULES = {
     "ps_worker.straggler",
     "ps_worker.training_options",
     "ps_worker.values",
+    "scheduler.adaptation",
     "scheduler.admission",
     "scheduler.changes",
     "scheduler.cluster",
@@ -100,6 +102,7 @@ EDGE_MODULES = {
     "ps_worker.trained_model",
     "ps_worker.trained_table",
     "scheduler",
+    "scheduler.adaptive_tables",
     "scheduler.servicer",
     "scheduler.transition_lines",
 }

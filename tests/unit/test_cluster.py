@@ -378,6 +378,9 @@ class TestTheEnd:
         ({"worker_timeout_s": -1.0}, "or 0 for never"),
         ({"worker_timeout_s": float("inf")}, "worker timeout is inf s"),
         ({"worker_timeout_s": float("nan")}, "worker timeout is nan s"),
+        ({"adaptation_interval_s": 0.0}, "adaptation interval is 0.0 s; expected above 0"),
+        ({"adaptation_interval_s": float("inf")}, "adaptation interval is inf s"),
+        ({"adaptation_interval_s": float("nan")}, "adaptation interval is nan s"),
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any], words: str) -> None:

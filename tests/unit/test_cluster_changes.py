@@ -49,6 +49,17 @@ class Changing(Harness):
     def outcome(self, number: int) -> Outcome:
         return self.cluster.change("model", number, self.now_s)
 
+    def settle(self, number: int, clock: int) -> None:
+        for server in (0, 1):
+            self.promise(server, number, clock)
+
+    def move(self, text: str, within_s: float = 10.0) -> None:
+        wish = Wish("model", parsed(text), 0, self.now_s + within_s, "they waited")
+        self.transitions += self.cluster.move_bound(wish, self.now_s).transitions
+
+    def proposed(self) -> Change | None:
+        return self.cluster.view.tables_by_name["model"].proposed
+
     @property
     def setting(self) -> Consistency:
         return self.cluster.view.tables_by_name["model"].consistency
@@ -184,8 +195,86 @@ def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
     assert isinstance(cluster.create(cluster.workers[1]), Created)
 
 
+def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> None:
+    cluster = Changing()
+    pending = cluster.wish("ssp:2..8@7")
+    assert isinstance(pending, Pending)
+    cluster.settle(pending.number, 3)
+    assert cluster.setting == parsed("ssp:2..8"), "it begins at its lowest"
+    cluster.move("ssp:2..8@5")
+    assert cluster.proposed() == Change(2, 3, parsed("ssp:2..8@5"))
+    same = cluster.wish("ssp:2..8")
+    assert same == Change(1, 3, parsed("ssp:2..8")), "it is so, and a move changes nothing of that"
+    assert isinstance(cluster.wish("ssp:2..9"), Pending)
+    cluster.settle(2, 9)
+    assert cluster.setting == parsed("ssp:2..8@5")
+    view = cluster.cluster.view
+    assert cluster.wish("ssp:2..8") == Change(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.wish("ssp:2..8@3") == Change(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.cluster.view is view
+    other = cluster.wish("ssp:2..9")
+    assert isinstance(other, Pending)
+    cluster.settle(other.number, 9)
+    assert cluster.setting == parsed("ssp:2..9")
+
+
+def test_a_move_gives_way() -> None:
+    cluster = Changing()
+    cluster.move("ssp:2..8@5")
+    assert cluster.proposed() is None, "the table's bound does not move"
+    pending = cluster.wish("ssp:2..8")
+    assert isinstance(pending, Pending)
+    cluster.move("ssp:2..8@5")
+    assert cluster.proposed() == Change(1, 0, parsed("ssp:2..8")), "not settled yet"
+    cluster.settle(pending.number, 3)
+    view = cluster.cluster.view
+    cluster.move("ssp:2..8")
+    cluster.move("ssp:2..9@5")
+    assert cluster.cluster.view is view, "it is there already; it has other bounds now"
+    other = cluster.wish("asp", within_s=1.0)
+    assert isinstance(other, Pending)
+    cluster.move("ssp:2..8@4")
+    assert cluster.proposed() == Change(2, 0, parsed("asp")), "not settled yet"
+    cluster.pass_time(1.5, *cluster.servers, *cluster.workers)
+    cluster.move("ssp:2..8@4", within_s=2.0)
+    cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
+    assert cluster.proposed() is None
+    assert cluster.setting == parsed("ssp:2..8"), "withdrawn: as it was"
+    reasons = [t.reason for t in cluster.transitions if isinstance(t, ChangeProposed)]
+    assert reasons == ["", "", "they waited"]
+
+
+def test_a_move_is_not_before_the_setting_that_it_belongs_to() -> None:
+    cluster = Changing()
+    pending = cluster.wish("ssp:2..8", after_clock=20)
+    assert isinstance(pending, Pending)
+    cluster.settle(pending.number, 20)
+    cluster.move("ssp:2..8@5")
+    assert cluster.proposed() == Change(2, 20, parsed("ssp:2..8@5"))
+
+
+def test_who_creates_the_table_again_finds_it_wherever_its_bound_is() -> None:
+    cluster = Changing()
+    spec = replace(SPEC, name="moving", consistency=parsed("ssp:2..8"))
+    created = cluster.create(cluster.workers[0], spec)
+    at_five = replace(spec, consistency=parsed("ssp:2..8@5"))
+    assert cluster.create(cluster.workers[1], at_five) == created
+    refused(
+        errors.TableExists,
+        "consistency is ssp:2..8; got ssp:2..9",
+        by=lambda: cluster.create(
+            cluster.workers[1], replace(spec, consistency=parsed("ssp:2..9"))
+        ),
+        of=cluster,
+    )
+
+
 def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
     huge = 2**53 - 1
-    for text in ("asp:compensate=0.123456789,adaptive", "bsp:backup=9,grace=59999ms"):
+    for text in (
+        "asp:compensate=0.123456789,adaptive",
+        "bsp:backup=9,grace=59999ms",
+        "ssp:999998..1000000@999999",
+    ):
         change = Change(2**32 - 1, huge, parsed(text))
         assert wire_changes.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES

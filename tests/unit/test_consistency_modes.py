@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from ps_core.change import Change
 from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
 from ps_server.events import Apply, Effect, Fold, RefusePull, ReplyTo
 from ps_server.read_gate import WaitCause
+from ps_worker.settings import SSP
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, problem
 
 LR = (("lr", 0.5),)
@@ -359,7 +361,8 @@ def test_a_wait_says_that_some_may_be_missing() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "bsp", "bsp:backup=2", "bsp:backup=1,grace=20ms", "ssp:0", "ssp:4", "asp", "asp:reject=8",
+        "bsp", "bsp:backup=2", "bsp:backup=1,grace=20ms", "ssp:0", "ssp:4",
+        "ssp:2..8", "ssp:0..1", "ssp:2..8@5", "ssp:2..8@8", "asp", "asp:reject=8",
         "asp:damp=0.5", "asp:divide", "asp:compensate=0.04", "asp:compensate=2,adaptive",
     ],
 )  # fmt: skip
@@ -374,6 +377,18 @@ def test_a_setting_is_read_as_it_is_written(text: str) -> None:
         ("ssp", "consistency is 'ssp'"),
         ("ssp:x", "consistency is 'ssp:x'"),
         ("ssp:-1", "staleness is -1; expected 0 to"),
+        ("ssp:8..2", "most is 2; expected above 8, the lowest that s may be"),
+        ("ssp:4..4", "most is 4; expected above 4"),
+        ("ssp:0..0", "most is 0; expected above 0"),
+        ("ssp:-1..4", "staleness is -1; expected 0 to"),
+        ("ssp:1..9999999", "most is 9999999; expected 0 to"),
+        ("ssp:2..8@9", "staleness is 9; expected 2 to 8, the bounds"),
+        ("ssp:2..8@1", "staleness is 1; expected 2 to 8, the bounds"),
+        ("ssp:2..", "consistency is 'ssp:2..'; expected one of bsp"),
+        ("ssp:..8", "consistency is 'ssp:..8'"),
+        ("ssp:2..8@", "consistency is 'ssp:2..8@'"),
+        ("ssp:4@5", "consistency is 'ssp:4@5'"),
+        ("asp:2..8", "consistency is 'asp:2..8'"),
         ("bsp:backup=-1", "backup_workers is -1"),
         ("bsp:grace=5ms", "consistency is 'bsp:grace=5ms'"),
         ("bsp:backup=1,grace=99999999ms", "grace_ms is 99999999"),
@@ -405,6 +420,10 @@ def test_a_wrong_setting_is_named(text: str, words: str) -> None:
         (Consistency(Mode.SSP, policy=StalePolicy.DIVIDE), "expected it with ASP only"),
         (Consistency(Mode.BSP, grace_ms=5), "expected it with BSP and backup workers only"),
         (Consistency(Mode.ASP, alpha=1.0), "expected it with ASP and damp only"),
+        (Consistency(Mode.ASP, most=3), "has most; expected it with SSP only"),
+        (Consistency(Mode.BSP, least=3), "has least; expected it with SSP only"),
+        (Consistency(Mode.SSP, staleness=3, least=3), "most is 0; expected above 3"),
+        (Consistency(Mode.SSP, most=3, least=-1), "least is -1; expected 0 to"),
     ],
 )
 def test_a_field_belongs_to_one_mode(setting: Consistency, words: str) -> None:
@@ -423,3 +442,38 @@ def test_a_field_belongs_to_one_mode(setting: Consistency, words: str) -> None:
 def test_what_an_optimizer_cannot_do_is_refused(kind: OptimizerKind, text: str) -> None:
     with pytest.raises(InvalidConfig, match=r"expected|needs"):
         replace(make_table(kind=kind).spec, consistency=parsed(text)).validated()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "most", "text"), [(4, None, "ssp:4"), (2, 8, "ssp:2..8"), (0, 3, "ssp:0..3")]
+)
+def test_a_script_says_the_bounds(staleness: int, most: int | None, text: str) -> None:
+    assert SSP(staleness, most=most) == parsed(text)
+
+
+@pytest.mark.parametrize(("staleness", "most"), [(8, 2), (2, 2), (0, 0), (-1, 2), (2, -8)])
+def test_a_script_says_bounds_that_cannot_be(staleness: int, most: int) -> None:
+    with pytest.raises(InvalidConfig, match=r"is .*; expected"):
+        SSP(staleness, most=most)
+
+
+def test_a_bound_that_moves_begins_at_its_lowest_and_a_table_does() -> None:
+    setting = parsed("ssp:2..8@5")
+    assert (setting.staleness, setting.begun) == (5, parsed("ssp:2..8"))
+    assert parsed("ssp:5").begun == parsed("ssp:5")
+    assert make_table(setting).consistency == parsed("ssp:2..8")
+    assert setting.without_policy() == setting
+
+
+def test_what_holds_is_where_the_bound_is() -> None:
+    for text, clock in (("ssp:1..8@3", 3), ("ssp:1..8@4", 4)):
+        bench = Bench(make_table(), workers=2)
+        change = Change(1, 0, parsed(text))
+        bench.machine.observe(replace(bench.machine.state.table, change=change), bench.now_s)
+        steps = Steps(bench)
+        for own_clock in range(1, clock + 2):
+            steps.step(0, own_clock)
+        assert len(answers(bench.pull(0, clock))) == 1
+        assert answers(bench.pull(0, clock + 1)) == []
+        error = problem(bench.machine.tick(bench.now_s + 11))
+        assert f"clock 1 of worker 1 (not heard yet): {text} allows no more" in error.message

@@ -66,6 +66,7 @@ TENSORS = st.builds(
 CONSISTENCIES = st.one_of(
     st.builds(Consistency, backup_workers=UINT32, grace_ms=UINT32),
     st.builds(Consistency, st.just(Mode.SSP), staleness=UINT32),
+    st.builds(Consistency, st.just(Mode.SSP), staleness=UINT32, least=UINT32, most=UINT32),
     st.builds(Consistency, st.just(Mode.ASP), policy=st.just(StalePolicy.REJECT), bound=UINT32),
     st.builds(
         Consistency, st.just(Mode.ASP), policy=st.just(StalePolicy.DAMP), alpha=st.floats(1e-3, 9)

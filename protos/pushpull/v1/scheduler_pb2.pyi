@@ -65,8 +65,30 @@ class TableProgress(_message.Message):
     clock: int
     def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
+class ReadWait(_message.Message):
+    __slots__ = ("table_id", "node_id", "waited_ms")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    node_id: int
+    waited_ms: int
+    def __init__(self, table_id: _Optional[int] = ..., node_id: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
+
+class LossTotals(_message.Message):
+    __slots__ = ("count", "total", "square_total", "non_finite_count")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NON_FINITE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    total: float
+    square_total: float
+    non_finite_count: int
+    def __init__(self, count: _Optional[int] = ..., total: _Optional[float] = ..., square_total: _Optional[float] = ..., non_finite_count: _Optional[int] = ...) -> None: ...
+
 class NodeProgress(_message.Message):
-    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count", "lane")
+    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count", "lane", "read_waits", "losses")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +98,8 @@ class NodeProgress(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     PLANNED_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    READ_WAITS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
     pushed_bytes: int
     pulled_bytes: int
@@ -85,7 +109,9 @@ class NodeProgress(_message.Message):
     waiting_for: str
     planned_step_count: int
     lane: str
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
+    read_waits: _containers.RepeatedCompositeFieldContainer[ReadWait]
+    losses: LossTotals
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ..., read_waits: _Optional[_Iterable[_Union[ReadWait, _Mapping]]] = ..., losses: _Optional[_Union[LossTotals, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session", "progress", "view_number")

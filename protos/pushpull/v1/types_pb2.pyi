@@ -204,10 +204,14 @@ class BulkSynchronous(_message.Message):
     def __init__(self, backup_workers: _Optional[int] = ..., grace_ms: _Optional[int] = ...) -> None: ...
 
 class BoundedStaleness(_message.Message):
-    __slots__ = ("staleness",)
+    __slots__ = ("staleness", "least", "most")
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
     staleness: int
-    def __init__(self, staleness: _Optional[int] = ...) -> None: ...
+    least: int
+    most: int
+    def __init__(self, staleness: _Optional[int] = ..., least: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
 
 class RejectStale(_message.Message):
     __slots__ = ("bound",)

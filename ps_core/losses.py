@@ -1,0 +1,78 @@
+"""The losses that a worker's script reports, summed up from its start.
+
+Sums can be taken at any moment, and two of them say how it went between: the mean of all losses of
+that stretch and how sure it is, however many reports were lost on the way.
+
+What it deliberately does not do: keep the losses, or judge them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LossTotals:
+    """Sums over losses.
+
+    Attributes:
+        count: finite ones.
+        total: their sum.
+        square_total: the sum of their squares.
+        non_finite_count: those that were infinite or NaN, which are in no sum.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    square_total: float = 0.0
+    non_finite_count: int = 0
+
+    def with_loss(self, loss: float) -> LossTotals:
+        """The sums with one more."""
+        square = loss * loss  # infinite for some finite ones too: they would spoil the sums
+        if not math.isfinite(square):
+            return LossTotals(self.count, self.total, self.square_total, self.non_finite_count + 1)
+        return LossTotals(
+            self.count + 1,
+            self.total + loss,
+            self.square_total + square,
+            self.non_finite_count,
+        )
+
+    def since(self, before: LossTotals) -> LossTotals:
+        """Of those that came after `before`."""
+        return LossTotals(
+            self.count - before.count,
+            self.total - before.total,
+            self.square_total - before.square_total,
+            self.non_finite_count - before.non_finite_count,
+        )
+
+    @classmethod
+    def together(cls, parts: Iterable[LossTotals]) -> LossTotals:
+        """The sums of several workers."""
+        found = list(parts)
+        return cls(
+            sum(part.count for part in found),
+            math.fsum(part.total for part in found),
+            math.fsum(part.square_total for part in found),
+            sum(part.non_finite_count for part in found),
+        )
+
+    @property
+    def mean(self) -> float:
+        """0 where there are none."""
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def error_square(self) -> float:
+        """The square of the mean's standard error."""
+        if not self.count:
+            return 0.0
+        variance = self.square_total / self.count - self.mean * self.mean
+        return max(0.0, variance) / self.count
+
+
+NO_LOSSES = LossTotals()
