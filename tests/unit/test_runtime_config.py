@@ -72,7 +72,7 @@ def test_a_missing_setting_says_how_to_give_it() -> None:
         ("PUSHPULL_STOP_WHEN_DONE", "maybe", "PUSHPULL_STOP_WHEN_DONE is 'maybe'; expected one of"),
         ("PUSHPULL_CONNECT_DEADLINE_S", "nan", "is 'nan'; expected a finite number"),
         ("PUSHPULL_SHEDULER", "a:1", "PUSHPULL_SHEDULER is unknown; did you mean PUSHPULL_SCHED"),
-        ("PUSHPULL_QQQQQQQ", "1", "PUSHPULL_QQQQQQQ is unknown; expected one of PUSHPULL_ADV"),
+        ("PUSHPULL_QQQQQQQ", "1", "PUSHPULL_QQQQQQQ is unknown; expected one of PUSHPULL_ADA"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str, said: str) -> None:
