@@ -24,6 +24,7 @@ What it deliberately does not do: hold anything (`update_gate` does), or talk to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ps_core import limits
 from ps_core.change import Change
@@ -80,6 +81,14 @@ class Schedule:
     def begins_after(self, clock: int) -> int:
         """The last clock before the setting of `clock` that had another; -1 if none had."""
         return max((after for after, _ in self._settings if after < clock), default=_BEFORE_ALL)
+
+    def bsp_before(self, clock: int) -> int:
+        """The last clock below `clock` that is BSP and may not have formed; -1 if there is none."""
+        last = _BEFORE_ALL
+        for (_, setting), (until, _) in pairwise(self._settings):
+            if setting.mode is Mode.BSP and until < clock:
+                last = until
+        return last
 
     def holds(self, clock: int) -> bool:
         """Whether steps of `clock` must wait."""

@@ -270,13 +270,21 @@ class UpdateGate:
 
     def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
         """Not BSP: record every step of the worker whose seal is in effect."""
-        schedule = self._state.schedule
         while worker.done_clock < worker.sealed_clock:
-            if schedule.is_bsp(worker.done_clock + 1):
+            if not self._is_by_itself(worker.done_clock + 1):
                 return
             step = worker.steps[worker.done_clock + 1]
             worker.done_clock = step.clock
             self._record_step(worker, step, out)
+
+    def _is_by_itself(self, clock: int) -> bool:
+        """Whether a step of `clock` is an update of its own, and every update of BSP below it has
+        formed. Else it has to wait: for the others, or for those.
+        """
+        schedule = self._state.schedule
+        if schedule.is_bsp(clock):
+            return False
+        return not schedule.varies or self._state.formed_clock >= schedule.bsp_before(clock)
 
     def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         if not step.skip:
@@ -298,7 +306,7 @@ class UpdateGate:
         return (
             push.is_eager
             and self._state.initialized
-            and not schedule.is_bsp(step.clock)
+            and self._is_by_itself(step.clock)
             and not schedule.holds(step.clock)
             and worker.done_clock >= schedule.begins_after(step.clock)
         )
@@ -344,6 +352,9 @@ class UpdateGate:
         """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
         state = self._state
         clock = state.clock + 1
+        if self._is_nobodys(clock):
+            self._pass(clock)
+            return True
         if state.schedule.at(clock).backup_workers:
             return self._form_without_slowest(clock, now_s, out)
         for rank in range(self._next_rank, state.worker_count):
@@ -358,6 +369,22 @@ class UpdateGate:
             self._next_rank = rank + 1
         members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
+
+    def _is_nobodys(self, clock: int) -> bool:
+        """Whether all have left before, and somebody joined after it."""
+        state = self._state
+        newest = max((worker.joined_clock for worker in state.by_rank.values()), default=0)
+        return clock <= newest and not any(
+            state.is_member(rank, clock) for rank in range(state.worker_count)
+        )
+
+    def _pass(self, clock: int) -> None:
+        """All up to `clock` is decided, for everyone."""
+        state = self._state
+        state.clock = state.formed_clock = clock
+        self._next_rank = 0
+        for worker in state.workers.values():
+            worker.done_clock = max(worker.done_clock, clock)
 
     def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
         """BSP with backup workers: form the update once enough members are in, and those that come
@@ -413,10 +440,7 @@ class UpdateGate:
             return False
         numbers = state.table.numbers.merged(()) if numbers is None else numbers
         record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
-        state.clock = state.formed_clock = clock
-        self._next_rank = 0
-        for worker in state.workers.values():
-            worker.done_clock = max(worker.done_clock, clock)
+        self._pass(clock)
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))

@@ -250,13 +250,14 @@ class Changes:
         if proposal.missing:
             return []
         after_clock = max(proposal.clocks.values(), default=clock)
-        join = change.join and replace(change.join, after_clock=after_clock)
-        committed = replace(change, after_clock=after_clock, join=join)
-        if join is not None:
-            table = self._joined(table, join)
-        table = self._put(replace(table, change=committed, proposed=None))
+        committed = replace(change, after_clock=after_clock)
+        table = replace(table, proposed=None)
+        if change.join is None:
+            table = replace(table, change=committed)
+        else:  # the setting stays what it is, one that is to come included
+            table = self._joined(table, replace(change.join, after_clock=after_clock))
         del self._state.proposals[table_id]
-        return [ChangeCommitted(table, committed)]
+        return [ChangeCommitted(self._put(table), committed)]
 
     def expire(self, now_s: float) -> list[Transition]:
         """Withdraw what was not promised in time."""

@@ -116,7 +116,9 @@ class ScheduledSimulation(Simulation):
 
     def _happened(self, transition: Transition) -> None:
         counts = self.world.counts
-        if isinstance(transition, ChangeCommitted):
+        if isinstance(transition, ChangeCommitted) and transition.change.join is not None:
+            counts["joined"] += 1
+        elif isinstance(transition, ChangeCommitted):
             counts["changed"] += 1
             counts["moved"] += transition.change.consistency.staleness > 0 and (
                 transition.change.consistency.moves

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ps_core.consistency import Mode
 from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
+from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
 from tests.sim.actors import ReadTerms, SimWorker, Waits
@@ -12,14 +13,10 @@ from tests.sim.truth import Body, Grad, TrainingEnded, Truth
 
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
-    clocks = {}
-    for table in worker.layout.tables:
-        if worker.is_successor:
-            yield from _read(worker, table, 0)
-            clock = min(answer.clock for answer in worker.reads.answers.values())
-            clocks[table.table_id] = clock
-            _check(worker, truth, table, clock)
-            continue
+    clocks: dict[TableId, int] = {}
+    if worker.is_successor:
+        yield from _begin_where_the_others_are(worker, truth, clocks)
+    for table in worker.layout.tables if not worker.is_successor else ():
         if worker.rank == 0:
             yield from _step(worker, truth, table, 0)
         yield from _read_and_check(worker, truth, table, 0)
@@ -37,6 +34,29 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
         truth.left.add((table.table_id, worker.rank))
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def _begin_where_the_others_are(
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
+) -> Waits:
+    """As `ps_worker.succession`: it joins each table, and puts them at one clock, as they are for
+    the others. Else it could wait on one table for who waits for it on another.
+    """
+    for table in worker.layout.tables:
+        yield from _read(worker, table, 0)
+        clock = min(answer.clock for answer in worker.reads.answers.values())
+        _check(worker, truth, table, clock)
+        clocks[table.table_id] = clock
+    newest = max(clocks.values())
+    for table in worker.layout.tables:
+        ranges = list(table.blocks_by_range(worker.layout.range_count))
+        for clock in range(clocks[table.table_id] + 1, newest + 1):
+            worker.world.counts["steps that are passed"] += 1
+            worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True))
+            truth.sealed[table.table_id, worker.rank] = clock
+            yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+        clocks[table.table_id] = newest
+        yield from _read_and_check(worker, truth, table, newest)
 
 
 def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
