@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.change import Change
+from ps_core.change import Change, Join
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
@@ -278,3 +278,39 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
     ):
         change = Change(2**32 - 1, huge, parsed(text))
         assert wire_changes.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
+
+
+def test_a_successor_joins_each_table_and_changes_no_setting() -> None:
+    cluster = Changing()
+    pending = cluster.wish(after_clock=50)
+    assert isinstance(pending, Pending)
+    for server in (0, 1):
+        cluster.promise(server, pending.number, 50)
+    cluster.pass_time(40, *cluster.servers, cluster.workers[0])
+    successor = cluster.join(Role.WORKER)
+    assert successor.rank == 1
+    (table,) = cluster.cluster.view.tables
+    assert table.proposed is not None
+    assert table.proposed.join == Join(1, successor.incarnation)
+    cluster.promise(0, table.proposed.number, 4)
+    cluster.promise(1, table.proposed.number, 6)
+    (table,) = cluster.cluster.view.tables
+    assert table.joins == (Join(1, successor.incarnation, 6),)
+    assert table.change == Change(1, 50, parsed("ssp:2"))
+    later = replace(SPEC, name="later")
+    created = cluster.create(cluster.workers[0], later)
+    assert isinstance(created, Created)
+    assert created.table.joins == (Join(1, successor.incarnation, 0),)
+
+
+def test_a_join_that_is_not_promised_is_proposed_again() -> None:
+    cluster = Changing()
+    cluster.pass_time(40, *cluster.servers, cluster.workers[0])
+    cluster.join(Role.WORKER)
+    (table,) = cluster.cluster.view.tables
+    assert table.proposed is not None
+    cluster.pass_time(5, *cluster.servers, cluster.workers[0])
+    (again,) = cluster.cluster.view.tables
+    assert again.proposed is not None
+    assert again.proposed.number > table.proposed.number
+    assert again.proposed.join == table.proposed.join

@@ -6,12 +6,32 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change
+from ps_core.change import Change, Join
+from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation
+from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_server.events import Forget
-from tests.unit.machine_harness import Bench, answers, applied, kinds, make_table, outcomes, problem
+from ps_server.events import (
+    AnswerPull,
+    Effect,
+    Forget,
+    PullEvent,
+    PushEvent,
+    SealEvent,
+    SealTerms,
+    Sender,
+)
+from tests.unit.machine_harness import (
+    PLACE,
+    Bench,
+    answers,
+    applied,
+    kinds,
+    make_table,
+    outcomes,
+    problem,
+)
 
 
 class Changing(Bench):
@@ -152,3 +172,125 @@ def test_a_step_that_is_held_says_for_whom() -> None:
     assert kinds(bench.push(0, 3, 2)) == [ReplyKind.RECEIVED]
     bench.table = replace(bench.table, proposed=None)
     assert answers(bench.observe(bench.table)) == [5], "withdrawn: as before"
+
+
+# --- a worker takes the place of one that is gone
+
+
+def _dead(rank: int) -> Node:
+    return Node(
+        NodeId(rank + 1), Incarnation(1000 + rank), Role.WORKER, rank, "", NodeState.GONE, 30_000
+    )
+
+
+class Replacing(Changing):
+    """A bench on which a rank is given anew; its new worker's incarnation is 2000 + rank."""
+
+    def die(self, rank: int) -> None:
+        self._note(self.machine.gone(_dead(rank), self.now_s))
+
+    def join(self, rank: int) -> int:
+        """The clock after which the new worker is there."""
+        proposed = Change(9, 0, self.table.consistency, Join(rank, Incarnation(2000 + rank)))
+        self.table = replace(self.table, proposed=proposed)
+        self.observe(self.table)
+        held = self.machine.state.schedule.hold_clock
+        assert held is not None
+        join = Join(rank, Incarnation(2000 + rank), held)
+        self.table = replace(self.table, proposed=None, joins=(join,))
+        self.observe(self.table)
+        return held
+
+    def successor_steps(self, rank: int, clock: int, sequence: int = 1) -> None:
+        sender = Sender(Incarnation(2000 + rank), rank, rank)
+        push = PushEvent(PLACE, sender, sequence, clock, 0, 256, (2000 + rank, sequence))
+        self._note(self.machine.push(push, self.now_s))
+        seal = SealEvent(PLACE, sender, sequence + 1, SealTerms(clock))
+        self._note(self.machine.seal(seal, self.now_s))
+
+    def successor_reads(self, rank: int, clock: int, waiter: int) -> list[Effect]:
+        incarnation = Incarnation(2000 + rank)
+        event = PullEvent(PLACE, waiter, incarnation, clock, False, self.now_s + 10, rank=rank)
+        return self._note(self.machine.pull(event, self.now_s))
+
+
+def _replacing(setting: str) -> Replacing:
+    return Replacing(make_table(parsed(setting)), workers=2)
+
+
+def _step(bench: Bench, rank: int, clock: int) -> None:
+    bench.push(rank, 2 * clock - 1, clock)
+    bench.seal(rank, 2 * clock, clock)
+
+
+def test_what_the_dead_had_sealed_still_counts_when_its_rank_is_given_anew() -> None:
+    bench = _replacing("bsp")
+    _step(bench, 0, 1)
+    bench.die(0)
+    assert bench.join(0) == 1
+    _step(bench, 1, 1)
+    assert applied(bench.effects) == [(1, [(0, 1), (1, 1)])]
+    _step(bench, 1, 2)
+    assert len(applied(bench.effects)) == 1, "update 2 waits for the successor"
+    bench.successor_steps(0, 2)
+    assert applied(bench.effects)[1:] == [(2, [(2000, 1), (1, 3)])]
+
+
+def test_a_successors_reads_wait_until_it_has_joined_and_begin_there() -> None:
+    bench = _replacing("bsp")
+    for clock in (1, 2, 3):
+        _step(bench, 0, clock)
+        _step(bench, 1, clock)
+    bench.die(0)
+    bench.successor_reads(0, 0, waiter=5)
+    assert answers(bench.effects) == []
+    (told,) = bench.machine.reads.waits(bench.now_s)
+    assert "worker 0 has not joined the table" in told
+    assert bench.join(0) == 3
+    (answer,) = [e for e in bench.effects if isinstance(e, AnswerPull)]
+    assert (answer.waiter, answer.range_clock) == (5, 3)
+
+
+def test_a_successor_does_not_overtake_the_last_update_of_bsp() -> None:
+    bench = _replacing("bsp")
+    _step(bench, 0, 1)
+    assert bench.change("asp") == 1
+    bench.die(0)
+    assert bench.join(0) == 1
+    bench.successor_steps(0, 2)
+    assert applied(bench.effects) == [], "update 1 waits for worker 1"
+    _step(bench, 1, 1)
+    assert applied(bench.effects) == [(1, [(0, 1), (1, 1)]), (2, [(2000, 1)])]
+
+
+def test_a_clock_before_a_successor_that_all_others_have_left_is_passed() -> None:
+    bench = _replacing("bsp")
+    _step(bench, 0, 1)
+    _step(bench, 1, 1)
+    bench.pull(1, 1)
+    bench.die(0)
+    bench.seal(1, 3, 2, skip=True, last=True)
+    assert bench.join(0) == 2
+    bench.successor_steps(0, 3)
+    assert applied(bench.effects)[1:] == [(3, [(2000, 1)])]
+
+
+def test_a_join_starts_no_setting_that_is_to_come() -> None:
+    bench = _replacing("bsp")
+    assert bench.change("asp", after_clock=50) == 50
+    bench.die(0)
+    assert bench.join(0) == 0
+    assert [str(bench.machine.state.schedule.at(clock)) for clock in (1, 50, 51)] == [
+        "bsp", "bsp", "asp",
+    ]  # fmt: skip
+
+
+def test_a_successor_that_dies_too_is_not_waited_for() -> None:
+    bench = _replacing("bsp")
+    bench.die(0)
+    bench.join(0)
+    _step(bench, 1, 1)
+    assert applied(bench.effects) == []
+    second = replace(_dead(0), incarnation=Incarnation(2000))
+    bench._note(bench.machine.gone(second, bench.now_s))
+    assert applied(bench.effects) == [(1, [(1, 1)])]
