@@ -16,7 +16,7 @@ does).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ps_core import limits
@@ -148,7 +148,7 @@ class ServerMachine:
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._waiting: dict[int, RangeMachine] = {}
-        self._timed: set[RangeMachine] = set()
+        self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._gone: dict[Incarnation, Node] = {}
         self.view_number = 0
 
@@ -189,7 +189,7 @@ class ServerMachine:
             for room in self._rooms.values():
                 room.forget(node)
                 room.credits(effects)
-        self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
+        self._note_times(self._parts.values())
         return effects
 
     def settle(self, now_s: float) -> list[Effect]:
@@ -203,7 +203,7 @@ class ServerMachine:
                 effects += part.gone(node, now_s)
         for room in self._rooms.values():
             room.credits(effects)
-        self._timed |= {part for part in self._parts.values() if part.wake_s is not None}
+        self._note_times(self._parts.values())
         return effects
 
     @property
@@ -279,7 +279,7 @@ class ServerMachine:
             effects = part.withdraw(event, now_s)
         room.credits(effects)
         if part.wake_s is not None:
-            self._timed.add(part)
+            self._timed[part] = None
         return effects
 
     @staticmethod
@@ -343,7 +343,7 @@ class ServerMachine:
             UpdateFailed: the table has failed here.
         """
         parts = self._parts_of(table_id)
-        self._timed |= set(parts)
+        self._timed |= dict.fromkeys(parts)
         return max(part.begin_cut(cut_id, deadline_s) for part in parts)
 
     def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
@@ -371,7 +371,7 @@ class ServerMachine:
         if part is not None:
             part.cancel(waiter)
             if part.wake_s is not None:
-                self._timed.add(part)
+                self._timed[part] = None
 
     def wait_cause(self, waiter: int) -> WaitCause | None:
         """What a read waits for; None if it does not wait."""
@@ -380,12 +380,17 @@ class ServerMachine:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed: reads expire, and updates form that gave slow workers time."""
-        parts = {*self._waiting.values(), *self._timed}
+        parts = dict.fromkeys([*self._waiting.values(), *self._timed])
         effects = [effect for part in parts for effect in part.tick(now_s)]
-        for table_id in {part.state.table.table_id for part in parts}:
+        for table_id in dict.fromkeys(part.state.table.table_id for part in parts):
             self._rooms[table_id].credits(effects)
-        self._timed = {part for part in self._timed if part.wake_s is not None}
+        timed, self._timed = self._timed, {}
+        self._note_times(timed)
         return effects
+
+    def _note_times(self, parts: Iterable[RangeMachine]) -> None:
+        """Those of these parts whose time will come are looked at by `tick`."""
+        self._timed |= dict.fromkeys(part for part in parts if part.wake_s is not None)
 
     @property
     def wake_s(self) -> float | None:
