@@ -185,6 +185,7 @@ class RangeMachine:
         worker = self._new_worker(join.rank, join.incarnation, now_s)
         if state.initialized:
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
+            state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
             worker.predecessor = holder
 
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
@@ -226,8 +227,12 @@ class RangeMachine:
         """When `tick` may do something; None: time alone does not."""
         schedule = self.state.schedule
         gate_s = self._gate.wake_s if self.state.failure is None else None
-        times = [t for t in (gate_s, schedule.cut_deadline_s) if t is not None]
-        return 0.0 if schedule.is_freed else min(times, default=None)
+        cut_s = schedule.cut_deadline_s
+        if schedule.is_freed:
+            return 0.0
+        if gate_s is None or cut_s is None:
+            return cut_s if gate_s is None else gate_s
+        return min(gate_s, cut_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed."""

@@ -139,6 +139,7 @@ class RangeState:
         self.clock = 0
         self.formed_clock = 0
         self.read_clock = 0  # the highest that a worker has read for: its next
+        self.newest_join_clock = 0
         self.changed_clock = 0  # the highest of which the values have anything
         self.update_count = 0
         self.record_count = 0
@@ -181,7 +182,9 @@ class RangeState:
 
     def is_member(self, rank: int, clock: int) -> bool:
         """Whether update `clock` waits for this rank."""
-        worker = self.worker_at(rank, clock)
+        worker = self.by_rank.get(rank)
+        if worker is not None and worker.joined_clock:
+            worker = self.worker_at(rank, clock)
         return worker is None or (
             clock > worker.joined_clock
             and (worker.left_clock is None or clock <= worker.left_clock)

@@ -200,6 +200,8 @@ class ReadGate:
 
     def release(self, out: list[Effect]) -> None:
         """The state changed: answer what may be answered now."""
+        if not self._waiters and not self._disputes:
+            return
         for clock in [c for c in self._disputes if c <= self._state.clock]:
             del self._disputes[clock]
         for event in [e for e in self._waiters.values() if self._may_read(e)]:

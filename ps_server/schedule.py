@@ -69,6 +69,8 @@ class Schedule:
 
     def at(self, clock: int) -> Consistency:
         """The setting of the steps of `clock`."""
+        if len(self._settings) == 1:  # nearly always, and asked several times a seal
+            return self._settings[0][1]
         for after_clock, setting in reversed(self._settings):
             if clock > after_clock:
                 return setting
@@ -170,6 +172,8 @@ class Schedule:
     @property
     def cut_deadline_s(self) -> float | None:
         """When the first cut will have lasted too long; None if there is none."""
+        if not self._cuts:
+            return None
         return min((cut.deadline_s for cut in self._cuts.values()), default=None)
 
     # --- changes

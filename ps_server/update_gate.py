@@ -373,8 +373,7 @@ class UpdateGate:
     def _is_nobodys(self, clock: int) -> bool:
         """Whether all have left before, and somebody joined after it."""
         state = self._state
-        newest = max((worker.joined_clock for worker in state.by_rank.values()), default=0)
-        return clock <= newest and not any(
+        return clock <= state.newest_join_clock and not any(
             state.is_member(rank, clock) for rank in range(state.worker_count)
         )
 
