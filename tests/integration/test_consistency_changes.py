@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
+from tests.integration.lane_cluster import until
 
 WORKERS = 3
 BLOCK = 64
@@ -92,7 +93,7 @@ def test_out_of_asp_all_workers_meet_at_one_clock(team: Team) -> None:
     team.steps(1, tables[1], 2)
     last = team.workers[1].set_consistency(tables[1], "bsp")
     assert last == 6, "worker 0 has read for its sixth step"
-    assert str(team.workers[2].consistency_of(tables[2])) == "bsp"
+    until(lambda: str(team.workers[2].consistency_of(tables[2])) == "bsp", "all hear of it")
     team.workers[0].push(tables[0], np.ones(ELEMENTS, np.float32))
     read = team.reading(0, tables[0])  # for clock 7, which is BSP: with everything up to 6 in it
     with pytest.raises(ps.WaitExpired, match=r"clock 6 of worker 1 \(clock 2.*worker 2") as told:
