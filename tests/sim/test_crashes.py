@@ -6,14 +6,13 @@ each server learns of it at another moment. A worker that was only paused goes o
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ps_core.cluster_view import Role
 from ps_core.keys import TableId
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
 from tests.sim.server import SimServer
+from tests.sim.test_simulation import run_seeds
 from tests.sim.training import training
 from tests.sim.truth import Grad
 
@@ -167,17 +166,7 @@ class CrashSimulation(ScheduledSimulation):
 
 def test_the_living_finish_without_the_dead(sim_seeds: tuple[int, ...]) -> None:
     """S6, whenever it dies; what landed of the dead is what each range held sealed at the fence."""
-    total: Counter[str] = Counter()
-    for seed in sim_seeds:
-        simulation = CrashSimulation(seed, narrate=len(sim_seeds) == 1)
-        try:
-            total += simulation.run()
-        except Exception:
-            print("\n".join(simulation.world.transcript))
-            print(f"SEED={seed}")
-            raise
-    print(f"\n{len(sim_seeds)} seeds with a crash")
-    print(", ".join(f"{name} {count}" for name, count in sorted(total.items())))
+    total = run_seeds(CrashSimulation, sim_seeds)
     often = {
         "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
     }  # fmt: skip
