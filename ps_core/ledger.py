@@ -57,11 +57,14 @@ class ReplyKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """An outcome with what its sender is told beside it."""
+    """An outcome with what its sender is told beside it. `squares`: of each block of the range, the
+    sum of the squares of the reduced gradient.
+    """
 
     outcome: Outcome
     error: PushpullError | None = None
     staleness: int = 0
+    squares: tuple[float, ...] = ()
 
 
 class Ledger:

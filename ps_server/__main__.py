@@ -196,7 +196,7 @@ def _watch(
 ) -> None:
     """Let heartbeats and scrapes ask the node."""
     link.progress = lambda: scheduler_pb2.NodeProgress(
-        pushed_bytes=node.received_bytes,
+        pushed_bytes=node.shards.received_bytes,
         pulled_bytes=node.sent_bytes,
         step_count=node.applied_count,
         read_waits=[
@@ -208,7 +208,7 @@ def _watch(
         lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
     )
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
-    metrics.state_bytes.set_function(lambda: node.state_bytes)
+    metrics.state_bytes.set_function(lambda: node.shards.state_bytes)
     for cause in WaitCause:
         metrics.parked_pulls.labels(cause=cause.value).set_function(
             partial(node.parked_count, cause)

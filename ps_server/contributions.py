@@ -28,8 +28,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvariantViolation
-from ps_core.tables import Codec
+from ps_core.errors import InvalidKeys, InvariantViolation
+from ps_core.tables import Codec, presence_bytes
 from ps_server.buffer_pool import BufferPool
 from ps_server.optimizers import Mask, padded_length
 
@@ -97,6 +97,28 @@ def take_padded(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:
 def element_mask(bounds: npt.NDArray[np.int64], present: Mask) -> npt.NDArray[np.bool_]:
     """One element for each of the block: whether its segment is present."""
     return np.repeat(present, np.diff(bounds))
+
+
+def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -> Mask | None:
+    """Which segments of a block a bitmap says are present; None for all.
+
+    Raises:
+        InvalidKeys: it has the wrong length.
+    """
+    expected = presence_bytes(segment_count)
+    if len(presence) != expected:
+        raise InvalidKeys(
+            f"block {block} of table '{table}': presence has {len(presence)} bytes; "
+            f"expected {expected} ({segment_count} tensors) or none"
+        )
+    bits = np.unpackbits(np.frombuffer(presence, np.uint8), bitorder="little")
+    mask = bits[:segment_count].astype(np.bool_)
+    return None if mask.all() else mask
+
+
+def packed_presence(present: Mask) -> bytes:
+    """The bitmap of a mask."""
+    return np.packbits(present, bitorder="little").tobytes()
 
 
 def copy_present(part: Contribution, target: Tensor) -> None:
@@ -203,6 +225,24 @@ def _added_where_present(total: Contribution, part: Contribution, pool: BufferPo
 def averaged(total: Contribution, contributor_count: int, pool: BufferPool) -> Contribution:
     """`total` times 1 / `contributor_count`: the one multiply of a mean; `total` itself for one."""
     return scaled(total, 1.0 / contributor_count, pool) if contributor_count > 1 else total
+
+
+def square_sum(part: Contribution, pool: BufferPool) -> float:
+    """The sum of the squares of the present values, in float64: the squares of float32 are exact
+    there.
+
+    numpy adds in one order whatever the processor does beside; torch's order is that of its
+    threads.
+    """
+    scratch = pool.take(part.values.numel(), torch.float64)
+    squares = _array(scratch, part.length)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.square(_array(part.values, part.length), out=squares, dtype=np.float64)
+        if part.present is not None:
+            squares[~element_mask(part.bounds, part.present)] = 0.0
+        found = float(squares.sum())
+    pool.give_back(scratch)
+    return found
 
 
 def padded(part: Contribution, pool: BufferPool) -> Contribution:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ps_core.keys import Incarnation
+from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import Contribution, element_mask, head
 from ps_server.events import Compensation
 from ps_server.optimizers import BlockState
@@ -21,6 +23,44 @@ MEAN_SQUARE = "delay_mean_square"
 
 MEAN_DECAY = 0.95
 EPSILON = 1e-7
+
+
+class KeptValues:
+    """The values that readers were given last, block by block: what their gradients start from."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._kept: dict[tuple[Incarnation, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def byte_count(self) -> int:
+        """What they cost."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def keep(self, reader: Incarnation, block: int, values: Tensor) -> None:
+        """Remember the block's values as they are now."""
+        kept = self._kept.get((reader, block))
+        if kept is None:
+            kept = self._pool.take(values.numel(), values.dtype)
+            self._kept[reader, block] = kept
+        kept.copy_(values)
+
+    def find(self, reader: Incarnation, block: int) -> Tensor | None:
+        """What the reader was given; None if it never was."""
+        return self._kept.get((reader, block))
+
+    def forget(self, reader: Incarnation) -> None:
+        """The reader has gone."""
+        for key in [key for key in self._kept if key[0] == reader]:
+            self._pool.give_back(self._kept.pop(key))
+
+    def clear(self) -> None:
+        """All readers have."""
+        for reader in {reader for reader, _ in self._kept}:
+            self.forget(reader)
 
 
 def compensate(

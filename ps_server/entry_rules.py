@@ -8,6 +8,7 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidKeys, PushpullError
+from ps_core.tables import OptimizerKind
 from ps_server.events import PushEvent, SealEvent, SealTerms
 from ps_server.range_state import RangeState, StepPart, WorkerPart
 
@@ -121,6 +122,9 @@ class EntryRules:
             return InvalidConfig(
                 f"contribution_scale is {terms.contribution_scale}; expected finite and above 0"
             )
+        problem = self._clip_problem(terms, step)
+        if problem is not None:
+            return problem
         try:
             mine = self._numbers.merged(terms.hyperparameters)
         except InvalidConfig as error:
@@ -129,6 +133,29 @@ class EntryRules:
             return InvalidConfig(
                 f"the seal of clock {terms.clock} of table '{name}' has other hyperparameters "
                 f"({mine}) than its eager pushes ({step.eager})"
+            )
+        return None
+
+    def _clip_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
+        if terms.clip_scale is None:
+            return None
+        name, optimizer = self._state.name, self._state.table.spec.optimizer.kind
+        if not 0.0 < terms.clip_scale < float("inf") or not terms.clip_scale * (
+            terms.contribution_scale
+        ):
+            return InvalidConfig(
+                f"clip_scale is {terms.clip_scale}; expected finite and above 0, also times "
+                f"contribution_scale ({terms.contribution_scale})"
+            )
+        if optimizer in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD):
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; "
+                f"{optimizer.value} has no gradient that the servers could clip"
+            )
+        if step.eager is not None or terms.clock == 0:
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; expected "
+                "none for initial values and for eager steps, which are applied as they come"
             )
         return None
 
@@ -148,6 +175,14 @@ class EntryRules:
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
                 continue
             theirs = step.numbers
+            if (step.seal.terms.clip_scale is None) != (terms.clip_scale is None):
+                clips, other_rank = (worker.rank, other.rank)
+                if terms.clip_scale is None:
+                    clips, other_rank = other_rank, clips
+                return InvalidConfig(
+                    f"workers {clips} and {other_rank} disagree about clock {terms.clock} of table "
+                    f"'{state.name}': worker {clips} clips the gradient, worker {other_rank} not"
+                )
             if theirs != mine:
                 low, high = sorted(((worker.rank, mine), (other.rank, theirs)))
                 differing = ", ".join(

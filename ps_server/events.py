@@ -36,13 +36,16 @@ class Sender(NamedTuple):
 
 
 class SealTerms(NamedTuple):
-    """What a seal says, beside its place."""
+    """What a seal says, beside its place. `clip_scale`: as in the protocol; None: nothing is
+    clipped.
+    """
 
     clock: int
     hyperparameters: Hyperparameters = ()
     contribution_scale: float = 1.0
     skip: bool = False
     last: bool = False
+    clip_scale: float | None = None
 
 
 class PushEvent(NamedTuple):
@@ -77,12 +80,27 @@ class SealEvent(NamedTuple):
     problem: PushpullError | None = None
 
 
+class ScaleEvent(NamedTuple):
+    """What an update is multiplied by arrived."""
+
+    place: Place
+    sender: Sender
+    sequence: int
+    clock: int
+    scale: float
+    confirmed: int = 0
+
+
 class WithdrawEvent(NamedTuple):
     """A number is given up."""
 
     place: Place
     sender: Sender
     sequence: int
+
+
+EntryEvent = PushEvent | SealEvent | ScaleEvent | WithdrawEvent
+"""What has a number in a sequence, and ends."""
 
 
 class PullEvent(NamedTuple):
@@ -157,6 +175,7 @@ class Record(NamedTuple):
     hyperparameters: Hyperparameters
     blocks: tuple[int, ...]
     gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
+    update_scale: float = 1.0  # what the reduced gradient is multiplied by
 
     @property
     def contributor_count(self) -> int:
@@ -166,6 +185,20 @@ class Record(NamedTuple):
 
 class Apply(NamedTuple):
     """The record is committed: apply the accumulator of `record.clock`."""
+
+    record: Record
+
+
+class Reduce(NamedTuple):
+    """The record is committed: reduce the accumulator of `record.clock` and say what its squares
+    are, before anything else happens to it.
+    """
+
+    record: Record
+
+
+class Drop(NamedTuple):
+    """Nothing comes of the accumulator of `record.clock`: nobody is left to say its scale."""
 
     record: Record
 
@@ -213,4 +246,4 @@ class RefusePull(NamedTuple):
     error: PushpullError
 
 
-Effect = ReplyTo | Fold | Apply | Assign | AnswerPull | Forget | RefusePull
+Effect = ReplyTo | Fold | Apply | Reduce | Drop | Assign | AnswerPull | Forget | RefusePull

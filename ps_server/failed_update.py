@@ -21,7 +21,17 @@ from collections.abc import Iterator, Sequence
 from ps_core.errors import UpdateFailed
 from ps_core.keys import TableId
 from ps_core.ledger import Ending, Outcome
-from ps_server.events import AnswerPull, Apply, Assign, Effect, Record, RefusePull, ReplyTo
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Drop,
+    Effect,
+    Record,
+    Reduce,
+    RefusePull,
+    ReplyTo,
+)
 
 
 def lost_records(record: Record, rest: Sequence[Effect]) -> list[Record]:
@@ -56,6 +66,6 @@ def instead(
 
 
 def _table_of(effect: Effect) -> TableId:
-    if isinstance(effect, Apply | Assign):
+    if isinstance(effect, Apply | Assign | Reduce | Drop):
         return effect.record.table_id
     return effect.table_id

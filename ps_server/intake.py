@@ -11,13 +11,20 @@ from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime import wire
 from ps_server.contributions import Contribution
-from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender, WithdrawEvent
+from ps_server.events import (
+    EntryEvent,
+    Place,
+    PushEvent,
+    ScaleEvent,
+    SealEvent,
+    SealTerms,
+    Sender,
+    WithdrawEvent,
+)
 from ps_server.frames import BlockFrame, Entry, block_of, kind_of
 from pushpull.v1 import parameters_pb2
 
 _KINDS = frozenset(parameters_pb2.PushKind.values())
-
-Event = PushEvent | SealEvent | WithdrawEvent
 
 
 class Decoder(Protocol):
@@ -55,6 +62,7 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
         message.contribution_scale if has_scale else 1.0,
         message.skip,
         message.last,
+        message.clip_scale if message.HasField("clip_scale") else None,
     )
 
 
@@ -130,11 +138,7 @@ def seal_events(
     Raises:
         InvalidConfig: it names no range, so that there is no entry to answer, or more than exist.
     """
-    if not 1 <= len(message.ranges) <= limits.SLOT_COUNT:
-        raise InvalidConfig(
-            f"a seal of table {message.table_id} names {len(message.ranges)} ranges; expected 1 to "
-            f"{limits.SLOT_COUNT}"
-        )
+    _check_ranges(message)
     problem: PushpullError | None = None
     try:
         terms = seal_terms(message)
@@ -142,12 +146,7 @@ def seal_events(
             _check_carried(message, carrier)
     except PushpullError as error:
         terms, problem = SealTerms(message.clock), _kept(error)
-    for part in message.ranges:
-        place = Place(
-            TableId(message.table_id),
-            RangeId(part.range_id),
-            AssignmentEpoch(part.assignment_epoch),
-        )
+    for place, part in _places(message):
         yield SealEvent(
             place,
             sender,
@@ -157,6 +156,40 @@ def seal_events(
             carrier is not None,
             problem,
         )
+
+
+def scale_events(message: parameters_pb2.UpdateScale, sender: Sender) -> Iterator[ScaleEvent]:
+    """One event for each range.
+
+    Raises:
+        InvalidConfig: it names no range, or more than exist.
+    """
+    _check_ranges(message)
+    for place, part in _places(message):
+        yield ScaleEvent(
+            place, sender, part.sequence, message.clock, message.scale, part.confirmed_sequence
+        )
+
+
+def _check_ranges(message: parameters_pb2.Seal | parameters_pb2.UpdateScale) -> None:
+    if not 1 <= len(message.ranges) <= limits.SLOT_COUNT:
+        what = "a seal" if isinstance(message, parameters_pb2.Seal) else "an update's scale"
+        raise InvalidConfig(
+            f"{what} of table {message.table_id} names {len(message.ranges)} ranges; expected 1 to "
+            f"{limits.SLOT_COUNT}"
+        )
+
+
+def _places(
+    message: parameters_pb2.Seal | parameters_pb2.UpdateScale,
+) -> Iterator[tuple[Place, parameters_pb2.RangeSeal]]:
+    for part in message.ranges:
+        place = Place(
+            TableId(message.table_id),
+            RangeId(part.range_id),
+            AssignmentEpoch(part.assignment_epoch),
+        )
+        yield place, part
 
 
 def _check_carried(message: parameters_pb2.Seal, carrier: parameters_pb2.BlockPush) -> None:
@@ -173,7 +206,7 @@ def entry_events(
     message: Entry,
     sender: Sender,
     decoder: Decoder,
-) -> Iterator[Event]:
+) -> Iterator[EntryEvent]:
     """The events of one message of a push stream.
 
     Raises:
@@ -189,6 +222,8 @@ def entry_events(
             yield from push_events(BlockFrame(block, memoryview(block.payload)), sender, decoder)
     elif kind == "seal" and not isinstance(message, BlockFrame):
         yield from seal_events(message.seal, sender)
+    elif kind == "update_scale" and not isinstance(message, BlockFrame):
+        yield from scale_events(message.update_scale, sender)
     elif kind == "withdrawal" and not isinstance(message, BlockFrame):
         given_up = message.withdrawal
         place = Place(
@@ -200,7 +235,7 @@ def entry_events(
     else:
         raise InvalidConfig(
             f"a message of a push stream holds {kind or 'no entry'}; expected a block, a batch of "
-            "blocks, a seal or a withdrawal after the header"
+            "blocks, a seal, an update's scale or a withdrawal after the header"
         )
 
 

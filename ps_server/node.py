@@ -3,9 +3,6 @@ loop.
 
 One thread owns everything here, so there is no lock: an event and all its effects are one stretch
 without an await, and a read is answered between two updates, never in one.
-
-Invariants:
-    NODE-1  What is folded or assigned has its payload.
 """
 
 from __future__ import annotations
@@ -24,37 +21,35 @@ from ps_core.errors import (
     PushpullError,
     UpdateFailed,
 )
-from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import logs, wire
 from ps_runtime.metrics import ServerMetrics
-from ps_server.buffer_pool import BufferPool
-from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import (
     AnswerPull,
     Apply,
     Assign,
+    Drop,
     Effect,
+    EntryEvent,
     Fold,
     Forget,
     Place,
     PullEvent,
     Record,
+    Reduce,
     RefusePull,
     ReplyTo,
-    Sender,
 )
 from ps_server.frames import block_answer, range_error
-from ps_server.intake import Event
 from ps_server.lanes import SharedLanes
-from ps_server.lent_values import LentValues, lent_values
 from ps_server.read_gate import WaitCause
 from ps_server.read_waits import ReadWaits
 from ps_server.server_machine import PartAdded, ServerMachine
 from ps_server.sessions import Sessions
-from ps_server.shard_store import ShardStore
+from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
 
@@ -108,19 +103,13 @@ class ParameterNode:
         self.session = session
         self.sessions = Sessions(session, token_key)
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
-        self.shards: dict[tuple[TableId, RangeId], ShardStore] = {}
         self.lanes = SharedLanes()
-        self._lent: dict[tuple[TableId, RangeId], LentValues] = {}
-        self._homes: dict[TableId, list[LentValues | None]] = {}
-        self._segment_ids = itertools.count(1)
+        self.shards = Shards(self.lanes, dict(updates or {}))
         self.now = now
-        self._updates = dict(updates or {})
         self.metrics = metrics
-        self.received_bytes = 0
         self.sent_bytes = 0
         self.applied_count = 0
         self.read_waits = ReadWaits(self.machine)
-        self._pool = BufferPool()
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
@@ -143,7 +132,7 @@ class ParameterNode:
         for part in added:
             by_table.setdefault(part.table.table_id, []).append(part)
         for parts in by_table.values():
-            self._add_parts(parts)
+            self.shards.add(parts)
         if added:
             logs.info(
                 "ranges_added",
@@ -168,22 +157,6 @@ class ParameterNode:
         self.carry_out(effects)
         self._arm()
 
-    def _add_parts(self, parts: Sequence[PartAdded]) -> None:
-        """Make room for parts of one table: where they can be lent, if this server lends."""
-        table = parts[0].table
-        lent = None
-        if self.lanes.is_open:
-            blocks = [block for part in parts for block in part.blocks]
-            lent = lent_values(table, next(self._segment_ids), blocks)
-        self._homes.setdefault(table.table_id, []).append(lent)
-        for part in parts:
-            place = (part.table.table_id, part.range_id)
-            home = None if lent is None else lent.values
-            update = self._updates.get(table.spec.optimizer.custom_update)
-            self.shards[place] = ShardStore(table, part.blocks, self._pool, home, update)
-            if lent is not None:
-                self._lent[place] = lent
-
     # --- entries
 
     def open_stream(self, session: Session) -> EntryStream:
@@ -201,30 +174,7 @@ class ParameterNode:
             if not self._streams_of[incarnation]:
                 del self._streams_of[incarnation]
 
-    def decode(
-        self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
-    ) -> Contribution:
-        """See `intake.Decoder`; a place that is not here is answered by the machine."""
-        shard = self._shard(place)
-        self.received_bytes += len(payload)
-        return shard.decode(block, codec, payload, presence)
-
-    def decode_shared(
-        self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
-    ) -> Contribution:
-        """See `intake.Decoder`."""
-        shard = self._shard(place)
-        payload = self.lanes.payload(sender.incarnation, message.shared_payload)
-        self.received_bytes += len(payload)
-        return shard.decode(message.block, codec, payload, message.presence, is_shared=True)
-
-    def _shard(self, place: Place) -> ShardStore:
-        shard = self.shards.get((place.table_id, place.range_id))
-        if shard is None:
-            raise InvalidKeys(f"range {place.range_id} holds no block of table {place.table_id}")
-        return shard
-
-    def entries(self, stream: EntryStream, events: Iterable[Event]) -> None:
+    def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
         """Entries arrived on `stream`."""
         now_s = self.now()
         effects: list[Effect] = []
@@ -281,19 +231,6 @@ class ParameterNode:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
 
-    def lends(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
-        """Whether the session takes all of the table's values, as `codec`, from where they lie."""
-        homes = self._homes.get(table_id)
-        if homes is None:
-            return False
-        codec = codec or NATIVE_CODEC[self.machine.table(table_id).spec.dtype]
-        return all(
-            home is not None
-            and codec is home.codec
-            and self.lanes.lend(session.incarnation, home.segment_id, home.segment)
-            for home in homes
-        )
-
     def end_read(self, number: int) -> None:
         """The caller has gone, or has its answer."""
         self._take_read(number)
@@ -310,11 +247,6 @@ class ParameterNode:
     def parked_count(self, cause: WaitCause) -> int:
         """Reads that wait for this."""
         return sum(read.cause is cause for read in self._reads.values())
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state."""
-        return sum(shard.state_bytes for shard in self.shards.values())
 
     def tick(self) -> None:
         """Reads whose deadline has passed are told whom they waited for; updates that gave slow
@@ -339,39 +271,42 @@ class ParameterNode:
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what the machine wants done, in order; then answer."""
         replies: list[ReplyTo] = []
+        reduced: list[tuple[Record, tuple[float, ...]]] = []
         for done_count, effect in enumerate(effects, 1):
             match effect:
                 case ReplyTo():
                     replies.append(effect)
                 case Fold():
-                    shard = self.shards[effect.table_id, effect.range_id]
-                    parts = _contributions(effect.parts)
-                    shard.fold(effect.clock, parts, effect.scale, effect.compensation)
+                    self.shards.fold(effect)
                 case Apply():
-                    failure = self._apply(effect)
+                    failure = self._apply(effect.record)
                     if failure is not None:
                         rest = [*replies, *effects[done_count:]]
                         self.carry_out(self._failed(effect.record, failure, rest))
                         return
+                case Reduce():
+                    reduced.append((effect.record, self.shards.reduce(effect.record)))
+                case Drop():
+                    self._drop(effect)
                 case Assign():
-                    self._assign(effect)
+                    self.shards.assign(effect)
                 case AnswerPull():
                     self._answer(effect)
                 case Forget():
-                    self.shards[effect.table_id, effect.range_id].forget(effect.reader)
+                    self.shards.forget(effect)
                 case RefusePull():
                     self._refuse(effect)
         for reply in replies:
             self._reply(reply)
+        for record, squares in reduced:
+            self.carry_out(self.machine.reduced(record, squares))
 
     def _failed(
         self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
     ) -> list[Effect]:
         """The table has failed: what to do in the place of `rest`."""
         effects = self.machine.failed(record, failure, rest)
-        for (table_id, _), shard in self.shards.items():
-            if table_id == record.table_id:
-                shard.abandon()
+        self.shards.abandon(record.table_id)
         self.metrics.failed_updates.inc()
         logs.error("table_failed", table_id=record.table_id, reason=failure.message)
         return effects
@@ -401,49 +336,38 @@ class ParameterNode:
             if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
-    def _apply(self, effect: Apply) -> UpdateFailed | None:
+    def _apply(self, record: Record) -> UpdateFailed | None:
         """Why the update could not be computed, if so; then nothing has changed."""
-        failure = None
-        record = effect.record
-        place = record.table_id, record.range_id
-        lent = self._lent.get(place)
-        if lent is not None:
-            lent.begin_change(record.blocks)
         begun_s = self.now()
-        shard = self.shards[place]
-        try:
-            shard.apply(record.clock, record.hyperparameters, record.contributor_count)
-        except UpdateFailed as error:  # a new one: this one's frames hold the gradients
-            failure = UpdateFailed(f"{error.message} (range {record.range_id})")
+        failure = self.shards.apply(record)
         self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
-        if lent is not None:  # what else may be raised leaves blocks marked: nobody takes a part
-            lent.end_change(record.blocks)
         if failure is None:
             self.applied_count += 1
             self.metrics.applied_updates.inc()
             self.metrics.short_updates.inc(bool(record.gone_count))
         return failure
 
-    def _assign(self, effect: Assign) -> None:
-        record = effect.record
-        place = record.table_id, record.range_id
-        lent = self._lent.get(place)
-        if lent is not None:
-            lent.begin_change(record.blocks)
-        self.shards[place].assign(_contributions(effect.parts))
-        if lent is not None:
-            lent.end_change(record.blocks)
+    def _drop(self, effect: Drop) -> None:
+        self.shards.drop(effect.record)
+        self.metrics.short_updates.inc()
+        logs.warning(
+            "update_dropped",
+            table_id=effect.record.table_id,
+            range_id=effect.record.range_id,
+            clock=effect.record.clock,
+            reason="every worker that took part died before it said the update's scale",
+        )
 
     def _answer(self, effect: AnswerPull) -> None:
         read = self._take_read(effect.waiter)
         if read is None:
             return
         place = effect.table_id, effect.range_id
-        state, shard = self.machine.parts[place].state, self.shards[place]
+        state, store = self.machine.parts[place].state, self.shards.stores[place]
         codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
         codec_number = wire.codec_to_proto(codec)
         answer: list[AnswerPart] = []
-        lent = self._lent_to(read, place, codec)
+        lent = self.shards.lent_to(read.session, place, codec) if read.shared else None
         try:
             for block in read.blocks or state.blocks:
                 version = effect.versions.get(block)
@@ -452,13 +376,13 @@ class ParameterNode:
                         f"block {block} of table '{state.name}' is not in range {effect.range_id}"
                     )
                 if effect.keeps_for is not None:
-                    shard.keep(effect.keeps_for, block)
+                    store.keep(effect.keeps_for, block)
                 if lent is not None:
                     lying = lent.shared_value(effect, block)
                     self.sent_bytes += lying.byte_count
                     answer.append(lying)
                     continue
-                payload, presence = shard.read(block, codec, effect.clock)
+                payload, presence = store.read(block, codec, effect.clock)
                 value = parameters_pb2.BlockValue(
                     block=block,
                     version=version,
@@ -475,26 +399,7 @@ class ParameterNode:
             answer = [range_error(effect.range_id, error)]
         read.on_answer(answer)
 
-    def _lent_to(
-        self, read: Read, place: tuple[TableId, RangeId], codec: Codec
-    ) -> LentValues | None:
-        """The range's values, if the read takes them from where they lie."""
-        lent = self._lent.get(place) if read.shared else None
-        if lent is None or codec is not lent.codec:
-            return None
-        is_there = self.lanes.lend(read.session.incarnation, lent.segment_id, lent.segment)
-        return lent if is_there else None
-
     def _refuse(self, effect: RefusePull) -> None:
         read = self._take_read(effect.waiter)
         if read is not None:
             read.on_answer([range_error(effect.range_id, effect.error)])
-
-
-def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:
-    found = []
-    for block, payload in parts:
-        if not isinstance(payload, Contribution):
-            raise InvariantViolation("NODE-1", f"block {block} was folded without its payload")
-        found.append((block, payload))
-    return found

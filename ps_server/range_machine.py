@@ -40,6 +40,7 @@ from ps_server.events import (
     PullEvent,
     PushEvent,
     Record,
+    ScaleEvent,
     SealEvent,
     Sender,
     WithdrawEvent,
@@ -50,7 +51,7 @@ from ps_server.room import Step
 from ps_server.schedule import CutId
 from ps_server.update_gate import UpdateGate
 
-_Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent)
+_Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent, ScaleEvent)
 
 
 class RangeMachine:
@@ -77,6 +78,25 @@ class RangeMachine:
     def seal(self, event: SealEvent, now_s: float) -> list[Effect]:
         """A seal arrived."""
         return self._entry(event, event.confirmed, now_s, self._take_seal)
+
+    def scale(self, event: ScaleEvent, now_s: float) -> list[Effect]:
+        """What an update is multiplied by arrived."""
+
+        def take(event: ScaleEvent, worker: WorkerPart, out: list[Effect]) -> None:
+            self._gate.scale(event, worker, now_s, out)
+
+        return self._entry(event, event.confirmed, now_s, take)
+
+    def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
+        """The sum of the record was reduced.
+
+        Args:
+            record: as in `Reduce`.
+            squares: of each block of the range, ascending, the sum of its squares.
+        """
+        out: list[Effect] = []
+        self._gate.reduced(record, squares, out)
+        return out
 
     def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
         """A number is given up."""
@@ -146,6 +166,7 @@ class RangeMachine:
         out: list[Effect] = []
         state = self.state
         state.failure = error
+        state.unscaled = None
         ending = Ending(Outcome.INVALID, error)
         for worker in state.workers.values():
             for step in worker.steps.values():
@@ -421,8 +442,7 @@ class RangeMachine:
             step.missing[push.sequence] = push.sender
             self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
-        is_replaced = worker is not self.state.by_rank.get(given.rank)
-        if given.rank in self.state.gone or is_replaced:  # it will not send again
+        if self.state.is_gone(worker):  # it will not send again
             self._gate.leave_unsealed(worker, out)
         elif worker.left_clock is not None and worker.holds_last_seal:
             worker.left_clock = None  # that seal is no longer in effect: it may send again

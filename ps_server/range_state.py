@@ -19,7 +19,7 @@ from ps_core.errors import InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
-from ps_server.events import Compensation, Effect, ReplyTo, SealEvent, Sender
+from ps_server.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender
 from ps_server.room import Step
 from ps_server.schedule import Schedule
 
@@ -149,6 +149,7 @@ class RangeState:
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
         self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
+        self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
     @property
@@ -196,6 +197,10 @@ class RangeState:
         while worker is not None and clock <= worker.joined_clock and worker.predecessor:
             worker = worker.predecessor
         return worker
+
+    def is_gone(self, worker: WorkerPart) -> bool:
+        """Whether the worker was declared gone, replaced since or not."""
+        return worker.rank in self.gone or worker is not self.by_rank.get(worker.rank)
 
     def gone_count(self, clock: int) -> int:
         """Workers whose step of `clock` is missing because they are gone."""

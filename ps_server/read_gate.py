@@ -299,6 +299,10 @@ class ReadGate:
             )
         clock = state.clock + 1
         if setting.mode is Mode.BSP and state.schedule.is_bsp(clock):
+            if state.unscaled is not None:
+                ranks = [part.rank for part in state.unscaled.contributors if not part.skip]
+                who = " or ".join(self._who(rank, now_s) for rank in ranks)
+                return f"update {clock} of {name} waits for the scale that clips it, from {who}"
             late = ", ".join(self._behind(clock, now_s)) or "any worker: all have left"
             backup_workers = state.schedule.at(clock).backup_workers
             if backup_workers:

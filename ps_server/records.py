@@ -12,6 +12,8 @@ path hooks in at `commit`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ps_core.consistency import StalePolicy
 from ps_core.errors import check
 from ps_core.ledger import Ending, Outcome
@@ -19,7 +21,7 @@ from ps_core.tables import Hyperparameters
 from ps_server.events import Contributor, Effect, Fold, Record
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 
-_APPLIED = Ending(Outcome.APPLIED)
+APPLIED = Ending(Outcome.APPLIED)
 _SKIPPED = Ending(Outcome.SKIPPED)
 
 
@@ -42,8 +44,10 @@ class Records:
         state = self._state
         check(state.initialized, "RM-3", "fold before the initial values")
         parts = self.take_parts(worker, step)
-        scale = step.sealed_by.terms.contribution_scale
-        table_id, clock = state.table.table_id, step.clock
+        terms = step.sealed_by.terms
+        table_id, clock, scale = state.table.table_id, step.clock, terms.contribution_scale
+        if terms.clip_scale is not None and not state.schedule.is_bsp(clock):
+            scale *= terms.clip_scale
         compensation = state.compensation(worker.incarnation, clock)
         return Fold(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
 
@@ -73,34 +77,62 @@ class Records:
             self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
         )
 
+    def scaled(self, summed: Record, said_by: Contributor, scale: float) -> Record:
+        """The decision that makes an update of a sum."""
+        self._state.record_count += 1
+        return summed._replace(
+            number=self._state.record_count, contributors=(said_by,), update_scale=scale
+        )
+
     def commit(self, record: Record, out: list[Effect]) -> None:
         """Every in-sync replica has the record (there is one): its outcomes hold."""
-        if record.blocks and not record.is_assign:
-            self._state.update_count += 1
-            self._state.changed_clock = max(self._state.changed_clock, record.clock)
-            for block in record.blocks:
-                self._state.versions[block] += 1
+        self._count(record, record.contributors)
         for contributor in record.contributors:
-            self._end_contribution(record, contributor, out)
+            self._end_contribution(record, contributor, (), out)
+
+    def commit_sum(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
+        """The sum is there, and says how large it is; it becomes an update with its scale."""
+        for contributor in record.contributors:
+            self._end_contribution(record, contributor, squares, out)
+
+    def commit_scaled(self, record: Record, contributors: Sequence[Contributor]) -> None:
+        """The sum has its scale: now it is an update, of those who took part in the sum."""
+        self._count(record, contributors)
+
+    def _count(self, record: Record, contributors: Sequence[Contributor]) -> None:
+        if not record.blocks or record.is_assign:
+            return
+        state = self._state
+        state.update_count += 1
+        state.changed_clock = max(state.changed_clock, record.clock)
+        for block in record.blocks:
+            state.versions[block] += 1
+        for contributor in contributors:
+            if not contributor.skip:
+                own_updates = state.workers[contributor.incarnation].own_updates
+                for block in record.blocks:
+                    own_updates[block] = own_updates.get(block, 0) + 1
 
     def _end_contribution(
-        self, record: Record, contributor: Contributor, out: list[Effect]
+        self,
+        record: Record,
+        contributor: Contributor,
+        squares: tuple[float, ...],
+        out: list[Effect],
     ) -> None:
         worker = self._state.workers[contributor.incarnation]
         step = worker.steps[record.clock]
-        if not contributor.skip and not record.is_assign:
-            for block in record.blocks:
-                worker.own_updates[block] = worker.own_updates.get(block, 0) + 1
         for sequence in contributor.sequences:
             push = step.pushes.get(sequence)
             if push is None:
-                self._state.end(worker, step.sealed_by.sender, sequence, _APPLIED, out)
+                ending = Ending(Outcome.APPLIED, squares=squares) if squares else APPLIED
+                self._state.end(worker, step.sealed_by.sender, sequence, ending, out)
                 del worker.steps[record.clock]
                 continue
             ending = _SKIPPED
             if not contributor.skip:
                 staleness = self.staleness(worker, push)
-                ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else _APPLIED
+                ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else APPLIED
             self._state.end(worker, push.sender, sequence, ending, out)
 
     def staleness(self, worker: WorkerPart, push: HeldPush) -> int:

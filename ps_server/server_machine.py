@@ -37,15 +37,16 @@ from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_server.events import (
     Effect,
+    EntryEvent,
     Place,
     PullEvent,
     PushEvent,
     Record,
     RefusePull,
     ReplyTo,
+    ScaleEvent,
     SealEvent,
     Sender,
-    WithdrawEvent,
 )
 from ps_server.failed_update import instead, lost_records
 from ps_server.range_machine import RangeMachine
@@ -260,8 +261,8 @@ class ServerMachine:
             raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
         return part
 
-    def entry(self, event: PushEvent | SealEvent | WithdrawEvent, now_s: float) -> list[Effect]:
-        """A push, a seal or a withdrawal arrived."""
+    def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
+        """An entry arrived."""
         try:
             self._check_not_gone(event.sender.incarnation)
             part = self.part(event.place)
@@ -275,6 +276,8 @@ class ServerMachine:
             effects = part.push(event, now_s)
         elif isinstance(event, SealEvent):
             effects = part.seal(event, now_s)
+        elif isinstance(event, ScaleEvent):
+            effects = part.scale(event, now_s)
         else:
             effects = part.withdraw(event, now_s)
         room.credits(effects)
@@ -283,7 +286,7 @@ class ServerMachine:
         return effects
 
     @staticmethod
-    def _refusal(event: PushEvent | SealEvent | WithdrawEvent, error: PushpullError) -> ReplyTo:
+    def _refusal(event: EntryEvent, error: PushpullError) -> ReplyTo:
         return ReplyTo(
             event.sender,
             ReplyKind.ERROR,
@@ -292,6 +295,10 @@ class ServerMachine:
             event.sequence,
             error=error,
         )
+
+    def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
+        """See `RangeMachine.reduced`."""
+        return self._parts[record.table_id, record.range_id].reduced(record, squares)
 
     def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
         """The update of `record` could not be computed, so its table has failed here (SM-4).

@@ -231,7 +231,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             stream.end_input()
 
     async def _take_entries(self, stream: EntryStream, message: Entry, sender: Sender) -> None:
-        events = intake.entry_events(message, sender, self._node)
+        events = intake.entry_events(message, sender, self._node.shards)
         turn = list(islice(events, _TURN_COUNT))
         while turn:
             self._node.entries(stream, turn)
@@ -268,7 +268,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         is_lent = (
             request.shared
             and not problems
-            and node.lends(session, TableId(request.table_id), _codec_of(request))
+            and node.shards.lends(session, TableId(request.table_id), _codec_of(request))
         )
         batch_count = len(pulls) if request.consistent or is_lent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):

@@ -36,7 +36,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -58,7 +57,7 @@ from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.custom_updates import CheckedUpdate, CustomOptimizer
 from ps_server.events import Compensation
-from ps_server.optimizers import BlockState, Mask, Optimizer, padded_length
+from ps_server.optimizers import BlockState, Optimizer, padded_length
 
 _WITHOUT_ARITHMETIC = (
     OptimizerKind.AGGREGATE,
@@ -109,8 +108,9 @@ class ShardStore:
         self._states = {block: self._initial_state(block) for block in sorted(blocks)}
         self._payloads = {block: _payload_of(state) for block, state in self._states.items()}
         self._versions = dict.fromkeys(self._states, 0)
-        self._kept: dict[tuple[Incarnation, int], Tensor] = {}
+        self._kept = delay.KeptValues(self._pool)
         self._forming: dict[int, dict[int, Contribution]] = {}
+        self._reduced: set[int] = set()
         self._sums: dict[int, dict[int, Contribution]] = {}
         self._is_mean = spec.reduction is Reduction.MEAN
         self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
@@ -124,7 +124,7 @@ class ShardStore:
         """Bytes of values, optimizer state, kept sums and what readers were given; sums in the
         making do not count.
         """
-        sums = sum(kept.nbytes for kept in self._kept.values())
+        sums = self._kept.byte_count
         sums += sum(part.byte_count for kept in self._sums.values() for part in kept.values())
         return sums + sum(state.state_bytes for state in self._states.values())
 
@@ -157,7 +157,10 @@ class ShardStore:
                 holds a value that is not finite (unless the table allows it).
         """
         state = self._state(block)
-        present = _mask(self._name, block, state, presence) if presence else None
+        present = None
+        if presence:
+            count = state.segment_count
+            present = contributions.presence_mask(self._name, block, count, presence)
         self._check_codec(codec)
         view = memoryview(payload)
         dtype = TORCH_DTYPE[codec]
@@ -180,22 +183,17 @@ class ShardStore:
 
     def keep(self, reader: Incarnation, block: int) -> None:
         """Remember the block's values as `reader` has them now: what its gradients start from."""
-        state = self._state(block)
-        kept = self._kept.get((reader, block))
-        if kept is None:
-            kept = self._kept[reader, block] = self._pool.take(state.values.numel(), self._dtype)
-        kept.copy_(state.values)
+        self._kept.keep(reader, block, self._state(block).values)
 
     def forget(self, reader: Incarnation) -> None:
         """The reader has gone."""
-        for key in [key for key in self._kept if key[0] == reader]:
-            self._pool.give_back(self._kept.pop(key))
+        self._kept.forget(reader)
 
     def compensate(self, compensation: Compensation, part: Contribution) -> Contribution:
         """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
         reader was never given the block.
         """
-        kept = self._kept.get((compensation.reader, part.block))
+        kept = self._kept.find(compensation.reader, part.block)
         if kept is None:
             return part
         state = self._states[part.block]
@@ -241,8 +239,34 @@ class ShardStore:
             total = forming.get(block)
             forming[block] = part if total is None else contributions.added(total, part, self._pool)
 
+    def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
+        """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
+
+        Args:
+            clock: the update.
+            contributor_count: as in `apply`.
+
+        Returns:
+            Of each block of the range, ascending, the sum of the squares of its reduced gradient,
+            in float64; absent tensors count as zeros.
+        """
+        forming = self._forming.setdefault(clock, {})
+        check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
+        self._reduced.add(clock)
+        if self._is_mean:
+            for block, total in forming.items():
+                forming[block] = contributions.averaged(total, contributor_count, self._pool)
+        return tuple(
+            contributions.square_sum(forming[block], self._pool) if block in forming else 0.0
+            for block in self._states
+        )
+
     def apply(
-        self, clock: int, hyperparameters: Hyperparameters, contributor_count: int
+        self,
+        clock: int,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
     ) -> tuple[int, ...]:
         """Form update `clock` from what was folded and apply it; the blocks touched, ascending.
 
@@ -250,6 +274,7 @@ class ShardStore:
             clock: the update.
             hyperparameters: put over the table's own; empty means those.
             contributor_count: the workers that took part, with or without gradients.
+            update_scale: what the reduced gradient is multiplied by.
 
         Raises:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
@@ -257,13 +282,16 @@ class ShardStore:
         """
         numbers = dict(self._table.numbers.merged(hyperparameters))
         forming = self._forming.pop(clock, {})
+        is_reduced = clock in self._reduced
+        self._reduced.discard(clock)
         check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
         reduced: dict[int, Contribution] = {}
         blocks = tuple(sorted(forming))
         for block in blocks:
             total = forming[block]
-            if self._is_mean:
+            if self._is_mean and not is_reduced:
                 total = contributions.averaged(total, contributor_count, self._pool)
+            total = contributions.scaled(total, update_scale, self._pool)
             if self._is_aggregate or self._custom is not None:
                 reduced[block] = total
             else:
@@ -283,6 +311,7 @@ class ShardStore:
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
+        self._reduced.discard(clock)
         for part in self._forming.pop(clock, {}).values():
             contributions.release(part, self._pool)
 
@@ -290,8 +319,7 @@ class ShardStore:
         """Nothing more comes of what is in the making, nor of what readers were given."""
         for clock in list(self._forming):
             self.drop(clock)
-        for reader in {reader for reader, _ in self._kept}:
-            self.forget(reader)
+        self._kept.clear()
 
     def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:
         """Replace initial values; absent tensors keep theirs. Versions do not change.
@@ -434,7 +462,8 @@ class ShardStore:
             return self._encode(total.values, state.length, codec), b""
         values = torch.zeros(state.length, dtype=self._dtype)
         contributions.copy_present(total, values)
-        return self._encode(values, state.length, codec), _packed(total.present)
+        present = contributions.packed_presence(total.present)
+        return self._encode(values, state.length, codec), present
 
     def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes | memoryview:
         dtype = TORCH_DTYPE[codec]
@@ -460,19 +489,3 @@ def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptim
 def _payload_of(state: BlockState) -> memoryview:
     """The block's values as they are at any time."""
     return state.values.numpy()[: state.length].data.cast("B").toreadonly()
-
-
-def _mask(table: str, block: int, state: BlockState, presence: bytes) -> Mask | None:
-    expected = presence_bytes(state.segment_count)
-    if len(presence) != expected:
-        raise InvalidKeys(
-            f"block {block} of table '{table}': presence has {len(presence)} bytes; "
-            f"expected {expected} ({state.segment_count} tensors) or none"
-        )
-    bits = np.unpackbits(np.frombuffer(presence, np.uint8), bitorder="little")
-    mask = bits[: state.segment_count].astype(np.bool_)
-    return None if mask.all() else mask
-
-
-def _packed(present: npt.NDArray[np.bool_]) -> bytes:
-    return np.packbits(present, bitorder="little").tobytes()

@@ -19,7 +19,7 @@ def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeSt
             assignment_epoch=node.machine.assignment_epoch(place[1]),
             clock=part.state.clock,
             block_count=len(part.state.blocks),
-            state_bytes=node.shards[place].state_bytes,
+            state_bytes=node.shards.stores[place].state_bytes,
             update_count=part.state.update_count,
             waits=part.reads.waits(now_s),
             initialized=part.state.initialized,

@@ -172,6 +172,8 @@ def push_response(replies: Iterable[ReplyTo]) -> parameters_pb2.PushResponse:
         if ending is not None:
             message.outcome = _OUTCOME[ending.outcome]
             message.staleness = ending.staleness
+            if ending.squares:
+                message.squares.extend(ending.squares)
             error = ending.error
         if error is not None:
             message.error.CopyFrom(errors.error_to_proto(error))

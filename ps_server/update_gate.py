@@ -5,6 +5,7 @@
                       in rank order as turns come         in effect
     BSP, b backups    clock c of those that are in,       those of all members but b are, and the
                       folded as they come                 grace time has passed or all are in
+    BSP, clipped      that sum, times its scale           a worker says the scale (`update_scales`)
     SSP, ASP          one worker's step, without what     its seal takes effect
                       is too stale, scaled by how
                       stale it is if the table says so
@@ -18,25 +19,35 @@ Rules:
       seal of the clock before it is in effect; none does beyond the clock that a change holds.
 
 Invariants:
-    RM-2  Under BSP update c is applied after update c - 1 and holds each member's step once, in
-          rank order (with backup workers: each contributor's, in the record's order).
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
-What it deliberately does not do: take entries in (`range_machine` does), or say what an update does
-to those who took part (`records` does).
+What it deliberately does not do: take entries in (`range_machine` does), form updates of BSP
+(`forming` does), or say what an update does to those who took part (`records` does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ps_core.errors import AlreadyPast, InvalidTensor
+from ps_core.errors import InvalidTensor
 from ps_core.ledger import Ending, Outcome
-from ps_core.tables import Hyperparameters, OptimizerKind
-from ps_server.events import Apply, Assign, Contributor, Effect, Fold, Forget, SealEvent
+from ps_server.events import (
+    Apply,
+    Assign,
+    Contributor,
+    Drop,
+    Effect,
+    Fold,
+    Forget,
+    Record,
+    ScaleEvent,
+    SealEvent,
+)
+from ps_server.forming import Forming
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.read_gate import ReadGate
-from ps_server.records import Records
+from ps_server.records import APPLIED, Records
+from ps_server.update_scales import UpdateScales
 
 _NAMED_COUNT = 8
 """Invalid pushes that an error names; there may be thousands."""
@@ -49,9 +60,8 @@ class UpdateGate:
         self._state = state
         self._records = Records(state)
         self._reads = reads
-        self.wake_s: float | None = None
-        self._folded: list[int] = []  # backup workers: who is in the update in the making
-        self._next_rank = 0  # ranks below it that belong to the update in the making are folded
+        self._scales = UpdateScales(state)
+        self._forming = Forming(state, self._records, self._scales)
 
     def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
@@ -119,27 +129,20 @@ class UpdateGate:
             self._leave(worker, step.clock, out)
             if step.skip and self._state.schedule.is_bsp(step.clock):
                 self._depart(worker, step, out)
-        if 0 < step.clock <= worker.done_clock and step.clock in worker.steps:
-            self._discard(worker, step, out)
+        if self._is_late(worker, step) and step.clock in worker.steps:
+            self._forming.discard(worker, step, out)
         return True
 
-    def _discard(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
-        """The update has formed without this step; its worker goes on from the newest clock."""
-        state = self._state
-        newest = max(state.clock, worker.done_clock)
-        past = AlreadyPast(
-            f"update {step.clock} of table '{state.name}' has formed without worker "
-            f"{worker.rank}; range {state.range_id} is at clock {newest}",
-            clock=newest,
+    def _is_late(self, worker: WorkerPart, step: StepPart) -> bool:
+        """Whether the update has formed without it, scaled or not."""
+        if 0 < step.clock <= worker.done_clock:
+            return True
+        summed = self._state.unscaled  # what it is told is not known before the sum is reduced
+        return (
+            summed is not None
+            and step.clock == summed.clock
+            and bool(self._scales.squares(step.clock))
         )
-        ending = Ending(Outcome.DISCARDED, past)
-        for push in step.pushes.values():
-            state.unstage(step, worker, push)
-        for sequence in sorted(step.pushes):
-            state.end(worker, step.pushes[sequence].sender, sequence, ending, out)
-        seal = step.sealed_by
-        state.end(worker, seal.sender, seal.sequence, ending, out)
-        del worker.steps[step.clock]
 
     def _depart(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         """A last step that is skipped adds nothing to its update: the worker goes without waiting
@@ -171,6 +174,11 @@ class UpdateGate:
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
+        orphan = self._scales.orphan()
+        if orphan is not None:
+            out.append(Drop(orphan))
+            self._forming.pass_clock(orphan.clock)
+            self._go_on(orphan.clock, now_s, out)
         self._decide((), now_s, out)
         self._forget(worker, out)
         self._reads.release(out)
@@ -225,7 +233,7 @@ class UpdateGate:
             for worker in moved:
                 self._record_sealed(worker, out)
             if state.schedule.is_bsp(clock + 1):
-                if not self._form(now_s, out):
+                if not self._forming.form(now_s, out):
                     return
             else:
                 state.clock = state.slowest_clock()
@@ -348,71 +356,10 @@ class UpdateGate:
         self._records.commit(record, out)
         del step.pushes[push.sequence]
 
-    def _form(self, now_s: float, out: list[Effect]) -> bool:
-        """BSP: fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
-        state = self._state
-        clock = state.clock + 1
-        if self._is_nobodys(clock):
-            self._pass(clock)
-            return True
-        if state.schedule.at(clock).backup_workers:
-            return self._form_without_slowest(clock, now_s, out)
-        for rank in range(self._next_rank, state.worker_count):
-            if not state.is_member(rank, clock):
-                continue
-            worker = state.worker_at(rank, clock)
-            if worker is None or worker.sealed_clock < clock:
-                return False
-            step = worker.steps[clock]
-            if not step.skip and step.pushes:
-                out.append(self._records.fold(worker, step))
-            self._next_rank = rank + 1
-        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
-        return self._form_record(clock, members, out)
-
-    def _is_nobodys(self, clock: int) -> bool:
-        """Whether all have left before, and somebody joined after it."""
-        state = self._state
-        return clock <= state.newest_join_clock and not any(
-            state.is_member(rank, clock) for rank in range(state.worker_count)
-        )
-
-    def _pass(self, clock: int) -> None:
-        """All up to `clock` is decided, for everyone."""
-        state = self._state
-        state.clock = state.formed_clock = clock
-        self._next_rank = 0
-        for worker in state.workers.values():
-            worker.done_clock = max(worker.done_clock, clock)
-
-    def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
-        """BSP with backup workers: form the update once enough members are in, and those that come
-        within the grace time.
-
-        A step is folded as soon as it is in, whatever its rank: nobody knows which others will
-        come, and what waits unfolded takes the room that they need. The record has the order.
-        """
-        state, setting = self._state, self._state.schedule.at(clock)
-        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
-        for rank in members:
-            worker = state.worker_at(rank, clock)
-            if worker is None or worker.sealed_clock < clock or rank in self._folded:
-                continue
-            self._folded.append(rank)
-            step = worker.steps[clock]
-            if not step.skip and step.pushes:
-                out.append(self._records.fold(worker, step))
-        ready_count = len(self._folded)
-        if not ready_count or ready_count < len(members) - setting.backup_workers:
-            return False
-        if ready_count < len(members) and setting.grace_ms:
-            if self.wake_s is None:
-                self.wake_s = now_s + setting.grace_ms / 1000
-            if now_s < self.wake_s:
-                return False
-        self.wake_s = None
-        contributors, self._folded = self._folded, []
-        return self._form_record(clock, contributors, out)
+    @property
+    def wake_s(self) -> float | None:
+        """When an update may form by time alone; None: time alone does not."""
+        return self._forming.wake_s
 
     def tick(self, now_s: float, out: list[Effect]) -> None:
         """Time passed: an update that gave others time may form."""
@@ -423,25 +370,37 @@ class UpdateGate:
         if before != self._state.record_count:
             self._reads.release(out)
 
-    def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
-        """Those that take part are in; False if there is none."""
-        state = self._state
-        contributors = []
-        blocks: set[int] = set()
-        numbers: Hyperparameters | None = None
-        for worker in [worker for rank in ranks if (worker := state.worker_at(rank, clock))]:
-            step = worker.steps[clock]
-            contributors.append(self._records.contributor(worker, step))
-            if not step.skip:
-                blocks.update(step.blocks)
-                numbers = step.numbers if numbers is None else numbers
-        if not contributors:
-            return False
-        numbers = state.table.numbers.merged(()) if numbers is None else numbers
-        record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
-        self._pass(clock)
-        # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
-        if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+    # --- updates that wait for their scale
+
+    def reduced(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
+        """The sum is there, and that large: those who took part are told, and those who came while
+        it was reduced.
+        """
+        if self._state.failure is not None:
+            return
+        self._scales.reduced(record.clock, squares)
+        self._records.commit_sum(record, squares, out)
+        for worker in self._state.workers.values():
+            step = worker.steps.get(record.clock)
+            if step is not None and record.clock <= worker.sealed_clock:
+                self._forming.discard(worker, step, out)
+
+    def scale(self, event: ScaleEvent, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """A worker says what an update is multiplied by; the first that does lets it go."""
+        ending = self._scales.ending(event, worker)
+        summed = self._scales.take(event, worker) if ending is None else None
+        self._state.end(worker, event.sender, event.sequence, ending or APPLIED, out)
+        if summed is None:
+            return
+        said_by = Contributor(worker.rank, worker.incarnation, (event.sequence,), False)
+        record = self._records.scaled(summed, said_by, event.scale)
+        if record.blocks:
             out.append(Apply(record))
-        self._records.commit(record, out)
-        return True
+        self._records.commit_scaled(record, summed.contributors)
+        self._forming.pass_clock(record.clock)
+        self._go_on(record.clock, now_s, out)
+
+    def _go_on(self, clock: int, now_s: float, out: list[Effect]) -> None:
+        """Update `clock`, which waited for its scale, has it or is dropped."""
+        self._reads.release(out)
+        self._decide(self._those_who_may_go_on(clock - 1, out), now_s, out)

@@ -198,6 +198,7 @@ class Client(Catalogue):
         hyperparameters: Mapping[str, float] | None = None,
         contribution_scale: float = 1.0,
         skip: bool = False,
+        clip_scale: float | None = None,
     ) -> PushTicket:
         """End the step: all that was pushed since the last seal takes part in the update.
 
@@ -206,6 +207,10 @@ class Client(Catalogue):
             hyperparameters: the optimizer's numbers for this step; those left out are the table's.
             contribution_scale: this worker's gradients are multiplied by it; finite, above 0.
             skip: the step takes no part in the update.
+            clip_scale: clip the gradient by its norm. Where each step is an update of its own (SSP,
+                ASP) it is multiplied by this as well; finite, above 0. Under BSP the update waits:
+                the ticket's result has `squares`, and `scale_update` must follow. All workers give
+                it, or none.
 
         Blocking: as `push`.
 
@@ -215,7 +220,26 @@ class Client(Catalogue):
         """
         numbers = _numbers(table, hyperparameters)
         step = self.begin_step(table)
-        return step.seal(numbers, contribution_scale=contribution_scale, skip=skip)
+        return step.seal(
+            numbers, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
+        )
+
+    def scale_update(self, table: TableHandle, clock: int, scale: float) -> PushTicket:
+        """Say what an update is multiplied by that waits for it. All workers say the same.
+
+        Args:
+            table: which table.
+            clock: the step, whose result had `squares`.
+            scale: 0 or above.
+
+        Blocking: no. The ticket is done when the update has been applied everywhere.
+
+        Raises (the ticket):
+            InvalidConfig: another worker said something else, or the update waits for no scale.
+        """
+        self.check_may_push("scale")
+        self._check_own(table)
+        return table.steps.scale(clock, scale)
 
     def assign(
         self,

@@ -3,6 +3,7 @@
 
     whose gradient                       where                                            by what
     the worker's own: SSP, ASP           on the servers, as they take the step            its scale
+    the reduced one: BSP                 on the servers, as they apply the update         its scale
     the worker's own: `Add`              here, before the local optimizer                 in place
     the reduced one: `Aggregate` (BSP)   at every worker, before the local optimizer      in place
 
@@ -14,8 +15,8 @@ Rules:
     - The reduced gradient has the same bits at every worker, and so has what is computed here from
       it: tensor by tensor, whatever the cut into blocks, on equal kinds of device.
 
-What it deliberately does not do: the norm of a gradient whose parts lie on several servers (BSP
-with an optimizer of the servers').
+What it deliberately does not do: the norm of a gradient whose parts lie on several servers
+(`update_scaling` does).
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ from typing import NamedTuple
 
 import torch
 
-from ps_core.consistency import Consistency, Mode
-from ps_core.errors import InvalidConfig
-from ps_worker.optimizers import Add, Aggregate, ServerOptimizer
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -37,27 +34,6 @@ class Clip(NamedTuple):
 
     norm: float
     factor: float
-
-
-def check_clip_norm(
-    max_norm: float | None, optimizer: ServerOptimizer, consistency: Consistency
-) -> None:
-    """Refuse to clip where nobody knows the norm.
-
-    Raises:
-        InvalidConfig: naming what does instead.
-    """
-    if max_norm is None or isinstance(optimizer, Aggregate | Add):
-        return
-    if consistency.mode is not Mode.BSP:
-        return
-    raise InvalidConfig(
-        f"clip_norm is {max_norm:g} with {type(optimizer).__name__} under {consistency}: there the "
-        f"servers reduce the gradient, each a part of it, and to "
-        "clip by the norm of all parts is not built yet. Use Aggregate, whose workers clip the "
-        "reduced gradient; or torch.nn.utils.clip_grad_norm_ on each worker's own gradient before "
-        "step, which clips before the mean"
-    )
 
 
 def clip_of(parameters: Iterable[torch.Tensor], max_norm: float, scale: float) -> Clip:

@@ -182,9 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
                 round: what came before it counts).
-            InvalidConfig: another worker's hyperparameters differ at this clock; a switch that is
-                the table's for good was changed; or somebody else changed the model into BSP, where
-                `clip_norm` is not to be had.
+            InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
+                switch that is the table's for good was changed.
             GradientChangedAfterPush: in eager mode.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed: the next call waits for it again.
@@ -270,7 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidConfig: the setting is wrong, or this model cannot have it: `buffers="mean"` and
-                `Aggregate` need BSP, `clip_norm` with an optimizer of the servers' anything else.
+                `Aggregate` need BSP.
             WaitExpired: a server has not promised in time; call again to change what is left.
         """
         return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)

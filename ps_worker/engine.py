@@ -149,7 +149,8 @@ class Engine:
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""
-        if clock and not terms.last:  # the seal that says goodbye is no step of the script's
+        is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
+        if clock and is_step:
             self._clocks[table.table_id] = clock
             MEASURES.steps.inc()
         elif not clock:

@@ -127,7 +127,9 @@ class ServerLink:
         if self._task is None:
             self._task = asyncio.create_task(self._keep_stream(view_number))
 
-    def send(self, entry: parameters_pb2.Seal | parameters_pb2.Withdrawal) -> None:
+    def send(
+        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal
+    ) -> None:
         """Write an entry to the push stream, after what came before it; lost if the stream breaks,
         or is not there.
         """

@@ -22,6 +22,7 @@ from pushpull.v1 import parameters_pb2
 Entry = (
     parameters_pb2.BlockPush
     | parameters_pb2.Seal
+    | parameters_pb2.UpdateScale
     | parameters_pb2.Withdrawal
     | parameters_pb2.PullRequest
 )
@@ -32,6 +33,7 @@ _REQUEST = parameters_pb2.PushPullRequest
 _FIELD: dict[type[Entry], int] = {
     parameters_pb2.BlockPush: _REQUEST.BLOCK_FIELD_NUMBER,
     parameters_pb2.Seal: _REQUEST.SEAL_FIELD_NUMBER,
+    parameters_pb2.UpdateScale: _REQUEST.UPDATE_SCALE_FIELD_NUMBER,
     parameters_pb2.Withdrawal: _REQUEST.WITHDRAWAL_FIELD_NUMBER,
     parameters_pb2.PullRequest: _REQUEST.PULL_FIELD_NUMBER,
 }

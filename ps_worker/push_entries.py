@@ -47,12 +47,16 @@ class BlockPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SealTerms:
-    """What a seal says, beside its place."""
+    """What a seal says, beside its place. `clip_scale`: what the worker's own gradient needs where
+    it is clipped; `update_scale`: this is no seal, but what follows one that asked for it.
+    """
 
     hyperparameters: Hyperparameters = ()
     contribution_scale: float = 1.0
     skip: bool = False
     last: bool = False
+    clip_scale: float | None = None
+    update_scale: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +147,7 @@ class WindowStep:
     staleness: int = 0
     rejected: list[int] = field(default_factory=list)
     discarded: bool = False
+    squares: dict[RangeId, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def sealed_with(self) -> SealTerms:
@@ -205,7 +210,7 @@ class StepEnded:
 
     `problems` holds (block, error) for every entry that was refused for good; block is None for
     seals. `rejected` are the blocks that were too stale; `discarded`: an update of some range has
-    formed without the step.
+    formed without the step. `squares`: what ranges told whose updates wait for their scale.
     """
 
     table_id: TableId
@@ -215,6 +220,7 @@ class StepEnded:
     staleness: int
     rejected: tuple[int, ...] = ()
     discarded: bool = False
+    squares: tuple[tuple[RangeId, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

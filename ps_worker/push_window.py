@@ -29,6 +29,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
@@ -124,7 +125,7 @@ class PushWindow:
         self, table_id: TableId, clock: int, ranges: Iterable[RangeId], terms: SealTerms
     ) -> None:
         """End the step on all `ranges` that hold blocks of the table; `poll` sends the seals in
-        time.
+        time. The scale of its update is a step of its own, of seals alone.
 
         Raises:
             InvalidConfig: the step has been sealed.
@@ -354,6 +355,8 @@ class PushWindow:
         refused: list[Effect] = []
         if ending.staleness > step.staleness:
             step.staleness = ending.staleness
+        if ending.squares:
+            step.squares[key.range_id] = ending.squares
         if ending.outcome is not _APPLIED:
             refused = self._ended_otherwise(entry, ending)
         if step.terms is None or step.open_count:
@@ -389,6 +392,7 @@ class PushWindow:
             step.staleness,
             tuple(sorted(step.rejected)),
             step.discarded,
+            tuple(step.squares.items()),
         )
 
     # --- what to send
@@ -467,7 +471,7 @@ class PushWindow:
         step = entries[0].step
         terms = step.sealed_with
         if step.skipped and not terms.skip:
-            terms = SealTerms(terms.hyperparameters, terms.contribution_scale, True, terms.last)
+            terms = replace(terms, skip=True)
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s

@@ -7,7 +7,7 @@ Everything belongs to the background loop. What to send, when, and again, is the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -73,6 +73,7 @@ class _TablePlan:
     """Where the blocks of a table live, and how their payloads are encoded."""
 
     range_of_block: tuple[RangeId, ...]
+    blocks_of: Mapping[RangeId, tuple[int, ...]]
     ranges: tuple[RangeId, ...]
     codec: types_pb2.Codec
 
@@ -81,8 +82,9 @@ class _TablePlan:
         by_block = tuple(
             table.range_of_block(block, range_count) for block in range(table.block_count)
         )
+        blocks_of = table.blocks_by_range(range_count)
         codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
-        return cls(by_block, tuple(sorted(set(by_block))), codec)
+        return cls(by_block, blocks_of, tuple(blocks_of), codec)
 
 
 class PushListener(Protocol):
@@ -226,8 +228,9 @@ class PushDriver:
         if isinstance(effect, SendPush):
             self._send_push(effect)
         elif isinstance(effect, SendSeal):
-            seal = self._seal(effect.table_id, effect.clock, effect.parts, effect.terms)
-            self._send(effect.server, seal)
+            make = self._seal if effect.terms.update_scale is None else self._scale
+            message = make(effect.table_id, effect.clock, effect.parts, effect.terms)
+            self._send(effect.server, message)
         elif isinstance(effect, SendWithdrawal):
             withdrawal = parameters_pb2.Withdrawal(
                 table_id=effect.key.table_id,
@@ -243,7 +246,11 @@ class PushDriver:
             self._finish(effect.table_id, effect.clock, effect.error)
         # ViewNeeded: views come by themselves, and the window tries again by its own clock.
 
-    def _send(self, server: NodeId, entry: parameters_pb2.Seal | parameters_pb2.Withdrawal) -> None:
+    def _send(
+        self,
+        server: NodeId,
+        entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal,
+    ) -> None:
         link = self._links.find(server)
         if link is not None:
             link.send(entry)
@@ -285,22 +292,34 @@ class PushDriver:
         seal = parameters_pb2.Seal(
             table_id=table_id,
             clock=clock,
-            ranges=[
-                parameters_pb2.RangeSeal(
-                    range_id=part.range_id,
-                    assignment_epoch=self._epoch(part.range_id),
-                    sequence=part.sequence,
-                    confirmed_sequence=part.confirmed_sequence,
-                )
-                for part in parts
-            ],
+            ranges=self._seals(parts),
             hyperparameters=wire.hyperparameters_to_proto(terms.hyperparameters),
             skip=terms.skip,
             last=terms.last,
         )
         if terms.contribution_scale != 1.0:
             seal.contribution_scale = terms.contribution_scale
+        if terms.clip_scale is not None:
+            seal.clip_scale = terms.clip_scale
         return seal
+
+    def _scale(
+        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> parameters_pb2.UpdateScale:
+        return parameters_pb2.UpdateScale(
+            table_id=table_id, clock=clock, ranges=self._seals(parts), scale=terms.update_scale
+        )
+
+    def _seals(self, parts: tuple[SealPart, ...]) -> list[parameters_pb2.RangeSeal]:
+        return [
+            parameters_pb2.RangeSeal(
+                range_id=part.range_id,
+                assignment_epoch=self._epoch(part.range_id),
+                sequence=part.sequence,
+                confirmed_sequence=part.confirmed_sequence,
+            )
+            for part in parts
+        ]
 
     def _epoch(self, range_id: RangeId) -> int:
         return self._view.ranges[range_id].assignment_epoch
@@ -321,11 +340,24 @@ class PushDriver:
             self._counters.finished_step_count = finished
         self._counters.staleness = ended.staleness
         result = StepResult(
-            ended.clock, ended.applied, ended.staleness, ended.rejected, ended.discarded
+            ended.clock,
+            ended.applied,
+            ended.staleness,
+            ended.rejected,
+            ended.discarded,
+            self._squares(ended),
         )
         MEASURES.rejected_blocks.inc(len(ended.rejected))
         MEASURES.discarded_steps.inc(int(ended.discarded))
         self._finish(ended.table_id, ended.clock, result)
+
+    def _squares(self, ended: StepEnded) -> dict[int, float]:
+        blocks_of = self._plans[ended.table_id].blocks_of
+        return {
+            block: square
+            for range_id, squares in ended.squares
+            for block, square in zip(blocks_of[range_id], squares, strict=True)
+        }
 
     def _finish(self, table_id: TableId, clock: int, result: StepResult | PushpullError) -> None:
         future = self._futures.pop((table_id, clock), None)
@@ -342,12 +374,13 @@ def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
     kind = _KINDS.get(message.kind)
     error = ending = None
     if kind is _COMMITTED:
-        outcome, staleness = message.outcome, message.staleness
-        if outcome == parameters_pb2.OUTCOME_APPLIED and not staleness:
+        outcome, staleness, squares = message.outcome, message.staleness, message.squares
+        if outcome == parameters_pb2.OUTCOME_APPLIED and not staleness and not squares:
             ending = _APPLIED
         else:
             error = _error(message)
-            ending = Ending(_OUTCOMES.get(outcome, Outcome.INVALID), error, staleness)
+            known = _OUTCOMES.get(outcome, Outcome.INVALID)
+            ending = Ending(known, error, staleness, tuple(squares))
     elif kind is None:
         return None
     elif kind is not _RECEIVED:

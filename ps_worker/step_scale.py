@@ -12,12 +12,13 @@ from ps_core.errors import InvalidConfig
 @dataclass(frozen=True, slots=True)
 class StepScale:
     """What this worker's gradients are multiplied by; whether the step takes no part at all, and
-    why, if that is an error.
+    why, if that is an error; what clips them where they are not reduced first.
     """
 
     contribution_scale: float = 1.0
     skip: bool = False
     problem: str = ""
+    clip_scale: float | None = None
 
 
 def amp_scale_of(optimizer: torch.optim.Optimizer) -> StepScale:

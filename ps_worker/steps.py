@@ -133,6 +133,7 @@ class Step:
         contribution_scale: float = 1.0,
         skip: bool = False,
         last: bool = False,
+        clip_scale: float | None = None,
     ) -> PushTicket:
         """End the step; the seals leave when every block has been received everywhere.
 
@@ -141,6 +142,9 @@ class Step:
             contribution_scale: this worker's gradients are multiplied by it.
             skip: the step takes no part in the update (an overflow of mixed precision).
             last: from the next clock on nobody waits for this worker.
+            clip_scale: the gradient is clipped by its norm: what this worker's own is multiplied by
+                where each step is an update of its own. Under BSP the update waits for
+                `TableSteps.scale`.
 
         Blocking: no.
 
@@ -149,7 +153,7 @@ class Step:
         """
         self._check_open()
         self.table.spec.optimizer.merged(hyperparameters)
-        terms = SealTerms(hyperparameters, contribution_scale, skip, last)
+        terms = SealTerms(hyperparameters, contribution_scale, skip, last, clip_scale)
         self._sealed = True
         self._parts = {}  # its ticket and this step hold each other: the values shall not wait
         self._steps.sealed(self)
@@ -222,6 +226,20 @@ class TableSteps:
             self._tickets.append(step.ticket)
             if step.clock:
                 self._clock, self._open = step.clock, None
+
+    def scale(self, clock: int, scale: float) -> PushTicket:
+        """Say what the update of a step is multiplied by, which was sealed with a `clip_scale` and
+        has ended with `squares`. Its ticket is done when every range has applied it.
+
+        Blocking: no.
+        """
+        future: Future[StepResult] = Future()
+        ticket = PushTicket(self.table, clock, future, lambda: True)
+        self._sink.open_step(self.table, clock, future)
+        self._sink.seal(self.table, clock, SealTerms(update_scale=scale))
+        with self._lock:
+            self._tickets.append(ticket)
+        return ticket
 
     def uncommitted(self) -> list[PushTicket]:
         """Sealed steps that have not ended, oldest first."""

@@ -12,7 +12,7 @@ that expires.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -37,6 +37,9 @@ class StepResult:
     """ASP with a bound: the blocks that were too stale. Pull, then compute and push them anew."""
     discarded: bool = False
     """BSP with backup workers: some part of the table formed its update without the step."""
+    squares: Mapping[int, float] = field(default_factory=dict)
+    """BSP with `clip_scale`: of each block, the sum of the squares of the reduced gradient; the
+    update waits for `Client.scale_update`. Else empty."""
     round_count: int = 0
     """`DistributedOptimizer.step(closure)`: how often it computed rejected blocks anew. `clock` is
     that of the last time, and `rejected` what was given up."""

@@ -27,16 +27,17 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable
-from ps_worker.clipping import check_clip_norm, clip_of, clip_reduced, multiply_gradients
+from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
 from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
 from ps_worker.staging import is_finite
 from ps_worker.step_record import StepTimes
 from ps_worker.step_scale import StepScale
-from ps_worker.tickets import StepResult
+from ps_worker.tickets import PushTicket, StepResult
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import TrainingOptions
+from ps_worker.update_scaling import UpdateScaling
 
 if TYPE_CHECKING:
     from ps_worker.client import Client
@@ -60,15 +61,11 @@ class TrainedModel:
         inner: the local optimizer of `Aggregate` and `Add`; the owner gives it.
         results: how the last step ended on each table that is awake; empty if it was skipped.
         gradient_norm: what the last step was clipped by; None where nothing is clipped.
-
-    Raises:
-        InvalidConfig: `clip_norm` where nobody knows the norm.
     """
 
     def __init__(
         self, client: Client, optimizer: ServerOptimizer, options: TrainingOptions
     ) -> None:
-        check_clip_norm(options.clip_norm, optimizer, options.consistency)
         self.options = options
         self.tables: list[TrainedTable] = []
         self.buffers: list[BufferTable] = []
@@ -111,7 +108,6 @@ class TrainedModel:
     ) -> int:
         """As `DistributedOptimizer.set_consistency`."""
         options = replace(self.options, consistency=wanted)
-        check_clip_norm(options.clip_norm, self._optimizer, wanted)
         clocks = [
             self._client.set_consistency(
                 handle, setting, after_clock=after_clock, timeout_s=timeout_s
@@ -222,15 +218,18 @@ class TrainedModel:
             buffers.seal()
         skip = scale.skip or bool(problem)
         tickets = {
-            table: table.seal(numbers, scale.contribution_scale, skip=skip or not table.takes_part)
+            table: table.seal(numbers, scale, skip=skip or not table.takes_part)
             for table, numbers in awake.items()
         }
+        scaling = None if skip else self._scale_updates(scale, tickets)
         self._pass_asleep()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
         self._take_over(list(awake))
         for buffers in self.buffers:
             buffers.finish()
         self._times.ended()
+        if scaling is not None and scaling.norm is not None:
+            self.gradient_norm = scaling.norm
         if problem:
             raise InvalidTensor(
                 f"{problem}; expected finite values. The step was skipped on every server "
@@ -281,29 +280,51 @@ class TrainedModel:
                 "'eager' under ASP"
             )
         max_norm = self.options.clip_norm
-        if max_norm is not None:
-            for setting in self._settings():
-                check_clip_norm(max_norm, self._optimizer, setting)
+        clips = max_norm is not None and (self.inner is None or self.adds)
         if scale.skip:
-            return scale
+            return replace(scale, clip_scale=1.0 if clips and not self.adds else None)
         if self.adds:
             multiply_gradients(_parameters(groups), scale.contribution_scale)
             scale = StepScale()
-        if max_norm is None or (self.inner is not None and not self.adds):
+        if max_norm is None or not clips:
             return scale
         return self._clipped(scale, groups, max_norm)
 
     def _clipped(self, scale: StepScale, groups: Groups, max_norm: float) -> StepScale:
-        """This worker's own gradients, clipped: by their scale where that can be, else in place."""
+        """This worker's own gradients, clipped: by their scale where that can be, else in place.
+
+        A server's optimizer under BSP clips the reduced gradient instead; which it is at this clock
+        the servers know.
+        """
         clip = clip_of(_parameters(groups), max_norm, scale.contribution_scale)
         self.gradient_norm = clip.norm
         if not math.isfinite(clip.norm) and not self.options.allow_non_finite:
-            return StepScale(skip=True, problem=self._why_not_finite(clip.norm))
-        factor = scale.contribution_scale * clip.factor
-        if factor > 0.0 and not self.adds:  # a seal carries no NaN, and no 0
-            return StepScale(factor)
-        multiply_gradients(_parameters(groups), clip.factor)
-        return scale
+            problem = self._why_not_finite(clip.norm)
+            return StepScale(1.0, True, problem, None if self.adds else 1.0)
+        if self.adds:
+            multiply_gradients(_parameters(groups), clip.factor)
+            return scale
+        if scale.contribution_scale * clip.factor > 0.0:
+            return replace(scale, clip_scale=clip.factor)
+        # A seal carries no NaN, and no 0.
+        if any(setting.mode is not Mode.BSP for setting in self._settings()):
+            multiply_gradients(_parameters(groups), clip.factor)
+        return replace(scale, clip_scale=1.0)
+
+    def _scale_updates(
+        self, scale: StepScale, tickets: Mapping[TrainedTable, PushTicket]
+    ) -> UpdateScaling | None:
+        """BSP: the updates wait for their norm; they are scaled as soon as it is known."""
+        max_norm = self.options.clip_norm
+        if scale.clip_scale is None or max_norm is None or not tickets:
+            return None
+        scaling = UpdateScaling(
+            [(table.handle, ticket) for table, ticket in tickets.items()],
+            max_norm,
+        )
+        for table, ticket in zip(tickets, scaling.tickets, strict=True):
+            table.wait_for(ticket)
+        return scaling
 
     def _why_not_finite(self, norm: float) -> str:
         for table in self.tables:

@@ -26,6 +26,7 @@ from ps_worker.optimizers import Add, ServerOptimizer
 from ps_worker.pending import Pending
 from ps_worker.settings import FromRank0
 from ps_worker.staging import FlatBuffer, GradientStaging, is_finite
+from ps_worker.step_scale import StepScale
 from ps_worker.training_options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -243,8 +244,13 @@ class TrainedTable:
         self._client.begin_step(self.handle).push_blocks(parts)
         return None
 
-    def seal(self, hyperparameters: Hyperparameters, scale: float, *, skip: bool) -> PushTicket:
+    def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
         """Ends the step and asks for what comes of it.
+
+        Args:
+            hyperparameters: its numbers.
+            scale: what its gradients count for.
+            skip: it takes no part.
 
         Returns:
             The step's ticket.
@@ -252,11 +258,23 @@ class TrainedTable:
         Blocking: no; `finish` waits.
         """
         step = self._client.begin_step(self.handle)
-        ticket = step.seal(hyperparameters, contribution_scale=scale, skip=skip)
+        ticket = step.seal(
+            hyperparameters,
+            contribution_scale=scale.contribution_scale,
+            skip=skip,
+            clip_scale=scale.clip_scale,
+        )
         self._pending.add(ticket)
         self._was_skipped = skip
         self.begin_pull()
         return ticket
+
+    def wait_for(self, ticket: PushTicket) -> None:
+        """The step has not ended before this has.
+
+        Blocking: no; `finish` waits.
+        """
+        self._pending.add(ticket)
 
     def begin_pull(self) -> None:
         """Asks for the table as of this worker's clock.

@@ -57,10 +57,9 @@ class TrainingOptions:
             and raises `InvalidTensor`.
         gate_bytes: as `TableOptions` has it.
         clip_norm: the largest norm of all gradients together, above 0; what is longer is scaled
-            down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss scale. With
-            `Aggregate` that is the reduced gradient, at every worker alike; with `Add`, and under
-            SSP and ASP, each worker's own. Optimizers of the servers have it not under BSP, nor
-            "eager" steps. None (default) clips nothing.
+            down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss scale. Under BSP
+            that is the reduced gradient, at one round trip a step more; with `Add`, and under SSP
+            and ASP, each worker's own. Not for "eager" steps. None (default) clips nothing.
         recompute: `ASP(reject=...)`: how often `step(closure)` computes anew what was too stale,
             and pushes it, before it is given up; 3. 0 never does, nor does `step` without closure.
     """

@@ -140,7 +140,7 @@ class Stage:
     ) -> PushEvent:  # fmt: skip
         place = self.place(table, block)
         payload = np.full(BLOCK, value, np.float32).tobytes()
-        part = self.node.decode(place, block, Codec.FP32, memoryview(payload), b"")
+        part = self.node.shards.decode(place, block, Codec.FP32, memoryview(payload), b"")
         return PushEvent(
             place, self.sender(rank), sequence, clock, block, part.byte_count, part, **more
         )
@@ -194,10 +194,10 @@ class Stage:
     def state(self, table: TableId, block: int) -> tuple[list[float], int, int, bool]:
         """First values, the state's first, the block's version, whether its stamp is at rest."""
         place = (table, self.place(table, block).range_id)
-        shard = self.node.shards[place]
+        shard = self.node.shards.stores[place]
         held = shard._states[block]
         slots = [slot[0].item() for slot in held.slots.values()]
-        stamp = self.node._lent[place].place(block)[1]  # raises while the block changes
+        stamp = self.node.shards._lent[place].place(block)[1]  # raises while the block changes
         return (
             [held.values[0].item(), *slots],
             shard.version(block),
@@ -443,7 +443,7 @@ async def test_without_bsp_the_others_hear_of_it_at_their_next_step(
 @on_a_loop
 async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> None:
     stage = stages("asp:compensate=1")
-    shards = [stage.node.shards[stage.place(FAILING, block)[:2]] for block in APART]
+    shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
     for rank in range(2):
         stage.read(rank, 0)
     assert any(shard._kept for shard in shards)
@@ -451,7 +451,7 @@ async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> No
     assert not any(shard._kept or shard._forming for shard in shards)
 
     stage = stages(BSP)
-    shards = [stage.node.shards[stage.place(FAILING, block)[:2]] for block in APART]
+    shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
     stage.take(0, stage.push(0, 1, 1, 1.0, block=1), stage.seal(0, 1, 2, block=1))
     assert any(shard._forming for shard in shards)  # rank 0's turn has come there
     stage.take(0, stage.push(0, 1, 1, 13.0), stage.seal(0, 1, 2))

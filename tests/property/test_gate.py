@@ -16,14 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_core.change import Change
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.ledger import Outcome
-from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes
+from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, told
 
 WORKERS = 3
 SETTINGS = (
     "bsp", "bsp:backup=1", "bsp:backup=2", "ssp:0", "ssp:1", "ssp:3", "asp", "asp:reject=0",
 )  # fmt: skip
 Payload = tuple[int, int]
-Event: TypeAlias = "Sealed | Asked | Held | Settled"
+Event: TypeAlias = "Sealed | Said | Asked | Held | Settled"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Sealed:
     clock: int
     payload: Payload | None
     last: bool
+    skip: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """A worker said the scale of an update."""
+
+    clock: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,9 @@ class Settled:
 class Twin:
     """What follows from what happened."""
 
-    def __init__(self, consistency: Consistency, happened: list[Event]) -> None:
+    def __init__(self, consistency: Consistency, happened: list[Event], *, clips: bool) -> None:
+        self.clips = clips
+        self.summed: list[Sealed] = []  # what is in the update that waits for its scale
         self.settings: list[tuple[int, Consistency]] = [(-1, consistency)]
         self.hold: int | None = None
         self.updates: list[tuple[int, list[Payload]]] = []
@@ -81,6 +91,10 @@ class Twin:
                 case Sealed():
                     self.sealed.setdefault(event.rank, [])
                     self.held.append(event)
+                case Said() if self.summed and event.clock == self.clock + 1:
+                    self.update(event.clock, self.summed)
+                    self.summed = []
+                    self.decide()
                 case Held():
                     self.hold = event.clock
                 case Settled():
@@ -105,7 +119,10 @@ class Twin:
                 self.held.remove(step)
                 self.sealed[rank].append(step)
                 self.order.append(step)
-                if step.clock <= self.done[rank] and step.payload is not None:
+                is_late = step.clock <= self.done[rank]
+                if self.summed and step.clock == self.clock + 1:
+                    is_late = True
+                if is_late and step.payload is not None:
                     self.discarded.add(step.payload)
                 self.decide()
 
@@ -132,6 +149,8 @@ class Twin:
     def form(self) -> None:
         """One more update, if it can be."""
         clock = self.clock + 1
+        if self.summed:
+            return
         backups = self.setting(clock).backup_workers
         steps = [step for step in self.order if step.clock == clock]
         if not backups:
@@ -141,9 +160,16 @@ class Twin:
         here = [step for step in steps if not step.last]
         if not here or len(here) < WORKERS - len(gone) - backups:
             return
+        if self.clips and not all(step.skip for step in here):
+            self.summed = here
+        else:
+            self.update(clock, here)
+
+    def update(self, clock: int, steps: list[Sealed]) -> None:
+        """It is there, whatever it holds."""
         self.clock = clock
         self.done = {rank: max(done, clock) for rank, done in self.done.items()}
-        payloads = [step.payload for step in here if step.payload is not None]
+        payloads = [step.payload for step in steps if step.payload is not None]
         if payloads:
             self.updates.append((clock, payloads))
 
@@ -171,8 +197,9 @@ class Twin:
 class Gate(RuleBasedStateMachine):
     """Three workers that step, read and leave in any order, while the setting changes."""
 
-    @initialize(text=st.sampled_from(SETTINGS))
-    def begin(self, text: str) -> None:
+    @initialize(text=st.sampled_from(SETTINGS), clips=st.booleans())
+    def begin(self, text: str, clips: bool) -> None:
+        self.clips = clips
         self.consistency = parsed(text)
         self.table = make_table(self.consistency)
         self.bench = Bench(self.table, workers=WORKERS)
@@ -196,8 +223,24 @@ class Gate(RuleBasedStateMachine):
             self.bench.push(rank, self.sequences[rank], clock)
             payload = (rank, self.sequences[rank]) if kind == "push" else None
         self.sequences[rank] += 1
-        self.bench.seal(rank, self.sequences[rank], clock, skip=kind == "skip")
-        self.happened.append(Sealed(rank, clock, payload, last=False))
+        skip, clip_scale = kind == "skip", 1.0 if self.clips else None
+        self.bench.seal(rank, self.sequences[rank], clock, skip=skip, clip_scale=clip_scale)
+        self.happened.append(Sealed(rank, clock, payload, last=False, skip=skip))
+
+    @precondition(lambda self: self.clips)
+    @rule(rank=st.integers(0, WORKERS - 1), earlier=st.integers(0, 2))
+    def say_scale(self, rank: int, earlier: int) -> None:
+        """As every worker does that was told how large the parts of an update are."""
+        clocks = sorted(told(self.bench.effects, rank))
+        if earlier >= len(clocks):
+            return
+        clock = clocks[-1 - earlier]
+        self.sequences[rank] += 1
+        effects = self.bench.scale(rank, self.sequences[rank], clock, 1 / (1 + clock))
+        assert outcomes(effects)[rank, self.sequences[rank]] in (
+            (Outcome.APPLIED, Outcome.DISCARDED)
+        )
+        self.happened.append(Said(clock))
 
     @precondition(lambda self: len(self.left) < WORKERS - 1)
     @rule(rank=st.integers(0, WORKERS - 1))
@@ -229,7 +272,7 @@ class Gate(RuleBasedStateMachine):
         """The scheduler asks for another setting, perhaps further ahead than anyone is."""
         self.changes += 1
         after_clock = max(self.clocks) * (later > 0) + later
-        reached = Twin(self.consistency, self.happened).reached
+        reached = Twin(self.consistency, self.happened, clips=self.clips).reached
         self.table = replace(self.table, proposed=Change(self.changes, after_clock, parsed(text)))
         self.bench.observe(self.table)
         held = self.bench.machine.state.schedule.hold_clock
@@ -252,7 +295,7 @@ class Gate(RuleBasedStateMachine):
     def agrees_with_the_twin(self) -> None:
         if not hasattr(self, "bench"):
             return
-        twin = Twin(self.consistency, self.happened)
+        twin = Twin(self.consistency, self.happened, clips=self.clips)
         assert applied(self.bench.effects) == twin.updates
         ended = outcomes(self.bench.effects)
         assert twin.discarded == {

@@ -16,11 +16,13 @@ from ps_core.ledger import Outcome
 from ps_core.tables import Table
 from ps_server.events import (
     AnswerPull,
+    EntryEvent,
     Place,
     PullEvent,
     PushEvent,
     RefusePull,
     ReplyTo,
+    ScaleEvent,
     SealEvent,
     Sender,
     WithdrawEvent,
@@ -39,7 +41,7 @@ from ps_worker.push_entries import (
 )
 from ps_worker.push_window import PushWindow
 from tests.sim.server import SimServer
-from tests.sim.truth import Body, Grad, Settings, TrainingEnded
+from tests.sim.truth import Body, Grad, Settings, TrainingEnded, scale_of
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -59,6 +61,11 @@ class Layout:
     tables: list[Table]
     range_count: int
     settings: Settings
+
+    def ranges_of(self, table_id: TableId) -> list[RangeId]:
+        """The ranges that hold blocks of the table."""
+        (table,) = [table for table in self.tables if table.table_id == table_id]
+        return list(table.blocks_by_range(self.range_count))
 
     def place(self, table_id: TableId, range_id: RangeId) -> Place:
         """Where an entry goes."""
@@ -169,6 +176,7 @@ class SimWorker:
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
         self.ended: dict[tuple[TableId, int], StepEnded] = {}
+        self.summed: dict[tuple[TableId, int], StepEnded] = {}  # they wait for their scale
         self.sent: dict[EntryKey, Grad] = {}
         self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
         self.read_early = False  # what was read last is of the newest step
@@ -296,7 +304,7 @@ class SimWorker:
     def _handle(self, effects: Sequence[object]) -> None:
         for effect in effects:
             if isinstance(effect, StepEnded):
-                self.ended[effect.table_id, effect.clock] = effect
+                self._step_ended(effect)
             elif isinstance(effect, StepRefused):
                 raise AssertionError(f"worker {self.rank}: {effect}")
             elif isinstance(effect, SendPush):
@@ -309,7 +317,20 @@ class SimWorker:
                 event = WithdrawEvent(place, self._sender, effect.key.sequence)
                 self._carry(effect.server, event)
 
-    def _carry(self, server: NodeId, *events: PushEvent | SealEvent | WithdrawEvent | None) -> None:
+    def _step_ended(self, effect: StepEnded) -> None:
+        """As `ps_worker.update_scaling`: the scale follows as soon as every range told its part."""
+        key = effect.table_id, effect.clock
+        summed = self.summed.pop(key, None)
+        assert summed is None or not effect.problems, effect
+        ranges = self.layout.ranges_of(effect.table_id)
+        if summed is not None or not effect.applied or len(effect.squares) != len(ranges):
+            self.ended[key] = summed or effect
+            return
+        self.summed[key] = effect
+        squares = [square for _, told in effect.squares for square in told]
+        self.window.seal(*key, ranges, SealTerms(update_scale=scale_of(squares)))
+
+    def _carry(self, server: NodeId, *events: EntryEvent | None) -> None:
         def deliver() -> None:
             for event in events:
                 if event is not None:
@@ -355,7 +376,20 @@ class SimWorker:
             skip_if_invalid=True,
         )
 
-    def _seal_events(self, effect: SendSeal) -> list[SealEvent]:
+    def _seal_events(self, effect: SendSeal) -> Sequence[SealEvent | ScaleEvent]:
+        scale = effect.terms.update_scale
+        if scale is not None:
+            return [
+                ScaleEvent(
+                    self.layout.place(effect.table_id, part.range_id),
+                    self._sender,
+                    part.sequence,
+                    effect.clock,
+                    scale,
+                    part.confirmed_sequence,
+                )
+                for part in effect.parts
+            ]
         return [
             SealEvent(
                 self.layout.place(effect.table_id, part.range_id),
@@ -370,5 +404,10 @@ class SimWorker:
 
 def _terms(clock: int, terms: SealTerms) -> ServerTerms:
     return ServerTerms(
-        clock, terms.hyperparameters, terms.contribution_scale, terms.skip, terms.last
+        clock,
+        terms.hyperparameters,
+        terms.contribution_scale,
+        terms.skip,
+        terms.last,
+        terms.clip_scale,
     )

@@ -7,25 +7,26 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from ps_core.cluster_view import ClusterView, Node, NodeState
-from ps_core.consistency import StalePolicy
+from ps_core.consistency import Mode, StalePolicy
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_server.events import (
     AnswerPull,
     Apply,
     Assign,
+    Drop,
     Effect,
+    EntryEvent,
     Fold,
     Forget,
     PullEvent,
-    PushEvent,
+    Record,
+    Reduce,
     RefusePull,
     ReplyTo,
-    SealEvent,
-    WithdrawEvent,
 )
 from ps_server.server_machine import ServerMachine
-from tests.sim.truth import Grad, Settings
+from tests.sim.truth import CLIP_SCALE, Grad, Settings, square
 from tests.sim.world import World
 
 TICK_S = 0.25
@@ -46,6 +47,7 @@ class SimServer:
         self.updates: dict[tuple[TableId, int], list[set[Incarnation]]] = defaultdict(
             list
         )  # by whom
+        self.reduced: dict[tuple[TableId, RangeId, int], Record] = {}  # it waits for its scale
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
         self.numbers = itertools.count(1)
@@ -90,12 +92,13 @@ class SimServer:
         self.carry_out(self.machine.tick(self.world.now_s))
         self.world.after(TICK_S, self._tick)
 
-    def entry(self, event: PushEvent | SealEvent | WithdrawEvent) -> None:
+    def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""
         self.carry_out(self.machine.entry(event, self.world.now_s))
 
     def carry_out(self, effects: list[Effect]) -> None:
         """As `ps_server.node` does, with lists for tensors."""
+        reduced: list[tuple[Record, tuple[float, ...]]] = []
         for effect in effects:
             if isinstance(effect, ReplyTo):
                 self.world.counts[effect.kind.value] += 1
@@ -109,10 +112,22 @@ class SimServer:
                     assert isinstance(payload, Grad)
                     self.sums[key].append(payload)
                     self._check_staleness(effect, payload)
+            elif isinstance(effect, Reduce):
+                reduced.append((effect.record, self._squares(effect.record)))
+            elif isinstance(effect, Drop):
+                self._drop(effect.record)
             elif isinstance(effect, Apply):
                 record = effect.record
                 key = (record.table_id, record.range_id, record.clock)
-                workers = {part.incarnation for part in record.contributors if not part.skip}
+                if key in self.reduced:
+                    contributors = self.reduced.pop(key).contributors
+                    table = self.machine.table(record.table_id)
+                    self.settings.scaled(table, record.clock, record.update_scale)
+                    self.world.counts["scaled updates"] += 1
+                else:
+                    assert record.update_scale == 1.0
+                    contributors = record.contributors
+                workers = {part.incarnation for part in contributors if not part.skip}
                 for block in record.blocks:
                     self.updates[record.table_id, block].append(workers)
                 for grad in self.sums.pop(key, []):
@@ -128,6 +143,24 @@ class SimServer:
                 self.machine.answered(effect.waiter)
                 if on_answer is not None:
                     on_answer(effect)
+        for record, squares in reduced:
+            self.carry_out(self.machine.reduced(record, squares))
+
+    def _squares(self, record: Record) -> tuple[float, ...]:
+        key = (record.table_id, record.range_id, record.clock)
+        self.reduced[key] = record
+        found = dict.fromkeys(self.machine.parts[key[:2]].state.blocks, 0.0)
+        for grad in self.sums[key]:
+            found[grad.block] += square(grad)
+        return tuple(found[block] for block in sorted(found))
+
+    def _drop(self, record: Record) -> None:
+        """Only those who are gone had a part in it."""
+        key = (record.table_id, record.range_id, record.clock)
+        del self.reduced[key]
+        for grad in self.sums.pop(key, []):
+            self.fenced[grad.rank].discard((record.table_id, grad))
+        self.world.counts["dropped updates"] += 1
 
     def _check_staleness(self, fold: Fold, grad: Grad) -> None:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
@@ -135,14 +168,16 @@ class SimServer:
         updates = self.updates[fold.table_id, grad.block]
         others = sum(1 for workers in updates if grad.incarnation not in workers)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
-        scale = 1.0
+        is_bsp = consistency.mode is Mode.BSP
+        clips = fold.table_id in self.settings.clipped and fold.clock > 0
+        scale = CLIP_SCALE if clips and not is_bsp else 1.0
         match consistency.policy:
             case StalePolicy.REJECT:
                 assert tau <= consistency.bound, f"{grad} is {tau} stale under {consistency}"
             case StalePolicy.DAMP:
-                scale = 1 / (1 + consistency.alpha * tau)
+                scale *= 1 / (1 + consistency.alpha * tau)
             case StalePolicy.DIVIDE:
-                scale = 1 / tau if tau else 1.0
+                scale *= 1 / tau if tau else 1.0
         assert fold.scale == scale, (fold.scale, tau, consistency)
         self.world.counts["scaled"] += fold.scale != 1.0
 

@@ -27,7 +27,7 @@ from tests.sim.actors import Layout, SimWorker
 from tests.sim.evaluator import Evaluator
 from tests.sim.server import SimServer
 from tests.sim.training import training
-from tests.sim.truth import Settings, Truth
+from tests.sim.truth import Settings, Truth, scale_of, square
 from tests.sim.world import World
 
 SERVERS = 2
@@ -97,6 +97,8 @@ class Simulation:
             len(view.ranges),
             Settings(view.tables),
         )
+        clipped = [t.table_id for t in view.tables if draw.random() < 0.4]
+        self.layout.settings.clipped.update(clipped)
         self.cluster = {
             node.node_id: SimServer(self.world, node.node_id, WORKERS, self.layout.settings)
             for node in nodes[:SERVERS]
@@ -146,11 +148,24 @@ class Simulation:
         for server in self.cluster.values():
             assert server.machine.gate_bytes == 0
             assert not [key for key, grads in server.sums.items() if grads]
+        if not self.truth.gone:
+            self._check_scales()
         for worker in self.workers:
             if worker.incarnation in self.truth.gone:
                 continue
             assert worker.window.in_flight_bytes == 0
             assert worker.window.open_entries() == ()
+
+    def _check_scales(self) -> None:
+        """Every update of BSP was scaled by what the whole of its gradient needs."""
+        for table in self.layout.tables:
+            grads = [g for (t, _), of in self.truth.contributions.items() for g in of
+                     if t == table.table_id]  # fmt: skip
+            for (table_id, clock), scale in self.layout.settings.scales.items():
+                setting = self.layout.settings.at(table, clock)
+                if table_id == table.table_id and not setting.backup_workers:
+                    assert scale == scale_of(square(g) for g in grads if g.clock == clock)
+                    self.world.counts["scales"] += 1
 
 
 def run_seeds(kind: type[Simulation], seeds: tuple[int, ...]) -> Counter[str]:
@@ -180,6 +195,6 @@ def test_every_seed_ends_with_exactly_what_was_sealed(sim_seeds: tuple[int, ...]
             "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
             "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
             "cuts", "cuts of ssp",
-            "rejected", "discarded", "scaled", "early reads",
+            "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales",
         } - set(total)  # fmt: skip
         assert not missing, f"never happened: {missing}"

@@ -8,7 +8,7 @@ from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
 from tests.sim.actors import ReadTerms, SimWorker, Waits
-from tests.sim.truth import Body, Grad, TrainingEnded, Truth
+from tests.sim.truth import CLIP_SCALE, Body, Grad, TrainingEnded, Truth
 
 
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
@@ -64,7 +64,8 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
     draw.shuffle(blocks)
     may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
-    eager = bool(clock) and may_be_eager and draw.random() < 0.3
+    clips = table.table_id in layout.settings.clipped and clock > 0
+    eager = bool(clock) and may_be_eager and not clips and draw.random() < 0.3
     again = [b for b in blocks if clock and not eager and draw.random() < 0.25]
     final: dict[int, Body] = {}
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
@@ -95,7 +96,8 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
-    worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=skip))
+    terms = SealTerms(skip=skip, clip_scale=CLIP_SCALE if clips else None)
+    worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.rank] = clock
     if clock and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1

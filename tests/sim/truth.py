@@ -31,6 +31,20 @@ class TrainingEnded(Exception):
     """A worker was told something that ends its training; the message is what."""
 
 
+CLIP_SCALE = 0.5
+"""What a worker's own gradient is scaled by, in tables that are clipped."""
+
+
+def square(grad: Grad) -> float:
+    """What a gradient adds to the norm; a whole number, so sums are exact."""
+    return float(grad.clock * 100 + grad.rank * 10 + grad.revision + 1)
+
+
+def scale_of(squares: Iterable[float]) -> float:
+    """The scale that follows from all that was told; no two norms have the same."""
+    return 1.0 / (1.0 + sum(squares))
+
+
 class Body(NamedTuple):
     """What a push carries."""
 
@@ -46,6 +60,8 @@ class Settings:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
         self.may_change = False
+        self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
+        self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
 
     def change(self, table_id: TableId, change: Change) -> None:
         """It is committed. What it makes void was not reached by anyone."""
@@ -82,6 +98,12 @@ class Settings:
             for _, setting in self._settings[table.table_id]
             if setting.policy is StalePolicy.REJECT
         ]
+
+    def scaled(self, table: Table, clock: int, scale: float) -> None:
+        """An update was scaled: in every range by the same."""
+        assert table.table_id in self.clipped
+        assert self.at(table, clock).mode is Mode.BSP
+        assert self.scales.setdefault((table.table_id, clock), scale) == scale
 
     def is_always_bsp(self, table: Table) -> bool:
         """Whether no clock has another."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ps_core.cluster_view import Node
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import PushpullError
+from ps_core.errors import PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import (
@@ -27,8 +28,10 @@ from ps_server.events import (
     Place,
     PullEvent,
     PushEvent,
+    Reduce,
     RefusePull,
     ReplyTo,
+    ScaleEvent,
     SealEvent,
     SealTerms,
     Sender,
@@ -95,8 +98,22 @@ class Bench:
         self.machine = RangeMachine(self.table, RangeId(0), blocks, self.workers, self.room)
 
     def _note(self, effects: list[Effect]) -> list[Effect]:
+        """What is to be reduced is, at once: each push is worth its sequence."""
         self.effects += effects
-        return effects
+        said = list(effects)
+        for effect in effects:
+            if isinstance(effect, Reduce):
+                squares = self._squares(effect.record.clock)
+                said += self._note(self.machine.reduced(effect.record, squares))
+        return said
+
+    def _squares(self, clock: int) -> tuple[float, ...]:
+        found = dict.fromkeys(range(self.table.block_count), 0.0)
+        for effect in self.effects:
+            if isinstance(effect, Fold) and effect.clock == clock:
+                for block, payload in effect.parts:
+                    found[block] += payload[1]  # type: ignore[index]
+        return tuple(found.values())
 
     @staticmethod
     def sender(rank: int) -> Sender:
@@ -131,6 +148,19 @@ class Bench:
         terms = SealTerms(clock, hyperparameters, **more)  # type: ignore[arg-type]
         event = SealEvent(PLACE, self.sender(rank), sequence, terms)
         return self._note(self.machine.seal(event, self.now_s))
+
+    def scale(self, rank: int, sequence: int, clock: int, scale: float) -> list[Effect]:
+        """What an update is multiplied by."""
+        event = ScaleEvent(PLACE, self.sender(rank), sequence, clock, scale)
+        return self._note(self.machine.scale(event, self.now_s))
+
+    def gone(self, node: Node) -> list[Effect]:
+        """A worker was declared gone."""
+        return self._note(self.machine.gone(node, self.now_s))
+
+    def fail(self, error: UpdateFailed) -> list[Effect]:
+        """The table has failed."""
+        return self._note(self.machine.fail(error))
 
     def observe(self, table: Table) -> list[Effect]:
         """The newest view says this of the table."""
@@ -199,3 +229,24 @@ def applied(effects: list[Effect]) -> list[tuple[int, list[object]]]:
 def answers(effects: list[Effect]) -> list[int]:
     """The waiters that were answered."""
     return [effect.waiter for effect in effects if isinstance(effect, AnswerPull)]
+
+
+def told(effects: list[Effect], rank: int) -> dict[int, tuple[float, ...]]:
+    """clock -> what the worker was told of the squares of its update."""
+    clocks = {
+        sequence: effect.record.clock
+        for effect in effects
+        if isinstance(effect, Reduce)
+        for contributor in effect.record.contributors
+        for sequence in contributor.sequences
+        if contributor.rank == rank
+    }
+    return {
+        clocks[effect.sequence]: effect.ending.squares
+        for effect in effects
+        if isinstance(effect, ReplyTo)
+        and effect.sender.rank == rank
+        and effect.ending is not None
+        and effect.ending.squares
+        and effect.sequence in clocks
+    }

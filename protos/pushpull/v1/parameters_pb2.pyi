@@ -218,7 +218,7 @@ class RangeSeal(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ...) -> None: ...
 
 class Seal(_message.Message):
-    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last")
+    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last", "clip_scale")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class Seal(_message.Message):
     CONTRIBUTION_SCALE_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    CLIP_SCALE_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     clock: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangeSeal]
@@ -233,7 +234,20 @@ class Seal(_message.Message):
     contribution_scale: float
     skip: bool
     last: bool
-    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ...) -> None: ...
+    clip_scale: float
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ..., clip_scale: _Optional[float] = ...) -> None: ...
+
+class UpdateScale(_message.Message):
+    __slots__ = ("table_id", "clock", "ranges", "scale")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    clock: int
+    ranges: _containers.RepeatedCompositeFieldContainer[RangeSeal]
+    scale: float
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class Withdrawal(_message.Message):
     __slots__ = ("table_id", "range_id", "assignment_epoch", "sequence")
@@ -248,21 +262,23 @@ class Withdrawal(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "block", "seal", "withdrawal", "batch")
+    __slots__ = ("header", "block", "seal", "withdrawal", "batch", "update_scale")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SCALE_FIELD_NUMBER: _ClassVar[int]
     header: StreamHeader
     block: BlockPush
     seal: Seal
     withdrawal: Withdrawal
     batch: BlockBatch
-    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ...) -> None: ...
+    update_scale: UpdateScale
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ..., update_scale: _Optional[_Union[UpdateScale, _Mapping]] = ...) -> None: ...
 
 class EntryReply(_message.Message):
-    __slots__ = ("kind", "table_id", "range_id", "sequence", "outcome", "error", "staleness")
+    __slots__ = ("kind", "table_id", "range_id", "sequence", "outcome", "error", "staleness", "squares")
     KIND_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +286,7 @@ class EntryReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
     kind: ReplyKind
     table_id: int
     range_id: int
@@ -277,7 +294,8 @@ class EntryReply(_message.Message):
     outcome: Outcome
     error: _types_pb2.Error
     staleness: int
-    def __init__(self, kind: _Optional[_Union[ReplyKind, str]] = ..., table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., staleness: _Optional[int] = ...) -> None: ...
+    squares: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, kind: _Optional[_Union[ReplyKind, str]] = ..., table_id: _Optional[int] = ..., range_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., staleness: _Optional[int] = ..., squares: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ("replies",)
@@ -418,13 +436,14 @@ class PullResponse(_message.Message):
     def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ..., shared: _Optional[_Union[SharedValues, _Mapping]] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
-    __slots__ = ("header", "block", "seal", "pull", "batch", "withdrawal", "then_pull")
+    __slots__ = ("header", "block", "seal", "pull", "batch", "withdrawal", "update_scale", "then_pull")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SCALE_FIELD_NUMBER: _ClassVar[int]
     THEN_PULL_FIELD_NUMBER: _ClassVar[int]
     header: StreamHeader
     block: BlockPush
@@ -432,8 +451,9 @@ class PushPullRequest(_message.Message):
     pull: PullRequest
     batch: BlockBatch
     withdrawal: Withdrawal
+    update_scale: UpdateScale
     then_pull: PullRequest
-    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., then_pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[StreamHeader, _Mapping]] = ..., block: _Optional[_Union[BlockPush, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., batch: _Optional[_Union[BlockBatch, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ..., update_scale: _Optional[_Union[UpdateScale, _Mapping]] = ..., then_pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class PullEnd(_message.Message):
     __slots__ = ()
