@@ -19,6 +19,10 @@ READY := .venv/ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # In the order in which they run: what fails fastest comes first.
 FAST_TESTS := $(wildcard $(addprefix tests/,tidy unit property contract sim integration))
+# Tests wait for processes of their own more than they compute, so as many files run beside each other as
+# there are cores: one on a single core, and no more than four, each of which may have a cluster running.
+# A file is never divided: its tests share what they started, and those that measure run one after the other.
+PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # A machine with a GPU may have no network to build .venv with: then its own Python serves, with what it
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
@@ -39,8 +43,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 workers, test accuracy >= 97 %
 	$(BIN)/pushpull train examples/digits_cnn.py --workers 2 --servers 2
 
-test: $(READY) ## Run every test that needs pip packages only
-	$(BIN)/python -m pytest $(FAST_TESTS)
+test: $(READY) ## Run every test that needs pip packages only, on up to four cores
+	$(BIN)/python -m pytest $(PARALLEL) $(FAST_TESTS)
 
 check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
 	$(MAKE) test
@@ -71,7 +75,7 @@ format: $(READY) ## Format the code and apply the lint's safe fixes
 	$(BIN)/ruff format .
 
 sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
-	$(BIN)/python -m pytest tests/sim --sim-seeds=$(SEEDS) $(if $(SEED),--sim-seed=$(SEED))
+	$(BIN)/python -m pytest $(if $(SEED),--sim-seed=$(SEED),$(PARALLEL) --sim-seeds=$(SEEDS)) tests/sim
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks

@@ -20,11 +20,7 @@ from tests.integration.raw_wire import (
 
 @pytest.fixture(scope="session")
 def scene() -> Iterator[Scene]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Its workers are written by hand and send no heartbeats: they shall not be declared gone.
-        patch.setenv("PUSHPULL_WORKER_TIMEOUT_S", "0")
-        cluster = local_cluster(servers=2, workers=2)
-    with cluster:
+    with local_cluster(servers=2, workers=2) as cluster:
         wire = Wire(cluster.address)
         node_id, server = next(iter(wire.servers.items()))
         silent = Silent(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -170,12 +171,41 @@ class RawWorker:
         return made
 
 
+class Heartbeats:
+    """Says of each session, as often as the scheduler asks for it, that its node lives."""
+
+    def __init__(self, scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+        self._scheduler = scheduler
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, answer: scheduler_pb2.RegisterNodeResponse) -> None:
+        """Go on for this session until `end`."""
+        thread = threading.Thread(target=self._beat, args=(answer,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        """Return when the last one has been answered."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _beat(self, answer: scheduler_pb2.RegisterNodeResponse) -> None:
+        request = scheduler_pb2.HeartbeatRequest(session=answer.session)
+        while not self._over.wait(answer.heartbeat_interval_ms / 1000):
+            # One that is lost or refused is the test's to notice, by the next call of its session.
+            with contextlib.suppress(grpc.RpcError):
+                self._scheduler.Heartbeat(request, timeout=answer.lease_ms / 1000)
+
+
 class Wire:
     """One cluster, seen raw: the scheduler's stub and each server's."""
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address, options=ANY_SIZE)
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
+        self.heartbeats = Heartbeats(self.scheduler)
         self.registrations: dict[int, scheduler_pb2.RegisterNodeRequest] = {}
         self.workers = [self.join(types.NODE_ROLE_WORKER, requested_rank=r) for r in (0, 1)]
         self.reader = self.join(types.NODE_ROLE_READER)
@@ -188,7 +218,8 @@ class Wire:
                 self.servers[node.node_id] = parameters_pb2_grpc.ParameterServiceStub(opened)
 
     def close(self) -> None:
-        """Close every channel."""
+        """End the heartbeats and close every channel."""
+        self.heartbeats.end()
         for channel in (self.channel, *self.server_channels.values()):
             channel.close()
 
@@ -201,9 +232,10 @@ class Wire:
         return scheduler_pb2.RegisterNodeRequest(role=role, **(defaults | fields))
 
     def join(self, role: Any, **fields: Any) -> RawWorker:
-        """A node that has registered."""
+        """A node that has registered, and lives as long as the wire is open."""
         request = self.registration(role, **fields)
         answer = self.scheduler.RegisterNode(request, timeout=DEADLINE_S)
+        self.heartbeats.begin(answer)
         self.registrations[answer.session.node_id] = request
         return RawWorker(answer.session)
 
