@@ -6,7 +6,7 @@ Rules:
     - Checks that concern the request alone come before those that concern the cluster.
 
 What it deliberately does not do: change the state, or answer repeated requests
-(`scheduler.cluster`).
+(`scheduler.membership`).
 """
 
 from __future__ import annotations

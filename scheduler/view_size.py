@@ -16,6 +16,7 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.tables import TableSpec
+from scheduler.cluster_state import ClusterSettings, ClusterState
 
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES
 
@@ -58,3 +59,9 @@ def node_bytes(node: Node) -> int:
 def fixed_bytes(cluster_id: str, range_count: int) -> int:
     """The most bytes that a view takes beside its nodes and tables."""
     return 8 * _FIELD_BYTES + len(cluster_id.encode()) + range_count * 6 * _FIELD_BYTES
+
+
+def room_bytes(settings: ClusterSettings, state: ClusterState) -> int:
+    """How much the view of a cluster may grow."""
+    taken_bytes = fixed_bytes(settings.cluster_id, len(state.ranges)) + state.view_bytes
+    return MAX_VIEW_BYTES - taken_bytes

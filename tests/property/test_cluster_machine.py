@@ -16,8 +16,9 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import wire
-from scheduler.cluster import READER_LEASES, Cluster, Created, Decision
+from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
+from scheduler.membership import READER_LEASES
 
 LEASE_S = limits.LEASE_S
 WORKER_TIMEOUT_S = limits.WORKER_TIMEOUT_S

@@ -53,8 +53,11 @@ PURE_MODULES = {
     "scheduler.changes",
     "scheduler.cluster",
     "scheduler.cluster_state",
+    "scheduler.membership",
+    "scheduler.ownership",
     "scheduler.placement",
     "scheduler.spec_difference",
+    "scheduler.tables",
     "scheduler.update_offers",
     "scheduler.view_size",
 }

@@ -11,7 +11,6 @@ import pytest
 from ps_core import errors, limits
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, NodeId
-from scheduler.cluster import KEPT_READER_COUNT
 from scheduler.cluster_state import (
     ClusterFinished,
     NodeHeardAgain,
@@ -19,6 +18,7 @@ from scheduler.cluster_state import (
     NodeRegistered,
     NodeSilent,
 )
+from scheduler.membership import KEPT_READER_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 

@@ -1,0 +1,254 @@
+"""Who is in the cluster: who came, who was heard, who fell silent, left or is gone.
+
+Rules:
+    - Registration and heartbeats are signs of life, and nothing else is: a stream that stays open,
+      or a request that was queued, proves nothing.
+    - Registration is idempotent by registration_id, leaving by node.
+    - A worker's rank is given once, neither silence nor leaving frees it; but one that was declared
+      gone may be replaced.
+    - A worker that is silent for longer than its timeout is declared gone, for good: its
+      incarnation is fenced. Time in which the scheduler itself was paused does not count.
+    - A reader that is silent for long has left: nobody waits for it.
+
+Invariants: CL-1 for nodes, CL-4 and CL-6 of `scheduler.cluster`, the last of them in what may join
+(`scheduler.admission`).
+
+What it deliberately does not do: number the views, know tables or ranges, or look at how much of
+the view a node takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ps_core.cluster_view import Node, NodeState, Role, Session
+from ps_core.errors import Fenced, Unauthenticated
+from ps_core.failure_detector import FailureDetector
+from ps_core.keys import Incarnation, NodeId
+from scheduler import admission, view_size
+from scheduler.cluster_state import (
+    ClusterFinished,
+    ClusterSettings,
+    ClusterState,
+    Member,
+    NodeHeardAgain,
+    NodeLeft,
+    NodeRegistered,
+    NodeSilent,
+    Registration,
+    Transition,
+    WorkerGone,
+)
+
+READER_LEASES = 20
+"""A reader silent for so many leases is taken to have left: nothing waits for it, and evaluators
+that come and go must not fill the view."""
+
+KEPT_READER_COUNT = 100
+"""Readers that have left and are still shown."""
+
+
+class Membership:
+    """The nodes of a cluster, and when each was last heard.
+
+    Args:
+        settings: the cluster's.
+        state: the cluster's, changed in place.
+        now_s: when the cluster came to be.
+    """
+
+    def __init__(self, settings: ClusterSettings, state: ClusterState, now_s: float) -> None:
+        self._settings = settings
+        self._state = state
+        self._detector = FailureDetector(settings.lease_s, now_s)
+
+    def quiet_s(self, node_id: NodeId, now_s: float) -> float:
+        """Seconds since a member was last heard; 0 for one that left."""
+        return self._detector.quiet_s(node_id, now_s)
+
+    def describe(self, node: Node, now_s: float) -> str:
+        """Who a node is and when it was last heard."""
+        rank = f", rank {node.rank}" if node.role is Role.WORKER else ""
+        address = f" at {node.address}" if node.address else ""
+        heard = ""
+        if node.state.is_member:
+            heard = f", last heard {self._detector.quiet_s(node.node_id, now_s):.1f} s ago"
+        return f"{node.role.value} node {node.node_id}{address} ({node.state.value}{rank}{heard})"
+
+    # --- sessions
+
+    def session(self, node: Node) -> Session:
+        """What the node shows with each of its requests."""
+        session = Session(
+            cluster_id=self._settings.cluster_id,
+            timeline=self._settings.timeline,
+            node_id=node.node_id,
+            incarnation=node.incarnation,
+            role=node.role,
+            rank=node.rank,
+        )
+        return replace(session, token=session.signed(self._settings.token_key))
+
+    def member(self, session: Session) -> Node:
+        """The caller's node.
+
+        Raises:
+            Fenced: the caller is no member, or of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        self._check_genuine(session)
+        member = self._state.members.get(session.node_id)
+        if member is not None and member.node.state is NodeState.GONE:
+            raise Fenced(member.node.fence_words)
+        if member is None or member.node.state is NodeState.LEFT:
+            raise Fenced(
+                f"node {session.node_id} has left the cluster; register again to come back"
+            )
+        return member.node
+
+    def _check_genuine(self, session: Session) -> None:
+        ours = self._settings
+        if session.cluster_id != ours.cluster_id:
+            raise Fenced(
+                f"the session is of cluster '{session.cluster_id[:100]}'; this is cluster "
+                f"'{ours.cluster_id}'. A scheduler that was started again is a new cluster: its "
+                f"nodes must be started again too"
+            )
+        if session.timeline != ours.timeline:
+            raise Fenced(
+                f"the session is of timeline {session.timeline[:16].hex() or 'none'}; this is "
+                f"timeline {ours.timeline.hex()}: register again"
+            )
+        if not session.is_genuine(ours.token_key):
+            raise Unauthenticated(
+                f"the session token of node {session.node_id} ({session.role.value}, incarnation "
+                f"{session.incarnation}) is {'wrong' if session.token else 'missing'}; send the "
+                f"session as RegisterNode gave it"
+            )
+
+    # --- who comes
+
+    def registered(self, request: Registration) -> Node | None:
+        """The node that this registration made, if it came before.
+
+        Raises:
+            InvalidConfig: the request is wrong in itself, or another had its registration_id.
+            Fenced: it means another cluster, or its node has left.
+        """
+        admission.check_request(request, self._settings)
+        known = self._state.node_of_registration.get(request.registration_id)
+        if known is None:
+            return None
+        member = self._state.members[known]
+        admission.check_repeated(request, member.registration, member.node)
+        return member.node
+
+    def candidate(self, request: Registration, now_s: float) -> Node:
+        """The node that a new registration would make; it is none until it is added.
+
+        Raises:
+            InvalidConfig: the request contradicts the cluster; the message says how.
+            Draining: the cluster is finished.
+            Overloaded: the cluster is full.
+        """
+        state = self._state
+
+        def describe(node: Node) -> str:
+            return self.describe(node, now_s)
+
+        admission.check_place(request, state, describe)
+        rank = 0
+        if request.role is Role.WORKER:
+            rank = admission.choose_rank(request, self._settings, state, describe)
+        return Node(
+            node_id=NodeId(state.next_node_id),
+            incarnation=state.next_incarnation,
+            role=request.role,
+            rank=rank,
+            address=request.address if request.role is Role.SERVER else "",
+            state=NodeState.ALIVE,
+        )
+
+    def add(self, node: Node, request: Registration, now_s: float) -> list[Transition]:
+        """The candidate becomes a node."""
+        state = self._state
+        state.next_node_id += 1
+        state.next_incarnation = Incarnation(node.incarnation + 1)
+        state.view_bytes += view_size.node_bytes(node)
+        state.members[node.node_id] = Member(node, request)
+        state.node_of_registration[request.registration_id] = node.node_id
+        self._detector.heard(node.node_id, now_s)
+        return [NodeRegistered(node)]
+
+    def hear(self, node: Node, now_s: float) -> list[Transition]:
+        """A member has given a sign of life."""
+        if not self._detector.heard(node.node_id, now_s):
+            return []
+        return [NodeHeardAgain(self._move(node, NodeState.ALIVE))]
+
+    # --- who goes
+
+    def deregister(self, session: Session, reason: str) -> list[Transition]:
+        """End the caller's membership; a caller that has left already changes nothing.
+
+        Raises:
+            Fenced: the caller is of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        self._check_genuine(session)
+        member = self._state.members.get(session.node_id)
+        if member is None or not member.node.state.is_member:
+            return []
+        return self._leave(member.node, reason)
+
+    def look(self, now_s: float) -> list[Transition]:
+        """Note who has fallen silent, which readers have left and which workers are gone."""
+        transitions: list[Transition] = []
+        for node_id in self._detector.look(now_s):
+            node = self._move(self._state.members[node_id].node, NodeState.SILENT)
+            transitions.append(NodeSilent(node, self._detector.quiet_s(node_id, now_s)))
+        for node in self._state.nodes_of(Role.READER):
+            quiet_s = self._detector.quiet_s(node.node_id, now_s)
+            if node.state is NodeState.SILENT and quiet_s > READER_LEASES * self._settings.lease_s:
+                transitions.extend(self._leave(node, f"given up after {quiet_s:.1f} s of silence"))
+        timeout_s = self._settings.worker_timeout_s
+        for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():
+            silence_s = self._detector.silence_s(node.node_id, now_s)
+            if node.state is NodeState.SILENT and silence_s > timeout_s:
+                transitions.extend(self._declare_gone(node, silence_s))
+        return transitions
+
+    def _move(self, node: Node, state: NodeState) -> Node:
+        members = self._state.members
+        members[node.node_id] = replace(members[node.node_id], node=replace(node, state=state))
+        return members[node.node_id].node
+
+    def _leave(self, node: Node, reason: str) -> list[Transition]:
+        transitions: list[Transition] = [NodeLeft(self._move(node, NodeState.LEFT), reason)]
+        if node.role is Role.READER:
+            self._forget_readers()
+        return transitions + self._ended(node)
+
+    def _declare_gone(self, node: Node, silence_s: float) -> list[Transition]:
+        told = replace(node, silence_ms=round(silence_s * 1000))
+        return [WorkerGone(self._move(told, NodeState.GONE)), *self._ended(node)]
+
+    def _ended(self, node: Node) -> list[Transition]:
+        """What follows when a node's membership has ended."""
+        self._detector.forget(node.node_id)
+        workers = self._state.workers_by_rank().values()
+        done = len(workers) == self._settings.worker_count and all(
+            not worker.state.is_member for worker in workers
+        )
+        if self._settings.stop_when_done and done and not self._state.finished:
+            self._state.finished = True
+            return [ClusterFinished()]
+        return []
+
+    def _forget_readers(self) -> None:
+        state = self._state
+        gone = [n for n in state.nodes_of(Role.READER) if n.state is NodeState.LEFT]
+        for node in gone[: max(0, len(gone) - KEPT_READER_COUNT)]:
+            state.view_bytes -= view_size.node_bytes(node)
+            member = state.members.pop(node.node_id)
+            del state.node_of_registration[member.registration.registration_id]

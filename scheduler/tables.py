@@ -1,0 +1,109 @@
+"""Which tables there are, and what a new one needs: a free name, room, servers.
+
+Rules:
+    - Creation is idempotent by specification: the identical table is found, another of its name is
+      refused.
+    - A table comes to be whole, with a server for each of its blocks, or not yet.
+
+Invariants: CL-1 for tables and ordinals, and CL-5 of `scheduler.cluster`.
+
+What it deliberately does not do: wait for servers (it says which are missing), choose them, or
+change a table that is there (`scheduler.changes`).
+"""
+
+from __future__ import annotations
+
+from ps_core import limits
+from ps_core.change import Join
+from ps_core.errors import InvalidConfig, TableExists
+from ps_core.keys import TableId
+from ps_core.tables import Table, TableSpec
+from scheduler import placement, view_size
+from scheduler.changes import check_workers
+from scheduler.cluster_state import ClusterSettings, ClusterState, TableCreated, Transition
+from scheduler.ownership import Ownership
+from scheduler.spec_difference import first_difference
+
+MAX_TABLE_BLOCK_COUNT = 4_194_304
+"""Blocks of one table; 4 TiB of float32 at the default size."""
+
+
+class Tables:
+    """The tables of a cluster.
+
+    Args:
+        settings: the cluster's.
+        state: the cluster's, changed in place.
+        ownership: which server gets the blocks of a new table.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, state: ClusterState, ownership: Ownership
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._ownership = ownership
+
+    def find(self, spec: TableSpec) -> Table | None:
+        """The identical table, if there is one.
+
+        Raises:
+            TableExists: one of that name differs; the message names the first field that does.
+        """
+        existing = self._state.tables.get(spec.name)
+        if existing is None:
+            return None
+        difference = first_difference(existing.spec, spec)
+        if difference is not None:
+            raise TableExists(f"table '{spec.name}' exists and differs: its {difference}")
+        return existing
+
+    def create(
+        self, spec: TableSpec, joins: tuple[Join, ...], now_s: float
+    ) -> tuple[Table | str, list[Transition]]:
+        """Create a table, or say for whom that has to wait.
+
+        Args:
+            spec: validated; no table has its name.
+            joins: who has the ranks that were given anew.
+            now_s: the time.
+
+        Raises:
+            InvalidConfig: the cluster has no room for it, or too few workers.
+        """
+        check_workers(spec.name, spec.consistency, self._settings.worker_count)
+        self._check_room(spec)
+        state = self._state
+        table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec, joins=joins)
+        added_bytes = placement.bytes_by_range(table, len(state.ranges))
+        reason = self._ownership.missing_servers(added_bytes, now_s)
+        if reason:
+            return f"table '{spec.name}' waits for {reason}", []
+        state.tables[spec.name] = table
+        state.view_bytes += view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
+        state.next_ordinal += table.block_count
+        return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
+
+    def _check_room(self, spec: TableSpec) -> None:
+        table_count = len(self._state.tables)
+        if table_count >= limits.MAX_TABLE_COUNT:
+            raise InvalidConfig(
+                f"table '{spec.name}' would be table number {table_count + 1} of the cluster; it "
+                f"can have {limits.MAX_TABLE_COUNT}"
+            )
+        block_count = -(-spec.element_count // spec.block_elements)
+        if block_count > MAX_TABLE_BLOCK_COUNT:
+            raise InvalidConfig(
+                f"table '{spec.name}': element_count {spec.element_count} makes {block_count} "
+                f"blocks of {spec.block_elements}; expected at most {MAX_TABLE_BLOCK_COUNT}"
+            )
+        needed_bytes, room_bytes = (
+            view_size.table_bytes(spec),
+            view_size.room_bytes(self._settings, self._state),
+        )
+        if needed_bytes > room_bytes:
+            raise InvalidConfig(
+                f"table '{spec.name}' takes up to {needed_bytes} bytes of the cluster's view "
+                f"({len(spec.tensors)} tensors, {len(spec.initializer.inline)} bytes of inline "
+                f"values), which has room for {room_bytes} more of {view_size.MAX_VIEW_BYTES}"
+            )
