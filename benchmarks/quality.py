@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,25 @@ Reached = dict[str, float]
 """Accuracy by name: "test accuracy" and "validation accuracy", from 0 to 1."""
 
 
-def one_process(options: Sequence[str]) -> Reached:
-    """The script without a cluster."""
-    command = [sys.executable, str(SCRIPT), "--single", *options]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def accuracies(printed: str) -> Reached:
+    """What the script says that it reached."""
     return {f"{name} accuracy": float(value) / 100 for name, value in _REACHED.findall(printed)}
 
 
-def compared(mode: str, worker_count: int, options: Sequence[str]) -> Reached:
+def one_process(told: Sequence[str]) -> Reached:
+    """The script without a cluster.
+
+    Raises:
+        Internal: the run failed.
+    """
+    command = [sys.executable, str(SCRIPT), "--single", *told]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise Internal(f"{SINGLE} failed: {(done.stderr or done.stdout)[-2000:]}")
+    return accuracies(done.stdout)
+
+
+def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
     """The script on a cluster under `mode`.
 
     Raises:
@@ -49,7 +60,7 @@ def compared(mode: str, worker_count: int, options: Sequence[str]) -> Reached:
         report = Path(folder) / "report.html"
         command = [
             sys.executable, "-m", "ps_cli", "compare", str(SCRIPT), "--modes", mode, "--workers",
-            str(worker_count), "--report", str(report), "--", *options,
+            str(worker_count), "--report", str(report), "--", *told,
         ]  # fmt: skip
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         figures = report.with_suffix(".json")
@@ -60,25 +71,27 @@ def compared(mode: str, worker_count: int, options: Sequence[str]) -> Reached:
     return found
 
 
-def judged(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """The best rate of the grid for `mode`, and what each seed reaches with it."""
+def options(arguments: argparse.Namespace, mode: str, rate: float, seed: int) -> list[str]:
+    """What the script is told: a worker's batch is its share of what is taken at a clock."""
+    worker_count = 1 if mode == SINGLE else arguments.workers
+    return [
+        "--batch-size", str(arguments.batch_size // worker_count),
+        "--epochs", str(arguments.epochs), "--lr", str(rate), "--seed", str(seed),
+        "--hold-out", str(arguments.hold_out), "--log-every", "1000000",
+    ]  # fmt: skip
 
-    def reached(rate: float, seed: int) -> Reached:
-        worker_count = 1 if mode == SINGLE else arguments.workers
-        options = [
-            "--batch-size", str(arguments.batch_size // worker_count),
-            "--epochs", str(arguments.epochs), "--lr", str(rate), "--seed", str(seed),
-            "--hold-out", str(arguments.hold_out), "--log-every", "1000000",
-        ]  # fmt: skip
-        found = (
-            one_process(options) if mode == SINGLE else compared(mode, arguments.workers, options)
-        )
-        print(f"{mode}, lr {rate:g}, seed {seed}: {found}", file=sys.stderr, flush=True)
-        return found
 
-    first = {rate: reached(rate, arguments.seeds[0]) for rate in arguments.rates}
+def judged(
+    mode: str, rates: Sequence[float], seeds: Sequence[int], reached: Callable[..., Reached]
+) -> dict[str, Any]:
+    """The best rate of the grid for `mode`, and what each seed reaches with it.
+
+    The rates are judged with the first seed, by the pictures that were held out;
+    `reached(mode, rate, seed)` is a run.
+    """
+    first = {rate: reached(mode, rate, seeds[0]) for rate in rates}
     best = max(first, key=lambda rate: first[rate]["validation accuracy"])
-    ends = [first[best], *(reached(best, seed) for seed in arguments.seeds[1:])]
+    ends = [first[best], *(reached(mode, best, seed) for seed in seeds[1:])]
     tests = [end["test accuracy"] for end in ends]
     return {
         "mode": mode,
@@ -89,13 +102,27 @@ def judged(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     }
 
 
+def with_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with its points (hundredths) above the first one's median."""
+    return [{**row, "points": 100 * (row["median"] - rows[0]["median"])} for row in rows]
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in words."""
+    tests = ", ".join(f"{test:.2%}" for test in row["tests"])
+    return (
+        f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
+        f"lr {row['rate']:g}"
+    )
+
+
 def main() -> None:
     """Judge every setting, and print a line for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", nargs="+", default=list(MODES), help="the settings")
-    parser.add_argument("--rates", nargs=3, type=float, default=[3e-3, 6e-3, 1.2e-2])
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 6e-3, 1.2e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=5, help="passes over the pictures")
     parser.add_argument("--workers", type=int, default=4)
@@ -105,18 +132,20 @@ def main() -> None:
     parser.add_argument("--hold-out", type=int, default=5000, help="pictures to choose a rate by")
     parser.add_argument("--report", type=Path, help="a JSON file")
     arguments = parser.parse_args()
+
+    def reached(mode: str, rate: float, seed: int) -> Reached:
+        told = options(arguments, mode, rate, seed)
+        found = one_process(told) if mode == SINGLE else compared(mode, arguments.workers, told)
+        print(f"{mode}, lr {rate:g}, seed {seed}: {found}", file=sys.stderr, flush=True)
+        return found
+
     rows: list[dict[str, Any]] = []
     for mode in [SINGLE, *arguments.modes]:
-        row = judged(arguments, mode)
-        rows.append({**row, "points": 100 * (row["median"] - (rows or [row])[0]["median"])})
+        rows = with_points([*rows, judged(mode, arguments.rates, arguments.seeds, reached)])
         if arguments.report is not None:
             arguments.report.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     for row in rows:
-        tests = ", ".join(f"{test:.2%}" for test in row["tests"])
-        print(
-            f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
-            f"lr {row['rate']:g}"
-        )
+        print(line(row))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ r"""A training script whose workers take batches from one queue, until so many h
 
 With a fixed number of steps a worker a slow worker makes every setting slow; with one queue the
 fast ones take what the slow one does not. The queue is a table that only counts: taking a batch
-adds 1 to it, and a batch whose step was discarded is put back.
+adds 1 to it, and a batch whose step was discarded, by any part of the model, is put back. So
+exactly so many batches are applied, if no worker dies: what a dead one had taken is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from examples.digits_cnn import accuracy, build_model, load
 
 
 class Queue:
-    """Batches 1 to `count`, each taken once, by whoever comes."""
+    """`count` batches for whoever comes.
+
+    A worker that adds 1 reads the sum with what others have added meanwhile: never too low, perhaps
+    too high. So whoever reads more than there are takes his own back, and ends only if the sum
+    is the whole count without him: the last one to take his back has read what is in the end.
+    """
 
     def __init__(self, client: ps.Client, count: int) -> None:
         self._client = client
@@ -30,14 +36,16 @@ class Queue:
             "taken", 1, optimizer=ps.Add(), consistency="asp", reduction="sum", dtype="float64"
         )
 
-    def take(self) -> int:
-        """The number of a batch; 0 if there is none left."""
-        taken = int(self._add(1.0))
-        return taken if taken <= self._count else 0
+    def take(self) -> bool:
+        """Whether there was a batch left; then it is the caller's, to apply or to put back."""
+        while self._add(1.0) > self._count:
+            if self.put_back() >= self._count:
+                return False
+        return True
 
-    def put_back(self) -> None:
-        """A batch that was taken was not applied."""
-        self._add(-1.0)
+    def put_back(self) -> float:
+        """A batch that was taken was not applied; returns how many are taken now."""
+        return self._add(-1.0)
 
     def _add(self, number: float) -> float:
         return float(self._client.push_pull(self._table, np.array([number]))[0])
@@ -50,8 +58,8 @@ def train(client: ps.Client, arguments: argparse.Namespace) -> float:
     model = build_model()
     optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
     queue = Queue(client, arguments.batches)
-    while number := queue.take():
-        draw = torch.Generator().manual_seed(1_000_000 * arguments.seed + number)
+    draw = torch.Generator().manual_seed(1_000 * arguments.seed + client.rank)
+    while queue.take():
         chosen = torch.randint(len(training), (arguments.batch_size,), generator=draw)
         batch = training.take(chosen)
         optimizer.zero_grad()
