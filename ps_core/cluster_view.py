@@ -104,12 +104,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class RangeAssignment:
-    """Who serves a range; `primary` is None while nobody does."""
+    """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
+    committed; who is `joining` is being brought up to date.
+    """
 
     range_id: RangeId
     slots: KeyRange
     assignment_epoch: AssignmentEpoch
     primary: NodeId | None
+    backups: tuple[NodeId, ...] = ()
+    joining: tuple[NodeId, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,18 @@ class Ledger:
         return self._low_water
 
     @property
+    def confirmed(self) -> int:
+        """The sender has seen the outcomes of all up to it."""
+        return self._confirmed
+
+    def copy(self) -> Ledger:
+        """The same, sharing nothing."""
+        twin = Ledger()
+        twin._low_water, twin._confirmed = self._low_water, self._confirmed
+        twin._endings = dict(self._endings)
+        return twin
+
+    @property
     def kept_count(self) -> int:
         """Endings that are still kept for a resend."""
         return len(self._endings)

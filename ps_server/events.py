@@ -176,6 +176,7 @@ class Record(NamedTuple):
     blocks: tuple[int, ...]
     gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
     update_scale: float = 1.0  # what the reduced gradient is multiplied by
+    summed_by: tuple[Contributor, ...] = ()  # who took part, where `contributors` only scale it
 
     @property
     def contributor_count(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ps_core.cluster_view import Node
 from ps_core.consistency import StalePolicy
@@ -118,6 +118,14 @@ class WorkerPlace:
     left: bool
 
 
+class Said(NamedTuple):
+    """The scale that an update was applied by, and who said it."""
+
+    clock: int
+    scale: float
+    rank: int
+
+
 class RangeState:
     """The state of one table in one range, and the few changes that all its deciders share."""
 
@@ -150,6 +158,8 @@ class RangeState:
         self.by_rank: dict[int, WorkerPart] = {}
         self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
+        self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
+        self.said: Said | None = None  # the newest scale
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
     @property
@@ -239,6 +249,13 @@ class RangeState:
         if push.payload is not None:
             push.payload = None
             self.room.release(Step(step.clock, worker.rank), push.byte_count)
+
+    def unstage_all(self) -> None:
+        """Nothing is held any more."""
+        for worker in self.workers.values():
+            for step in worker.steps.values():
+                for push in step.pushes.values():
+                    self.unstage(step, worker, push)
 
     def end(
         self, worker: WorkerPart, sender: Sender, sequence: int, ending: Ending, out: list[Effect]

@@ -12,8 +12,6 @@ path hooks in at `commit`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ps_core.consistency import StalePolicy
 from ps_core.errors import check
 from ps_core.ledger import Ending, Outcome
@@ -81,12 +79,15 @@ class Records:
         """The decision that makes an update of a sum."""
         self._state.record_count += 1
         return summed._replace(
-            number=self._state.record_count, contributors=(said_by,), update_scale=scale
+            number=self._state.record_count,
+            contributors=(said_by,),
+            update_scale=scale,
+            summed_by=summed.contributors,
         )
 
     def commit(self, record: Record, out: list[Effect]) -> None:
         """Every in-sync replica has the record (there is one): its outcomes hold."""
-        self._count(record, record.contributors)
+        self.count(record)
         for contributor in record.contributors:
             self._end_contribution(record, contributor, (), out)
 
@@ -95,11 +96,8 @@ class Records:
         for contributor in record.contributors:
             self._end_contribution(record, contributor, squares, out)
 
-    def commit_scaled(self, record: Record, contributors: Sequence[Contributor]) -> None:
-        """The sum has its scale: now it is an update, of those who took part in the sum."""
-        self._count(record, contributors)
-
-    def _count(self, record: Record, contributors: Sequence[Contributor]) -> None:
+    def count(self, record: Record) -> None:
+        """It is an update now, of those who took part."""
         if not record.blocks or record.is_assign:
             return
         state = self._state
@@ -107,7 +105,7 @@ class Records:
         state.changed_clock = max(state.changed_clock, record.clock)
         for block in record.blocks:
             state.versions[block] += 1
-        for contributor in contributors:
+        for contributor in record.summed_by or record.contributors:
             if not contributor.skip:
                 own_updates = state.workers[contributor.incarnation].own_updates
                 for block in record.blocks:

@@ -178,6 +178,27 @@ class Schedule:
 
     # --- changes
 
+    @property
+    def settings(self) -> tuple[tuple[int, Consistency], ...]:
+        """After which clock which setting; those that may still be asked for."""
+        return tuple(self._settings)
+
+    @property
+    def promised(self) -> int:
+        """The newest change that was promised; 0 before the first."""
+        return self._promised
+
+    def restore(
+        self,
+        settings: tuple[tuple[int, Consistency], ...],
+        number: int,
+        promised: int,
+        hold_clock: int | None,
+    ) -> None:
+        """As another server had it, whose place this one takes. Cuts ended with that one."""
+        self._settings = list(settings)
+        self.number, self._promised, self.hold_clock = number, promised, hold_clock
+
     def _add(self, change: Change) -> None:
         self.number = change.number
         while self._settings[-1][0] >= change.after_clock:  # nothing had got there

@@ -16,7 +16,7 @@ does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_core import limits
@@ -49,6 +49,7 @@ from ps_server.events import (
     Sender,
 )
 from ps_server.failed_update import instead, lost_records
+from ps_server.part_copy import PartCopy, restore
 from ps_server.range_machine import RangeMachine
 from ps_server.read_gate import WaitCause
 from ps_server.room import GateRoom, Step
@@ -91,18 +92,32 @@ class TableRoom:
     def add(self, part: RangeMachine) -> None:
         """A range joins; the room grows with the step."""
         self._parts.append(part)
+        self._step_bytes += self._bytes_of(part)
+        self._resize()
+
+    def _bytes_of(self, part: RangeMachine) -> int:
+        """Of one step on the part."""
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         # A converted payload is staged in a buffer of aligned length.
         unit = limits.BLOCK_ALIGNMENT_ELEMENTS
-        self._step_bytes += sum(
+        return sum(
             -(-self._table.block_length(block) // unit) * unit * element_bytes
             for block in part.state.blocks
         )
+
+    def _resize(self) -> None:
         bound = self._table.spec.gate_bytes or (
             self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
         )
         # The bound holds the accumulator too, which is one step large.
         self._room.resize(bound - self._step_bytes, self._step_bytes)
+
+    def remove(self, part: RangeMachine) -> None:
+        """The range is not here any more, nor what it held."""
+        part.state.unstage_all()
+        self._parts.remove(part)
+        self._step_bytes -= self._bytes_of(part)
+        self._resize()
 
     def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
         """See `range_machine.Room`."""
@@ -148,6 +163,7 @@ class ServerMachine:
         self._tables: dict[TableId, Table] = {}
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._gone: dict[Incarnation, Node] = {}
@@ -157,7 +173,7 @@ class ServerMachine:
 
     def observe(self, view: ClusterView) -> list[PartAdded]:
         """A new view: returns the parts that this server serves from now on."""
-        if view.view_number <= self.view_number:
+        if view.view_number < self.view_number:
             return []
         self.view_number = view.view_number
         self._epochs = {
@@ -171,9 +187,34 @@ class ServerMachine:
                     added.append(self._add_part(table, range_id, blocks))
         return added
 
+    def adopt(self, range_id: RangeId, copies: Mapping[TableId, PartCopy], now_s: float) -> None:
+        """This server has been a backup of the range, and the next view that is observed makes it
+        the primary: its parts go on as these say.
+        """
+        for table_id, copy in copies.items():
+            self._adopted[table_id, range_id] = copy, now_s
+
+    def give_up(self, range_id: RangeId) -> list[Effect]:
+        """Another is primary of the range: nothing of it is here any more. Its reads are refused;
+        what was sent to it goes to the new primary.
+        """
+        effects: list[Effect] = []
+        for place in [place for place in self._parts if place[1] == range_id]:
+            part = self._parts.pop(place)
+            self._timed.pop(part, None)
+            self._rooms[place[0]].remove(part)
+            for waiter in [w for w, waits_at in self._waiting.items() if waits_at is part]:
+                del self._waiting[waiter]
+                error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
+                effects.append(RefusePull(waiter, place[0], range_id, error))
+        return effects
+
     def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
         room = self._rooms.setdefault(table.table_id, TableRoom(table))
         part = RangeMachine(table, range_id, blocks, self._worker_count, room)
+        adopted = self._adopted.pop((table.table_id, range_id), None)
+        if adopted is not None:
+            restore(adopted[0], part.state, adopted[1])
         room.add(part)
         self._parts[table.table_id, range_id] = part
         return PartAdded(table, range_id, blocks)

@@ -396,7 +396,7 @@ class UpdateGate:
         record = self._records.scaled(summed, said_by, event.scale)
         if record.blocks:
             out.append(Apply(record))
-        self._records.commit_scaled(record, summed.contributors)
+        self._records.count(record)
         self._forming.pass_clock(record.clock)
         self._go_on(record.clock, now_s, out)
 

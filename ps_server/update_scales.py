@@ -15,23 +15,13 @@ What it deliberately does not do: know norms. What the scale is made of is the w
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.ledger import Ending, Outcome
 from ps_server.events import Record, ScaleEvent
-from ps_server.range_state import RangeState, WorkerPart
+from ps_server.range_state import RangeState, Said, WorkerPart
 
 _KEPT_COUNT = 4
 """Clocks whose squares are kept, for steps that come too late: their workers are asked too."""
-
-
-class _Said(NamedTuple):
-    """The scale that an update was applied by, and who said it."""
-
-    clock: int
-    scale: float
-    rank: int
 
 
 class UpdateScales:
@@ -39,18 +29,16 @@ class UpdateScales:
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
-        self._squares: dict[int, tuple[float, ...]] = {}
-        self._said: _Said | None = None
 
     def reduced(self, clock: int, squares: tuple[float, ...]) -> None:
         """The sum of `clock` is that large."""
-        self._squares[clock] = squares
-        for old in [kept for kept in self._squares if kept <= clock - _KEPT_COUNT]:
-            del self._squares[old]
+        self._state.squares[clock] = squares
+        for old in [kept for kept in self._state.squares if kept <= clock - _KEPT_COUNT]:
+            del self._state.squares[old]
 
     def squares(self, clock: int) -> tuple[float, ...]:
         """What was told of `clock`; empty if nothing was, or too long ago."""
-        return self._squares.get(clock, ())
+        return self._state.squares.get(clock, ())
 
     def ending(self, event: ScaleEvent, worker: WorkerPart) -> Ending | None:
         """How an entry ends; None if it is what the update waits for."""
@@ -59,7 +47,7 @@ class UpdateScales:
             return Ending(Outcome.INVALID, problem)
         if self._waits(event.clock):
             return None
-        said = self._said
+        said = self._state.said
         if said is None or said.clock != event.clock:  # dropped, or long past
             clock = self._state.clock
             words = f"update {event.clock} of table '{self._state.name}' waits for no scale"
@@ -89,7 +77,7 @@ class UpdateScales:
             )
         return None
 
-    def _disagreement(self, event: ScaleEvent, worker: WorkerPart, said: _Said) -> PushpullError:
+    def _disagreement(self, event: ScaleEvent, worker: WorkerPart, said: Said) -> PushpullError:
         return InvalidConfig(
             f"workers {said.rank} and {worker.rank} disagree about the scale of update "
             f"{event.clock} of table '{self._state.name}': {said.scale!r} and {event.scale!r}. The "
@@ -102,7 +90,7 @@ class UpdateScales:
         if unscaled is None or unscaled.clock != event.clock:
             raise InvariantViolation("US-1", f"update {event.clock} waits for no scale")
         self._state.unscaled = None
-        self._said = _Said(event.clock, event.scale, worker.rank)
+        self._state.said = Said(event.clock, event.scale, worker.rank)
         return unscaled
 
     def orphan(self) -> Record | None:

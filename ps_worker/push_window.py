@@ -143,7 +143,7 @@ class PushWindow:
 
     @staticmethod
     def _carrier(step: WindowStep, places: Sequence[RangeId]) -> Entry | None:
-        """The push that may carry the seal: the only message of the step, and not sent yet."""
+        """The push that may carry the seal: the step's only message, not sent yet."""
         if len(places) != 1 or len(step.blocks) != 1:
             return None
         (push,) = step.blocks.values()
@@ -186,8 +186,12 @@ class PushWindow:
     # --- what the network does
 
     def assign(self, owner: Mapping[RangeId, NodeId]) -> None:
-        """A view says who serves which range; what was refused for it goes again."""
-        self._owner = dict(owner)
+        """A view says who serves which range: what was refused, or is elsewhere, goes again."""
+        before, self._owner = self._owner, dict(owner)
+        moved = {r for r, server in self._owner.items() if before.get(r, server) != server}
+        for entry in list(self._open()) if moved else ():
+            if entry.key.range_id in moved and entry.state in (_SENT, _RECEIVED):
+                self._requeue(entry)
         self._let_go()
 
     def connected(self, server: NodeId) -> None:
@@ -269,9 +273,7 @@ class PushWindow:
             yield from numbering.open.values()
 
     def _probe(self, entry: Entry, now_s: float) -> None:
-        """Held for long: a seal asks again (no payload); a push only once its seal has ended, since
-        only then is an answer surely missing.
-        """
+        """Held for long: a seal asks again, a push once its seal has ended: an answer is lost."""
         seals = entry.step.seals
         seals_ended = bool(seals) and all(s.state is _ENDED for s in seals)
         if entry.block is None or seals_ended or entry.given_up:

@@ -2,7 +2,8 @@
 
 What an event does to each part of the state is decided beside this file: `scheduler.membership`
 (who is in the cluster), `scheduler.tables` (which tables there are), `scheduler.ownership` (who
-serves which range), `scheduler.changes` (what is changed while tables are trained).
+serves which range), `scheduler.configurations` (who backs it up, and takes its place),
+`scheduler.changes` (what is changed while tables are trained).
 
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
@@ -13,8 +14,9 @@ Rules:
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
-    CL-2  A range's assignment_epoch grows by one with each change of its primary, and only then.
-    CL-3  A range that holds blocks has a primary, and keeps it.
+    CL-2  A range's assignment_epoch grows by one with each change of its primary or its backups,
+          and only then.
+    CL-3  A range that holds blocks has a primary; another only if that one was its backup.
     CL-4  No two members have one rank; ranks are below worker_count.
     CL-5  The view fits a message (`scheduler.view_size`).
     CL-6  Once finished, always finished; nobody joins and no table comes to be.
@@ -32,11 +34,12 @@ from typing import Generic, TypeVar
 from ps_core.change import Change, Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import NotPermitted, Overloaded
-from ps_core.keys import NodeId, TableId
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish
 from scheduler.cluster_state import ClusterSettings, ClusterState, Registration, Transition
+from scheduler.configurations import Configurations
 from scheduler.membership import Membership
 from scheduler.ownership import Ownership
 from scheduler.tables import Tables
@@ -81,7 +84,8 @@ class Cluster:
         self._members = Membership(settings, self._state, now_s)
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
-        ownership = Ownership(self._state, settings.server_count, describe)
+        self._configurations = Configurations(self._state, settings.replica_count)
+        ownership = Ownership(self._state, settings.server_count, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
         self._view: ClusterView | None = None
 
@@ -237,6 +241,26 @@ class Cluster:
         transitions = self._changes.promise(node.node_id, table_id, number, clock)
         return Decision(None, self._changed(*transitions))
 
+    def set_backups(
+        self,
+        session: Session,
+        range_id: RangeId,
+        assignment_epoch: AssignmentEpoch,
+        backups: set[NodeId],
+    ) -> Decision[None]:
+        """The primary of a range wants these backups.
+
+        Raises:
+            StaleAssignment: it is not primary at that epoch any more.
+            Fenced: the caller is no member.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.member(session)
+        transitions = self._configurations.request(
+            node.node_id, range_id, assignment_epoch, backups
+        )
+        return Decision(None, self._changed(*transitions))
+
     def tick(self, now_s: float) -> Decision[None]:
         """Note who has fallen silent, who is gone and what was not promised in time; to be called
         at least every half lease.
@@ -244,6 +268,7 @@ class Cluster:
         transitions = self._changes.expire(now_s)
         transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         transitions += self._members.look(now_s)
+        transitions += self._configurations.look()
         return Decision(None, self._changed(*transitions))
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:

@@ -45,6 +45,7 @@ class ClusterSettings:
             `lease_s`. 0: never, the others wait for it.
         adaptation_interval_s: how often the bound of a table whose bound moves is looked at, in
             seconds, at most; above 0.
+        replica_count: servers that hold each range; 1 to `server_count`.
         features: what the cluster can do, for nodes to compare with what they need.
     """
 
@@ -61,6 +62,7 @@ class ClusterSettings:
     worker_timeout_s: float = limits.WORKER_TIMEOUT_S
     adaptation_interval_s: float = limits.ADAPTATION_INTERVAL_S
     features: tuple[str, ...] = ()
+    replica_count: int = 1
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")
@@ -81,6 +83,11 @@ class ClusterSettings:
                 1 <= count <= limits.MAX_NODE_COUNT // 2,
                 f"{name} is {count}; expected 1 to {limits.MAX_NODE_COUNT // 2}",
             )
+        _require(
+            1 <= self.replica_count <= self.server_count,
+            f"replicas is {self.replica_count}; expected 1 to the number of servers, "
+            f"{self.server_count}",
+        )
         _require(
             0 < self.heartbeat_interval_s <= self.lease_s / 2,
             f"heartbeat interval is {self.heartbeat_interval_s} s; expected above 0 and at most "
@@ -236,6 +243,14 @@ class RangesPlaced:
 
 
 @dataclass(frozen=True, slots=True)
+class RangesReconfigured:
+    """Ranges have other primaries or backups; `joining_count` others are being given a backup."""
+
+    range_ids: tuple[RangeId, ...]
+    joining_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeProposed:
     """The servers are asked to hold a table's later clocks; `reason` says why, if nobody asked."""
 
@@ -273,6 +288,7 @@ Transition = (
     | WorkerGone
     | TableCreated
     | RangesPlaced
+    | RangesReconfigured
     | ChangeProposed
     | ChangeCommitted
     | ChangeWithdrawn

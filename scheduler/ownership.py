@@ -8,7 +8,8 @@ Rules:
 Invariants: CL-2 and CL-3 of `scheduler.cluster`.
 
 What it deliberately does not do: choose (`scheduler.placement` does), move a range that holds
-blocks, or take one from a server that is silent.
+blocks, or take one from a server that is silent (`scheduler.configurations` does, if there is
+another that has it).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, RangeId
 from scheduler import placement
 from scheduler.cluster_state import ClusterState, RangesPlaced, Transition
+from scheduler.configurations import Configurations
 
 
 class Ownership:
@@ -31,13 +33,19 @@ class Ownership:
         state: the cluster's, changed in place.
         server_count: how many servers there have to be before a range is given to one.
         describe: says who a node is and when it was last heard.
+        configurations: gives ranges that are placed their backups.
     """
 
     def __init__(
-        self, state: ClusterState, server_count: int, describe: Callable[[Node, float], str]
+        self,
+        state: ClusterState,
+        server_count: int,
+        describe: Callable[[Node, float], str],
+        configurations: Configurations,
     ) -> None:
         self._state = state
         self._server_count = server_count
+        self._configurations = configurations
         self._describe = describe
 
     def missing_servers(self, range_ids: Iterable[RangeId], now_s: float) -> str:
@@ -83,4 +91,5 @@ class Ownership:
             ranges[range_id] = replace(
                 old, primary=node_id, assignment_epoch=AssignmentEpoch(old.assignment_epoch + 1)
             )
+        self._configurations.place_backups(placed)
         return [RangesPlaced(tuple(sorted(Counter(placed.values()).items())))]

@@ -16,6 +16,7 @@ from scheduler.cluster_state import (
     NodeRegistered,
     NodeSilent,
     RangesPlaced,
+    RangesReconfigured,
     TableCreated,
     Transition,
     WorkerGone,
@@ -48,6 +49,9 @@ def log_transition(transition: Transition) -> None:
         case RangesPlaced(counts):
             shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
             logs.info("ranges_placed", ranges_by_node=shares)
+        case RangesReconfigured(range_ids, joining_count):
+            ranges = ",".join(map(str, range_ids))
+            logs.warning("ranges_reconfigured", ranges=ranges, joining=joining_count)
         case ChangeProposed(table, change, reason):
             because = {"reason": reason} if reason else {}
             logs.info("change_proposed", **_change(table, change), **because)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ps_core.consistency import Mode
-from ps_core.errors import AlreadyPast, InvalidConfig, PushpullError, WaitExpired
+from ps_core.errors import (
+    AlreadyPast,
+    InvalidConfig,
+    NotOwner,
+    Overloaded,
+    PushpullError,
+    StaleAssignment,
+    WaitExpired,
+)
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import Table
 from tests.sim.actors import Cluster, Layout, Reads, ReadTerms, Waits
@@ -90,14 +98,17 @@ class Evaluator:
         clocks: dict[NodeId, int],
     ) -> None:
         def arrive() -> None:
-            machine = self.cluster[owner].machine
-            clock = machine.begin_cut(table.table_id, cut_id, self.world.now_s + CUT_S)
+            try:
+                clock = self.cluster[owner].begin_cut(table.table_id, cut_id, CUT_S)
+            except (NotOwner, Overloaded):
+                return
             self.world.send("cut", lambda: clocks.update({owner: clock}))
 
         self.world.send("begin cut", arrive)
 
     def _check_refused(self, error: PushpullError) -> None:
-        assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig), error
+        moved = NotOwner | StaleAssignment
+        assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig | moved), error
         self.world.counts["cuts too slow"] += 1
 
     def _check(self, table: Table, clock: int) -> None:

@@ -15,7 +15,7 @@ from scheduler.cluster import Decision
 from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
 from tests.sim.actors import RESEND_S, SimWorker
 from tests.sim.server import SimServer
-from tests.sim.test_simulation import CONSISTENCIES, SERVERS, Simulation
+from tests.sim.test_simulation import CONSISTENCIES, WORKERS, Simulation
 
 BEAT_S = 1.0
 LOOK_S = 0.25
@@ -28,10 +28,10 @@ class ScheduledSimulation(Simulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
         self.layout.settings.may_change = True
-        for session in self.sessions[:SERVERS]:
+        for session in self.sessions[:-WORKERS]:
             self._beat(session, None)
             self._promise(session, self.cluster[session.node_id])
-        for session, worker in zip(self.sessions[SERVERS:], self.workers, strict=True):
+        for session, worker in zip(self.sessions[-WORKERS:], self.workers, strict=True):
             self._beat(session, worker)
         self._look()
         self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
@@ -77,7 +77,7 @@ class ScheduledSimulation(Simulation):
             draw.choice((0, 0, 0, draw.randint(0, 14))),
             self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
         )
-        worker = draw.choice(self.sessions[SERVERS:])
+        worker = draw.choice(self.sessions[-WORKERS:])
         try:
             decision = self.scheduler.set_consistency(worker, wish, self.world.now_s)
         except (Fenced, InvalidConfig) as error:

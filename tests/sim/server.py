@@ -25,6 +25,7 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
+from ps_server.schedule import CutId
 from ps_server.server_machine import ServerMachine
 from tests.sim.truth import CLIP_SCALE, Grad, Settings, square
 from tests.sim.world import World
@@ -55,15 +56,22 @@ class SimServer:
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
         world.after(TICK_S, self._tick)
 
+    def start(self, view: ClusterView) -> None:
+        """The first view."""
+        self.machine.observe(view)
+
     def observe(self, view: ClusterView) -> None:
         """As `ps_server.node` does."""
         if view.view_number > self.machine.view_number:
             self.machine.observe(view)
-            gone = [node for node in view.nodes if node.state is NodeState.GONE]
-            for node in gone:
-                self.fenced.setdefault(node.rank, self._landed(node))
-            self.carry_out(self.machine.gone(gone, self.world.now_s))
-            self.carry_out(self.machine.settle(self.world.now_s))
+            self._go_on_without(view)
+
+    def _go_on_without(self, view: ClusterView) -> None:
+        gone = [node for node in view.nodes if node.state is NodeState.GONE]
+        for node in gone:
+            self.fenced.setdefault(node.rank, self._landed(node))
+        self.carry_out(self.machine.gone(gone, self.world.now_s))
+        self.carry_out(self.machine.settle(self.world.now_s))
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
         """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
@@ -187,6 +195,10 @@ class SimServer:
             self.world.counts["rejected"] += 1
             bounds = self.settings.bounds(self.machine.table(reply.table_id))
             assert ending.staleness > min(bounds), (ending, bounds)
+
+    def begin_cut(self, table_id: TableId, cut_id: CutId, lasts_s: float) -> int:
+        """A reader is about to ask for one state of a table."""
+        return self.machine.begin_cut(table_id, cut_id, self.world.now_s + lasts_s)
 
     def read(
         self,

@@ -11,7 +11,7 @@ from collections import Counter
 
 from ps_core.cluster_view import Role
 from ps_core.consistency import parsed
-from ps_core.keys import Incarnation
+from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import (
     DType,
     Initializer,
@@ -71,7 +71,7 @@ class Simulation:
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.world = World(seed, narrate=narrate)
         draw = self.world.draw
-        scheduler = self.scheduler = SchedulerMachine(_settings(), 0.0)
+        scheduler = self.scheduler = SchedulerMachine(self.settings(), 0.0)
         self.sessions = nodes = [
             scheduler.register(
                 Registration(
@@ -82,9 +82,11 @@ class Simulation:
                 ),
                 0.0,
             ).reply
-            for index, role in enumerate([Role.SERVER] * SERVERS + [Role.WORKER] * WORKERS)
+            for index, role in enumerate(
+                [Role.SERVER] * self.settings().server_count + [Role.WORKER] * WORKERS
+            )
         ]
-        workers = nodes[SERVERS:]
+        workers = nodes[-WORKERS:]
         for index in range(draw.choice((1, 2, 3))):
             spec = _spec(draw, index).validated()
             reply = scheduler.create_table(workers[0], spec, 0.0).reply
@@ -99,18 +101,28 @@ class Simulation:
         )
         clipped = [t.table_id for t in view.tables if draw.random() < 0.4]
         self.layout.settings.clipped.update(clipped)
-        self.cluster = {
-            node.node_id: SimServer(self.world, node.node_id, WORKERS, self.layout.settings)
-            for node in nodes[:SERVERS]
-        }
+        self.cluster = {node.node_id: self.server(node.node_id) for node in nodes[:-WORKERS]}
         for server in self.cluster.values():
-            server.machine.observe(view)
+            server.start(view)
         self.truth = Truth()
         self.workers = [
-            SimWorker(self.world, self.cluster, self.layout, session.rank, session.incarnation)
+            SimWorker(self.world, self.cluster, self.layout_of(), session.rank, session.incarnation)
             for session in workers
         ]
         self.evaluator = Evaluator(self.world, self.cluster, self.layout, self.truth)
+
+    @staticmethod
+    def settings() -> ClusterSettings:
+        """Of the cluster."""
+        return _settings()
+
+    def server(self, node_id: NodeId) -> SimServer:
+        """One of the servers."""
+        return SimServer(self.world, node_id, WORKERS, self.layout.settings)
+
+    def layout_of(self) -> Layout:
+        """What a worker knows."""
+        return self.layout
 
     def run(self) -> Counter[str]:
         """Train, check, and return what happened."""

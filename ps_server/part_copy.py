@@ -1,0 +1,224 @@
+"""What a backup knows of one table in one range, and what it is told of each change (SEMANTICS S8).
+
+    RangeState --facts--> Delta --batch--> PartCopy --restored--> RangeState of the new primary
+
+A backup decides nothing. It keeps what the primary decided: clocks, ledgers, counts. What is
+volatile at the primary is not here: steps that wait at the gate, seals that formed nothing yet,
+reads. Whoever sent them sends them again.
+
+Invariants:
+    PC-1  A part that is restored from its copy answers every entry that the primary has answered
+          for good as the primary did, and decides every other one as the primary might have.
+
+What it deliberately does not do: hold values (`shard_store` does, in the same order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ps_core.consistency import Consistency
+from ps_core.errors import UpdateFailed
+from ps_core.keys import Incarnation
+from ps_core.ledger import Ending, Ledger
+from ps_core.tables import InitializerKind, Table
+from ps_server.events import Effect, Record, ReplyTo
+from ps_server.range_state import RangeState, Said, WorkerPart
+from ps_server.schedule import Schedule
+
+
+class Facts(NamedTuple):
+    """The state of a part that is no worker's, as of the newest decision; see `RangeState` and
+    `Schedule`.
+    """
+
+    clock: int
+    formed_clock: int
+    changed_clock: int
+    newest_join_clock: int
+    update_count: int
+    record_count: int
+    initialized: bool
+    unscaled: Record | None
+    squares: tuple[tuple[int, tuple[float, ...]], ...]
+    said: Said | None
+    settings: tuple[tuple[int, Consistency], ...]
+    change_number: int
+    promised: int
+    hold_clock: int | None
+    failure: UpdateFailed | None
+
+
+class WorkerFacts(NamedTuple):
+    """A worker in a part. `sealed_clock` is its newest seal that is decided (what is sealed beyond
+    comes again), `left_clock` its last if that is, `confirmed` up to where it has seen outcomes.
+    """
+
+    incarnation: Incarnation
+    rank: int
+    sealed_clock: int
+    done_clock: int
+    left_clock: int | None
+    joined_clock: int
+    confirmed: int
+
+
+class Delta(NamedTuple):
+    """What an event changed of a part: all facts as they are now, what ended, what was counted."""
+
+    facts: Facts
+    workers: tuple[WorkerFacts, ...]
+    endings: tuple[tuple[Incarnation, int, Ending], ...]
+    counted: tuple[Record, ...]
+
+
+@dataclass(slots=True)
+class WorkerCopy:
+    """A worker as the backup knows it."""
+
+    facts: WorkerFacts
+    ledger: Ledger = field(default_factory=Ledger)
+    own_updates: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PartCopy:
+    """One table in one range, at a backup."""
+
+    facts: Facts
+    versions: dict[int, int]
+    workers: dict[Incarnation, WorkerCopy] = field(default_factory=dict)
+
+    def twin(self) -> PartCopy:
+        """The same, sharing nothing."""
+        workers = {
+            incarnation: WorkerCopy(w.facts, w.ledger.copy(), dict(w.own_updates))
+            for incarnation, w in self.workers.items()
+        }
+        return PartCopy(self.facts, dict(self.versions), workers)
+
+    def take(self, delta: Delta) -> None:
+        """One change more."""
+        self.facts = delta.facts
+        for facts in delta.workers:
+            worker = self.workers.get(facts.incarnation)
+            if worker is None:
+                worker = self.workers[facts.incarnation] = WorkerCopy(facts)
+            worker.facts = facts
+        for incarnation, sequence, ending in delta.endings:
+            ledger = self.workers[incarnation].ledger
+            if not ledger.has_ended(sequence):  # else it was answered again
+                ledger.end(sequence, ending)
+        for worker in self.workers.values():
+            worker.ledger.confirm(worker.facts.confirmed)
+        for record in delta.counted:
+            self._count(record)
+
+    def _count(self, record: Record) -> None:
+        for block in record.blocks:
+            self.versions[block] += 1
+        for contributor in record.summed_by or record.contributors:
+            if not contributor.skip:
+                own_updates = self.workers[contributor.incarnation].own_updates
+                for block in record.blocks:
+                    own_updates[block] = own_updates.get(block, 0) + 1
+
+
+def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
+    """Of a part of which nothing has been decided."""
+    schedule = Schedule(table)
+    initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+    facts = Facts(
+        0, 0, 0, 0, 0, 0, initialized, None, (), None, schedule.settings, schedule.number, 0, None,
+        None,
+    )  # fmt: skip
+    return PartCopy(facts, dict.fromkeys(blocks, 0))
+
+
+def facts_of(state: RangeState) -> Facts:
+    """The part's own facts."""
+    schedule = state.schedule
+    return Facts(
+        state.clock,
+        state.formed_clock,
+        state.changed_clock,
+        state.newest_join_clock,
+        state.update_count,
+        state.record_count,
+        state.initialized,
+        state.unscaled,
+        tuple(state.squares.items()),
+        state.said,
+        schedule.settings,
+        schedule.number,
+        schedule.promised,
+        schedule.hold_clock,
+        state.failure,
+    )
+
+
+def worker_facts(worker: WorkerPart) -> WorkerFacts:
+    """The worker's facts that are decided."""
+    # Who said goodbye says it again unless it was answered.
+    left = None if worker.holds_last_seal else worker.left_clock
+    return WorkerFacts(
+        worker.incarnation,
+        worker.rank,
+        min(worker.sealed_clock, worker.done_clock),
+        worker.done_clock,
+        left,
+        worker.joined_clock,
+        worker.ledger.confirmed,
+    )
+
+
+def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> Delta:
+    """What an event changed, from the state after it and what it wanted done."""
+    endings = tuple(
+        (effect.sender.incarnation, effect.sequence, effect.ending)
+        for effect in effects
+        if isinstance(effect, ReplyTo) and effect.ending is not None
+    )
+    workers = tuple(worker_facts(worker) for worker in state.workers.values())
+    return Delta(facts_of(state), workers, endings, tuple(counted))
+
+
+def copy_of(state: RangeState) -> PartCopy:
+    """All that a new backup has to know of a part; nothing of it is shared with the part."""
+    workers = {
+        worker.incarnation: WorkerCopy(
+            worker_facts(worker), worker.ledger.copy(), dict(worker.own_updates)
+        )
+        for worker in state.workers.values()
+    }
+    return PartCopy(facts_of(state), dict(state.versions), workers)
+
+
+def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
+    """Make a fresh state what the copy says; the copy is used up."""
+    facts = copy.facts
+    state.clock, state.formed_clock = facts.clock, facts.formed_clock
+    state.changed_clock, state.newest_join_clock = facts.changed_clock, facts.newest_join_clock
+    state.update_count, state.record_count = facts.update_count, facts.record_count
+    state.initialized, state.failure = facts.initialized, facts.failure
+    state.unscaled, state.versions = facts.unscaled, copy.versions
+    state.squares, state.said = dict(facts.squares), facts.said
+    state.schedule.restore(facts.settings, facts.change_number, facts.promised, facts.hold_clock)
+    for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
+        _restore_worker(worker, state, now_s)
+    # Whoever has a step behind it may have been answered the read for its next.
+    done_clock = max((w.done_clock for w in state.workers.values()), default=-1)
+    held = state.schedule.hold_clock
+    state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
+
+
+def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
+    facts = copy.facts
+    part = WorkerPart(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
+    part.ledger, part.own_updates = copy.ledger, copy.own_updates
+    part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock
+    part.predecessor = state.by_rank.get(facts.rank) if facts.joined_clock else None
+    state.workers[facts.incarnation] = part
+    state.by_rank[facts.rank] = part

@@ -1,0 +1,191 @@
+"""The primary's end of a range's replication: what is decided, held, committed (SEMANTICS S8).
+
+    decided --numbered, sent--> held by every in-sync backup --released--> applied, answered
+
+A decision changes what the machines know at once, and nothing that anyone can see: sums that become
+values, answers, reads all wait until every in-sync backup has the decision, in the order in which
+they came about. So what a failover takes back was never seen.
+
+Rules:
+    - Batches are numbered from 1 without gap, over all tables of the range. A backup that is behind
+      gets everything after what it has once more.
+    - The right to serve comes from the backups: the primary releases nothing unless each of them
+      has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
+      made primary, and it needs no lease.
+
+Invariants:
+    RL-1  Nothing is released before what was decided before it.
+    RL-2  Nothing is released that an in-sync backup does not have.
+
+What it deliberately does not do: look at effects, or know the network or the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ps_core.errors import check
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_server.part_copy import Delta
+
+
+class Batch(NamedTuple):
+    """What one event decided in one table: `changes` are for the values, opaque here. `tenure` is
+    the epoch in which its primary became one: numbers of two tenures have nothing in common.
+    """
+
+    range_id: RangeId
+    tenure: AssignmentEpoch
+    assignment_epoch: AssignmentEpoch
+    number: int
+    table_id: TableId
+    delta: Delta
+    changes: tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Effects that wait for a number; its batch, unless they only follow it."""
+
+    number: int
+    batch: Batch | None
+    effects: Sequence[object]
+
+
+class RangeLog:
+    """The log of one range, at its primary.
+
+    Args:
+        range_id: the range.
+        assignment_epoch: under which this server is primary.
+        backups: the in-sync ones; all have everything up to `number`.
+        lease_s: for how long a granted beat counts, from when it was sent.
+        number: of the newest batch that there is.
+
+    Attributes:
+        assignment_epoch: the newest.
+        tenure: the first.
+        number: of the newest batch.
+    """
+
+    def __init__(
+        self,
+        range_id: RangeId,
+        assignment_epoch: AssignmentEpoch,
+        backups: Iterable[NodeId],
+        lease_s: float,
+        number: int = 0,
+    ) -> None:
+        self.assignment_epoch = self.tenure = assignment_epoch
+        self.number = number
+        self._range_id = range_id
+        self._lease_s = lease_s
+        self._entries: deque[_Entry] = deque()
+        self._acked = dict.fromkeys(backups, number)
+        self._granted_s: dict[NodeId, float] = {}
+
+    @property
+    def backups(self) -> tuple[NodeId, ...]:
+        """Those whose word counts."""
+        return tuple(self._acked)
+
+    @property
+    def committed(self) -> int:
+        """Every in-sync backup has all up to it."""
+        return min(self._acked.values(), default=self.number)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was decided has been released."""
+        return not self._entries
+
+    # --- what was decided
+
+    def decide(
+        self,
+        table_id: TableId,
+        delta: Delta,
+        changes: Sequence[object],
+        effects: Sequence[object],
+    ) -> Batch:
+        """An event decided something: the batch to send to every backup. Its effects wait."""
+        self.number += 1
+        batch = Batch(
+            self._range_id,
+            self.tenure,
+            self.assignment_epoch,
+            self.number,
+            table_id,
+            delta,
+            tuple(changes),
+        )
+        self._entries.append(_Entry(self.number, batch, effects))
+        return batch
+
+    def follow(self, effects: Sequence[object]) -> None:
+        """Effects that decide nothing, and show what was decided: reads."""
+        if effects:
+            self._entries.append(_Entry(self.number, None, effects))
+
+    def release(self, now_s: float) -> list[object]:
+        """What may be done now, in order (RL-1, RL-2)."""
+        out: list[object] = []
+        if not self._entries or not self.may_serve(now_s):
+            return out
+        committed = self.committed
+        while self._entries and self._entries[0].number <= committed:
+            out += self._entries.popleft().effects
+        return out
+
+    # --- what backups say
+
+    def acked(self, backup: NodeId, number: int) -> None:
+        """The backup has everything up to `number`; going back does nothing."""
+        if backup in self._acked:
+            check(number <= self.number, "RL-2", f"{backup} acknowledges {number}: not decided yet")
+            self._acked[backup] = max(self._acked[backup], number)
+
+    def unacked(self, backup: NodeId) -> list[Batch]:
+        """What the backup is not known to have, to be sent again."""
+        return self.after(self._acked.get(backup, self.number))
+
+    def after(self, number: int) -> list[Batch]:
+        """The batches after `number` that are kept: all that are not committed."""
+        return [e.batch for e in self._entries if e.batch is not None and e.number > number]
+
+    def granted(self, backup: NodeId, sent_s: float) -> None:
+        """The backup answered the beat that was sent then."""
+        if backup in self._acked:
+            self._granted_s[backup] = max(sent_s, self._granted_s.get(backup, -math.inf))
+
+    def may_serve(self, now_s: float) -> bool:
+        """Whether the lease holds."""
+        since_s = min((self._granted_s.get(b, -math.inf) for b in self._acked), default=math.inf)
+        return now_s < since_s + self._lease_s
+
+    def silent_since(self, backup: NodeId) -> float:
+        """When the newest beat was sent that the backup has granted; -inf if none."""
+        return self._granted_s.get(backup, -math.inf)
+
+    # --- other configurations
+
+    def reconfigure(self, assignment_epoch: AssignmentEpoch, backups: Iterable[NodeId]) -> None:
+        """The scheduler committed this set, which this primary had asked for: who is new in it was
+        included before.
+        """
+        self.assignment_epoch = assignment_epoch
+        wanted = set(backups)
+        check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
+        for backup in [b for b in self._acked if b not in wanted]:
+            del self._acked[backup]
+            self._granted_s.pop(backup, None)
+
+    def include(self, backup: NodeId, number: int) -> None:
+        """The scheduler is about to be asked for this backup too, which has everything up to
+        `number`: from now on its word counts as well, until that has been answered.
+        """
+        self._acked.setdefault(backup, number)

@@ -1,0 +1,360 @@
+"""All ranges of one server: those that it is primary of, those that it backs up, and between the
+two (SEMANTICS S8, S9).
+
+    nothing --joining: snapshot--> backup --promoted--> waits for the lease --> primary
+       ^                                                                          |
+       +---------------------------- another is primary --------------------------+
+
+Rules:
+    - What a server is for a range, the newest view says. What a deposed primary held is given up:
+      it may have decided what nobody else has. It joins anew, from nothing.
+    - A backup from which nothing came for a lease is asked to be left out; a joining one counts
+      from when it was sent its snapshot, and is asked to be let in when it has all that is decided.
+
+Invariants:
+    RN-1  A server serves what some view gives it.
+
+What it deliberately does not do: carry messages or values (the edge does, in the order given).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.errors import InvariantViolation
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_server.events import Effect
+from ps_server.part_copy import Delta, PartCopy, copy_of
+from ps_server.range_log import Batch, RangeLog
+from ps_server.replica import Replica
+from ps_server.server_machine import ServerMachine
+
+PLACED_EPOCH = AssignmentEpoch(2)
+"""Of a range that has just been placed: it holds nothing, so nobody has to be told what."""
+
+
+class Ack(NamedTuple):
+    """A backup has all batches of a range up to `number`."""
+
+    range_id: RangeId
+    number: int
+
+
+class Beat(NamedTuple):
+    """A primary asks its backup for the lease of these ranges."""
+
+    sent_s: float
+    epochs: tuple[tuple[RangeId, AssignmentEpoch], ...]
+
+
+class Grant(NamedTuple):
+    """The answer to a beat, for the ranges that it was granted for."""
+
+    sent_s: float
+    range_ids: tuple[RangeId, ...]
+
+
+class Snapshot(NamedTuple):
+    """All of a range, for a server that joins it; the values come with it, from the edge."""
+
+    range_id: RangeId
+    assignment_epoch: AssignmentEpoch
+    tenure: AssignmentEpoch
+    number: int
+    copies: dict[TableId, PartCopy]
+
+
+class Request(NamedTuple):
+    """The scheduler is asked for another set of backups."""
+
+    range_id: RangeId
+    assignment_epoch: AssignmentEpoch
+    backups: frozenset[NodeId]
+
+
+@dataclass(slots=True)
+class _Joining:
+    """A server that is being brought up to date."""
+
+    number: int
+    since_s: float
+
+
+class Replication:
+    """The replication of one server.
+
+    Args:
+        node_id: the server's.
+        machine: its machine.
+        lease_s: of the cluster.
+    """
+
+    def __init__(self, node_id: NodeId, machine: ServerMachine, lease_s: float) -> None:
+        self.logs: dict[RangeId, RangeLog] = {}
+        self.replicas: dict[RangeId, Replica] = {}
+        self._node_id = node_id
+        self._machine = machine
+        self._lease_s = lease_s
+        self._view: ClusterView | None = None
+        self._with_joining: list[RangeAssignment] = []
+        self._joining: dict[tuple[RangeId, NodeId], _Joining] = {}
+        self._heard_s: dict[tuple[RangeId, NodeId], float] = {}
+        self._configured: dict[RangeId, frozenset[NodeId]] = {}
+        self._asked: dict[RangeId, frozenset[NodeId]] = {}
+
+    # --- what the scheduler says
+
+    def observe(self, view: ClusterView, now_s: float) -> tuple[list[RangeId], list[Effect]]:
+        """A newer view: the ranges of which nothing is here any more, and what that means for those
+        who wait. `serve` must follow.
+        """
+        lost: list[RangeId] = []
+        effects: list[Effect] = []
+        self._view = view
+        self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
+        for assignment in view.ranges:
+            range_id = assignment.range_id
+            if assignment.primary == self._node_id:
+                self._be_primary(assignment, now_s)
+                continue
+            if self.logs.pop(range_id, None) is not None:
+                effects += self._machine.give_up(range_id)
+                lost.append(range_id)
+                self._forget_joining(range_id)
+            replica = self.replicas.get(range_id)
+            if self._node_id in assignment.backups:
+                assignment_epoch = assignment.assignment_epoch
+                if replica is None and assignment_epoch == PLACED_EPOCH:
+                    replica = Replica(range_id, assignment_epoch, self._lease_s, assignment_epoch)
+                    self.replicas[range_id] = replica
+                if replica is not None:  # else it is taken for dead, and joins anew
+                    replica.follow(assignment_epoch)
+            elif replica is not None and self._node_id not in assignment.joining:
+                del self.replicas[range_id]
+                lost.append(range_id)
+        return lost, effects
+
+    def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
+        range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
+        log, replica = self.logs.get(range_id), self.replicas.get(range_id)
+        self._configured[range_id] = frozenset(assignment.backups)
+        if log is not None:
+            if log.assignment_epoch < assignment_epoch:
+                log.reconfigure(assignment_epoch, assignment.backups)
+                self._asked.pop(range_id, None)
+            for key in [k for k in self._joining if k[0] == range_id]:
+                if key[1] not in assignment.joining:
+                    del self._joining[key]
+        elif replica is not None:
+            replica.promote(assignment_epoch)
+        elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
+            self.logs[range_id] = RangeLog(
+                range_id, assignment_epoch, assignment.backups, self._lease_s
+            )
+            self._heard_s |= {(range_id, node_id): now_s for node_id in assignment.backups}
+
+    def serve(self, now_s: float) -> ClusterView:
+        """The newest view as the machine shall see it: ranges whose old lease may still hold are
+        nobody's. Those whose time has come are this server's from now on.
+        """
+        view = self._view
+        if view is None:
+            raise InvariantViolation("RN-1", "there is no view to serve")
+        ranges = []
+        for assignment in view.ranges:
+            range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
+            if assignment.primary == self._node_id and replica is not None:
+                if now_s < replica.serves_s:
+                    assignment = replace(assignment, primary=None)
+                else:
+                    del self.replicas[range_id]
+                    assignment_epoch = assignment.assignment_epoch
+                    self.logs[range_id] = RangeLog(
+                        range_id,
+                        assignment_epoch,
+                        assignment.backups,
+                        self._lease_s,
+                        replica.number,
+                    )
+                    self._machine.adopt(range_id, replica.copies, now_s)
+            ranges.append(assignment)
+        return replace(view, ranges=tuple(ranges))
+
+    @property
+    def waits(self) -> bool:
+        """Whether an old lease keeps this server from serving."""
+        return any(replica.is_promoted for replica in self.replicas.values())
+
+    # --- a primary
+
+    def decide(
+        self,
+        place: tuple[TableId, RangeId],
+        delta: Delta,
+        changes: Iterable[object],
+        effects: list[object],
+    ) -> Batch | None:
+        """An event decided something; the batch for `holders`, None if the range was given up."""
+        log = self.logs.get(place[1])
+        return None if log is None else log.decide(place[0], delta, tuple(changes), effects)
+
+    def holders(self, range_id: RangeId) -> tuple[NodeId, ...]:
+        """Who gets the batches of a range."""
+        joining = [node_id for r, node_id in self._joining if r == range_id]
+        return (*self.logs[range_id].backups, *joining)
+
+    def release(self, now_s: float) -> list[object]:
+        """What may be done now, range by range."""
+        return [effect for log in self.logs.values() for effect in log.release(now_s)]
+
+    def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
+        """A backup, or one that joins, has taken batches."""
+        log = self.logs.get(ack.range_id)
+        if log is None:
+            return
+        self._heard_s[ack.range_id, backup] = now_s
+        joining = self._joining.get((ack.range_id, backup))
+        if joining is not None and ack.number > joining.number:
+            joining.number, joining.since_s = ack.number, now_s
+        if ack.number <= log.number:
+            log.acked(backup, ack.number)
+
+    def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
+        """A backup has answered a beat."""
+        for range_id in grant.range_ids:
+            if range_id in self.logs:
+                self.logs[range_id].granted(backup, grant.sent_s)
+                self._heard_s[range_id, backup] = now_s
+
+    def beats(self, now_s: float) -> dict[NodeId, Beat]:
+        """What to ask each backup for."""
+        asked: dict[NodeId, list[tuple[RangeId, AssignmentEpoch]]] = {}
+        for range_id, log in self.logs.items():
+            for backup in log.backups:
+                asked.setdefault(backup, []).append((range_id, log.assignment_epoch))
+        return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
+
+    def resends(self) -> Iterable[tuple[NodeId, Batch]]:
+        """Batches that were not acknowledged."""
+        for range_id, log in self.logs.items():
+            for backup in log.backups:
+                for batch in log.unacked(backup):
+                    yield backup, batch._replace(assignment_epoch=log.assignment_epoch)
+            for (at, node_id), joining in self._joining.items():
+                if at == range_id:
+                    for batch in log.after(joining.number):
+                        yield node_id, batch._replace(assignment_epoch=log.assignment_epoch)
+
+    def snapshots(self, now_s: float) -> list[tuple[NodeId, Snapshot]]:
+        """For servers that shall join: all of the range, as of its newest batch. Taken where
+        everything that was decided has been released, so that the values are of that number too.
+        """
+        found = []
+        for assignment in self._with_joining:
+            range_id, log = assignment.range_id, self.logs.get(assignment.range_id)
+            if log is None or not log.is_settled:
+                continue
+            for node_id in assignment.joining:
+                joining = self._joining.get((range_id, node_id))
+                if joining is not None and (
+                    joining.number == log.number or now_s < joining.since_s + self._lease_s
+                ):
+                    continue  # it has all, or is getting on
+                if node_id in log.backups:
+                    continue  # asked for already
+                self._joining[range_id, node_id] = _Joining(-1, now_s)
+                copies = {
+                    table_id: copy_of(part.state)
+                    for (table_id, at), part in self._machine.parts.items()
+                    if at == range_id
+                }
+                found.append(
+                    (
+                        node_id,
+                        Snapshot(range_id, log.assignment_epoch, log.tenure, log.number, copies),
+                    )
+                )
+        return found
+
+    def requests(self, now_s: float) -> list[Request]:
+        """What to ask the scheduler for: without those who are silent, with those who caught up.
+
+        Until it has answered, with the set that it was asked for or with another, the word of both
+        sets counts; so a set that is as it was is asked for too, if another was before.
+        """
+        found = []
+        for range_id, log in self.logs.items():
+            if range_id not in self._asked:
+                wanted = self._wanted(range_id, log, now_s)
+                if wanted == self._configured[range_id]:
+                    continue
+                self._asked[range_id] = wanted
+                for node_id in wanted - set(log.backups):
+                    log.include(node_id, self._joining[range_id, node_id].number)
+            elif not self._asked[range_id] <= self._living(range_id, now_s):
+                self._asked[range_id] &= self._living(range_id, now_s)
+            found.append(Request(range_id, log.assignment_epoch, self._asked[range_id]))
+        return found
+
+    def _wanted(self, range_id: RangeId, log: RangeLog, now_s: float) -> frozenset[NodeId]:
+        caught_up = {
+            node_id
+            for (at, node_id), joining in self._joining.items()
+            if at == range_id and joining.number == log.number
+        }
+        return (self._configured[range_id] | caught_up) & self._living(range_id, now_s)
+
+    def _living(self, range_id: RangeId, now_s: float) -> frozenset[NodeId]:
+        return frozenset(
+            node_id
+            for (at, node_id), heard_s in self._heard_s.items()
+            if at == range_id and now_s < heard_s + self._lease_s
+        )
+
+    def _forget_joining(self, range_id: RangeId) -> None:
+        for key in [key for key in self._joining if key[0] == range_id]:
+            del self._joining[key]
+
+    # --- a backup
+
+    def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> tuple[bool, Ack | None]:
+        """A batch came: whether its changes are to be made now, and what to answer."""
+        replica = self.replicas.get(batch.range_id)
+        if replica is None or not replica.follows(batch):
+            return False, None
+        is_next = replica.take(batch, fresh)
+        return is_next, Ack(batch.range_id, replica.number)
+
+    def join(self, snapshot: Snapshot) -> Ack | None:
+        """All of a range came, which the newest view has this server join."""
+        range_id = snapshot.range_id
+        assignment = self._view.ranges[range_id] if self._view is not None else None
+        if assignment is None or self._node_id not in assignment.joining:
+            return None
+        if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.logs:
+            return None
+        replica = self.replicas.get(range_id)
+        tenure, number = (0, 0) if replica is None else (replica.tenure, replica.number)
+        if tenure == snapshot.tenure and number >= snapshot.number:  # it was late, or came twice
+            return Ack(range_id, number)
+        self.replicas[range_id] = Replica(
+            range_id,
+            snapshot.assignment_epoch,
+            self._lease_s,
+            snapshot.tenure,
+            snapshot.copies,
+            snapshot.number,
+        )
+        return Ack(range_id, snapshot.number)
+
+    def beat(self, beat: Beat, now_s: float) -> Grant:
+        """A primary asks for the lease."""
+        granted = tuple(
+            range_id
+            for range_id, assignment_epoch in beat.epochs
+            if range_id in self.replicas and self.replicas[range_id].beat(assignment_epoch, now_s)
+        )
+        return Grant(beat.sent_s, granted)

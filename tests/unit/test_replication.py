@@ -1,0 +1,417 @@
+"""The machines of replication, without a network: what is held, what is released, who serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
+from ps_core.errors import InvariantViolation, StaleAssignment
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_server.events import Apply, Effect
+from ps_server.part_copy import (
+    Delta,
+    WorkerFacts,
+    copy_of,
+    delta_of,
+    facts_of,
+    fresh_copy,
+    restore,
+)
+from ps_server.range_log import Batch, RangeLog
+from ps_server.replica import Replica
+from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication
+from ps_server.server_machine import ServerMachine
+from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
+from ps_worker.push_window import PushWindow
+from tests.unit.cluster_harness import Harness
+from tests.unit.machine_harness import Bench, make_table, outcomes
+
+LEASE_S = 3.0
+RANGE = RangeId(0)
+EPOCH = AssignmentEpoch(2)
+TABLE = TableId(1)
+ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
+
+
+def delta(*endings: tuple[Incarnation, int, Ending]) -> Delta:
+    table = make_table()
+    workers = tuple(WorkerFacts(i, 0, 0, 0, None, 0, 0) for i, _, _ in endings)
+    return Delta(fresh_copy(table, range(4)).facts, workers, endings, ())
+
+
+def log_with(*backups: NodeId) -> RangeLog:
+    log = RangeLog(RANGE, EPOCH, backups, LEASE_S)
+    for backup in backups:
+        log.granted(backup, 0.0)
+    return log
+
+
+# --- the primary
+
+
+def test_without_backups_all_is_released_at_once() -> None:
+    log = log_with()
+    log.decide(TABLE, delta(), (), ["a"])
+    log.follow(["b"])
+    assert log.release(1e9) == ["a", "b"]
+
+
+def test_nothing_is_released_that_a_backup_does_not_have() -> None:
+    log = log_with(TWO, THREE)
+    log.decide(TABLE, delta(), (), ["a"])
+    log.follow(["read of a"])
+    log.decide(TABLE, delta(), (), ["b"])
+    log.acked(TWO, 2)
+    assert log.release(1.0) == []
+    log.acked(THREE, 1)
+    assert log.release(1.0) == ["a", "read of a"]
+    log.acked(THREE, 2)
+    assert log.release(1.0) == ["b"]
+    assert log.is_settled
+
+
+def test_nothing_is_released_without_the_lease() -> None:
+    """It counts from when the beat was sent, and every backup's word counts."""
+    log = log_with(TWO, THREE)
+    log.follow(["read"])
+    log.granted(TWO, 10.0)
+    assert log.release(LEASE_S) == []
+    log.granted(THREE, 9.0)
+    assert not log.may_serve(9.0 + LEASE_S)
+    assert log.release(8.9 + LEASE_S) == ["read"]
+
+
+def test_what_was_not_acknowledged_is_sent_again() -> None:
+    log = log_with(TWO)
+    batches = [log.decide(TABLE, delta(), (), []) for _ in range(3)]
+    log.acked(TWO, 1)
+    assert log.unacked(TWO) == batches[1:]
+
+
+def test_an_acknowledgement_of_what_was_not_decided_is_a_bug() -> None:
+    with pytest.raises(InvariantViolation, match="RL-2"):
+        log_with(TWO).acked(TWO, 1)
+
+
+def test_who_was_not_included_cannot_be_configured() -> None:
+    with pytest.raises(InvariantViolation, match="RL-2"):
+        log_with(TWO).reconfigure(AssignmentEpoch(3), [THREE])
+
+
+def test_one_that_joins_counts_before_it_is_configured() -> None:
+    """The union of both sets, until the scheduler has answered."""
+    log = log_with(TWO)
+    log.include(THREE, 0)
+    log.granted(THREE, 0.0)
+    log.decide(TABLE, delta(), (), ["a"])
+    log.acked(TWO, 1)
+    assert log.release(1.0) == []
+    log.reconfigure(AssignmentEpoch(3), [TWO])
+    assert log.release(1.0) == ["a"]
+
+
+# --- the backup
+
+
+def batch(number: int, epoch: int = EPOCH, tenure: int = EPOCH) -> Batch:
+    return Batch(RANGE, AssignmentEpoch(tenure), AssignmentEpoch(epoch), number, TABLE, delta(), ())
+
+
+def test_batches_are_taken_in_order_and_once() -> None:
+    replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
+    fresh = lambda: fresh_copy(make_table(), range(4))  # noqa: E731
+    assert not replica.take(batch(2), fresh)
+    assert replica.take(batch(1), fresh)
+    assert not replica.take(batch(1), fresh)
+    assert replica.take(batch(2), fresh)
+    assert replica.number == 2
+
+
+def test_a_table_that_no_view_has_shown_yet_is_not_taken() -> None:
+    replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
+    assert not replica.take(batch(1), lambda: None)
+    assert replica.number == 0
+
+
+def test_a_deposed_primary_is_not_followed() -> None:
+    replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
+    assert replica.follows(batch(1))
+    replica.follow(AssignmentEpoch(3))
+    assert not replica.follows(batch(1))
+    assert replica.follows(batch(1, epoch=3))
+    assert not replica.follows(batch(1, epoch=4, tenure=4)), "its numbers mean other batches"
+    replica.promote(AssignmentEpoch(4))
+    assert not replica.follows(batch(1, epoch=4))
+
+
+def test_one_that_is_promoted_grants_no_more_and_waits_its_last_grant_out() -> None:
+    replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
+    assert replica.beat(EPOCH, 10.0)
+    replica.promote(AssignmentEpoch(3))
+    assert not replica.beat(AssignmentEpoch(3), 11.0)
+    assert replica.serves_s == 10.0 + LEASE_S
+
+
+def test_a_beat_of_an_older_epoch_is_not_granted() -> None:
+    replica = Replica(RANGE, AssignmentEpoch(3), LEASE_S, EPOCH)
+    assert not replica.beat(EPOCH, 10.0)
+
+
+# --- from one primary to the next
+
+
+def moved(at: Bench) -> Bench:
+    """The same range at another server, as its copy has it."""
+    other = Bench(at.table, workers=at.workers)
+    restore(copy_of(at.machine.state), other.machine.state, at.now_s)
+    return other
+
+
+def test_what_was_answered_is_answered_again_alike() -> None:
+    at = Bench(make_table(), workers=2)
+    for rank in range(2):
+        at.push(rank, 1, 1, block=rank)
+        at.seal(rank, 2, 1)
+    before = outcomes(at.effects)
+    other = moved(at)
+    for rank in range(2):
+        again = other.push(rank, 1, 1, block=rank) + other.seal(rank, 2, 1)
+        assert outcomes(again) == {k: v for k, v in before.items() if k[0] == rank}
+    assert other.machine.state.versions == at.machine.state.versions
+    assert other.machine.state.clock == 1
+
+
+def test_what_was_not_answered_comes_again_and_counts_once() -> None:
+    at = Bench(make_table(), workers=2)
+    at.push(0, 1, 1)
+    at.seal(0, 2, 1)
+    other = moved(at)
+    other.push(0, 1, 1)
+    other.seal(0, 2, 1)
+    other.push(1, 1, 1)
+    assert set(outcomes(other.seal(1, 2, 1)).values()) == {Outcome.APPLIED}
+    assert other.machine.state.update_count == 1
+
+
+def test_a_goodbye_is_kept_if_it_was_answered() -> None:
+    at = Bench(make_table(), workers=2)
+    at.seal(1, 1, 1, skip=True, last=True)
+    other = moved(at)
+    other.push(0, 1, 1)
+    assert outcomes(other.seal(0, 2, 1))[0, 2] is Outcome.APPLIED
+
+
+def test_a_goodbye_that_was_not_answered_is_said_again() -> None:
+    at = Bench(make_table(), workers=2)
+    at.push(1, 1, 1)
+    at.seal(1, 2, 1, last=True)  # its step counts: the update waits for the other
+    other = moved(at)
+    other.push(0, 1, 1)
+    assert (0, 2) not in outcomes(other.seal(0, 2, 1))
+    other.push(1, 1, 1)
+    other.seal(1, 2, 1, last=True)
+    assert other.machine.state.clock == 1
+
+
+def test_a_sum_that_waits_for_its_scale_waits_at_the_next_primary() -> None:
+    at = Bench(make_table(), workers=1)
+    at.push(0, 1, 1)
+    at.seal(0, 2, 1, clip_scale=0.5)
+    other = moved(at)
+    assert other.machine.state.clock == 0
+    assert outcomes(other.scale(0, 3, 1, 0.25)) == {(0, 3): Outcome.APPLIED}
+    assert other.machine.state.clock == 1
+    assert other.machine.state.versions[0] == 1
+
+
+def test_a_read_that_may_have_been_answered_counts_in_what_is_promised() -> None:
+    """A change that is promised by the new primary is after every step that was read for."""
+    at = Bench(make_table(), workers=1)
+    at.push(0, 1, 1)
+    at.seal(0, 2, 1)
+    at.pull(0, 1)  # for its step 2
+    assert at.machine.state.read_clock == 2
+    assert moved(at).machine.state.read_clock == 2
+
+
+def test_a_copy_is_what_the_state_is() -> None:
+    """Told by deltas or as a whole, a backup knows the same."""
+    at = Bench(make_table(), workers=2)
+    told = fresh_copy(at.table, range(4))
+    for rank, sequence, clock in ((0, 1, 1), (1, 1, 1), (1, 3, 2), (0, 3, 2)):
+        for effects in (at.push(rank, sequence, clock), at.seal(rank, sequence + 1, clock)):
+            told.take(_delta(at, effects))
+    whole = copy_of(at.machine.state)
+    assert told.facts == whole.facts == facts_of(at.machine.state)
+    assert told.versions == whole.versions
+    for incarnation, worker in whole.workers.items():
+        other = told.workers[incarnation]
+        assert (other.facts, other.own_updates) == (worker.facts, worker.own_updates)
+        assert other.ledger.low_water == worker.ledger.low_water
+
+
+def _delta(at: Bench, effects: list[Effect]) -> Delta:
+    counted = [effect.record for effect in effects if isinstance(effect, Apply)]
+    return delta_of(at.machine.state, effects, counted)
+
+
+# --- one server's ranges
+
+
+_Range = tuple[int, NodeId | None, tuple[NodeId, ...], tuple[NodeId, ...]]
+
+
+def view(number: int, *ranges: _Range) -> ClusterView:
+    """Ranges by epoch, primary, backups, and who joins."""
+    slots = key_ranges(len(ranges))
+    return ClusterView(
+        number, "c", 1, 3, (),
+        tuple(
+            RangeAssignment(RangeId(i), slots[i], AssignmentEpoch(r[0]), *r[1:])
+            for i, r in enumerate(ranges)
+        ),
+        (),
+    )  # fmt: skip
+
+
+def replication(node_id: NodeId) -> Replication:
+    return Replication(node_id, ServerMachine(node_id, 1), LEASE_S)
+
+
+def test_a_backup_that_is_promoted_serves_when_the_lease_has_run_out() -> None:
+    two = replication(TWO)
+    two.observe(view(1, (PLACED_EPOCH, ONE, (TWO,), ())), 0.0)
+    two.serve(0.0)
+    beat = next(iter(_primary(ONE, TWO).beats(5.0).values()))
+    assert two.beat(beat, 5.0) == Grant(5.0, (RANGE,))
+    two.observe(view(2, (3, TWO, (), ())), 6.0)
+    assert two.serve(6.0).ranges[0].primary is None
+    assert two.waits
+    assert two.serve(5.0 + LEASE_S).ranges[0].primary == TWO
+    assert two.logs[RANGE].backups == ()
+
+
+def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
+    found = replication(node_id)
+    found.observe(view(1, (PLACED_EPOCH, node_id, backups, ())), 0.0)
+    found.serve(0.0)
+    return found
+
+
+def test_who_has_nothing_to_serve_does_not_serve() -> None:
+    """A range of another epoch than the first holds something, and not here."""
+    two = replication(TWO)
+    two.observe(view(9, (7, TWO, (), ())), 0.0)
+    two.serve(0.0)
+    assert two.logs == {}
+
+
+def test_a_silent_backup_is_asked_to_be_left_out() -> None:
+    one = _primary(ONE, TWO)
+    assert one.requests(LEASE_S / 2) == []
+    (request,) = one.requests(LEASE_S)
+    assert request.backups == frozenset()
+    assert one.logs[RANGE].backups == (TWO,), "its word counts until it has been left out"
+    one.observe(view(2, (3, ONE, (), ())), LEASE_S)
+    assert one.logs[RANGE].backups == ()
+    assert one.requests(LEASE_S) == []
+
+
+def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    ((peer, snapshot),) = one.snapshots(0.0)
+    assert (peer, snapshot.number) == (THREE, 0)
+    assert one.requests(0.0) == []
+    three = replication(THREE)
+    three.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    ack = three.join(snapshot)
+    assert ack == Ack(RANGE, 0)
+    one.acked(THREE, ack, 0.1)
+    (request,) = one.requests(0.1)
+    assert request.backups == {THREE}
+    assert one.logs[RANGE].backups == (THREE,)
+
+
+def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    one.snapshots(0.0)
+    log = one.logs[RANGE]
+    log.decide(TABLE, delta(), (), [])
+    log.release(0.0)
+    assert one.snapshots(0.1) == []
+    ((_, snapshot),) = one.snapshots(LEASE_S)
+    assert snapshot.number == 1
+
+
+def test_what_a_deposed_primary_held_is_given_up() -> None:
+    one = _primary(ONE, TWO)
+    lost, _ = one.observe(view(2, (3, TWO, (), (ONE,))), 1.0)
+    assert lost == [RANGE]
+    assert one.logs == {}
+    assert one.replicas == {}
+
+
+# --- the scheduler
+
+
+def replicated() -> tuple[Harness, list[Session]]:
+    """A table on three servers, each of its ranges on two of them."""
+    harness = Harness(server_count=3, replica_count=2, range_count=8)
+    servers = [harness.join(Role.SERVER) for _ in range(3)]
+    harness.create(harness.join(Role.WORKER))
+    return harness, servers
+
+
+def test_a_silent_primary_is_followed_by_its_backup_and_another_joins() -> None:
+    harness, servers = replicated()
+    before = harness.cluster.view.ranges
+    assert all(len(r.backups) == 1 and r.primary not in r.backups for r in before)
+    victim = before[0].primary
+    harness.pass_time(4.0, *[s for s in servers if s.node_id != victim])
+    for old, new in zip(before, harness.cluster.view.ranges, strict=True):
+        if old.primary == victim:
+            assert (new.primary,) == old.backups
+            assert new.assignment_epoch == old.assignment_epoch + 1
+            assert new.backups == ()
+            assert victim not in new.joining
+            assert len(new.joining) == 1
+        else:
+            assert (new.primary, new.assignment_epoch) == (old.primary, old.assignment_epoch)
+
+
+def test_a_request_that_came_too_late_is_void() -> None:
+    harness, servers = replicated()
+    assignment = harness.cluster.view.ranges[0]
+    (primary,) = [s for s in servers if s.node_id == assignment.primary]
+    epoch = assignment.assignment_epoch
+    harness.cluster.set_backups(primary, RANGE, epoch, set())
+    with pytest.raises(StaleAssignment):
+        harness.cluster.set_backups(primary, RANGE, epoch, set(assignment.backups))
+    (other,) = [s for s in servers if s.node_id == assignment.backups[0]]
+    with pytest.raises(StaleAssignment):
+        harness.cluster.set_backups(other, RANGE, AssignmentEpoch(epoch + 1), set())
+
+
+# --- the worker
+
+
+def test_what_another_server_held_goes_to_the_new_primary() -> None:
+    window = PushWindow(1 << 20)
+    window.assign({RANGE: ONE})
+    window.connected(ONE)
+    window.connected(TWO)
+    window.submit(BlockPlace(TABLE, RANGE, 0), 1, "body", byte_count=8)
+    window.submit(BlockPlace(TABLE, RANGE, 1), 1, "body", byte_count=8)
+    window.poll(0.0)
+    for sequence in (1, 2):
+        window.reply(ONE, Reply(ReplyKind.RECEIVED, TABLE, RANGE, sequence), 0.1)
+    window.seal(TABLE, 1, [RANGE], SealTerms())
+    window.poll(0.2)
+    window.reply(ONE, Reply(ReplyKind.RECEIVED, TABLE, RANGE, 3), 0.3)
+    assert {state for _, state in window.open_entries()} == {EntryState.RECEIVED}
+    window.assign({RANGE: TWO})
+    assert {e.server for e in window.poll(0.4)} == {TWO}  # type: ignore[union-attr]
+    assert [state for _, state in window.open_entries()] == [EntryState.SENT] * 3
