@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ps_core.cluster_view import Node
+from ps_core.cluster_view import Node, NodeState
 from ps_core.consistency import StalePolicy
 from ps_core.errors import InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
@@ -95,6 +95,11 @@ class WorkerPart:
     """Whom it replaced, whose steps up to that clock still count."""
 
     @property
+    def has_left(self) -> bool:
+        """Whether it has left this table, and nothing of it is to come."""
+        return self.left_clock is not None and not self.steps
+
+    @property
     def holds_last_seal(self) -> bool:
         """Whether the seal that it left by has no outcome yet."""
         return any(step.seal is not None and step.seal.terms.last for step in self.steps.values())
@@ -148,7 +153,7 @@ class RangeState:
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
-        self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
+        self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
@@ -198,13 +203,14 @@ class RangeState:
             worker = worker.predecessor
         return worker
 
-    def is_gone(self, worker: WorkerPart) -> bool:
-        """Whether the worker was declared gone, replaced since or not."""
-        return worker.rank in self.gone or worker is not self.by_rank.get(worker.rank)
+    def has_ended(self, worker: WorkerPart) -> bool:
+        """Whether the worker's membership has ended, its rank given anew since or not."""
+        return worker.rank in self.ended or worker is not self.by_rank.get(worker.rank)
 
     def gone_count(self, clock: int) -> int:
         """Workers whose step of `clock` is missing because they are gone."""
-        return sum(not self.is_member(rank, clock) for rank in self.gone)
+        gone = (r for r, node in self.ended.items() if node.state is NodeState.GONE)
+        return sum(not self.is_member(rank, clock) for rank in gone)
 
     def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
         """Updates of `block` in which `incarnation` had no part."""

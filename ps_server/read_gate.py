@@ -144,9 +144,9 @@ class ReadGate:
         clocks = [c for c in self._disputes if self._state.clock < c <= event.clock]
         return self._disputes[min(clocks)] if clocks else None
 
-    def gone(self, node: Node, out: list[Effect]) -> None:
-        """A worker was declared gone: its reads are refused, and every read if only that worker
-        could have made one possible.
+    def ended(self, node: Node, out: list[Effect]) -> None:
+        """A worker's membership has ended: its reads are refused, and every read if only that
+        worker could have made one possible.
         """
         lost = self._lost()
         for event in list(self._waiters.values()):
@@ -159,11 +159,11 @@ class ReadGate:
     def _lost(self) -> PushpullError | None:
         """Why no read can be answered, ever, if so."""
         state = self._state
-        if state.initialized or 0 not in state.gone:
+        if state.initialized or 0 not in state.ended:
             return None
         return InvalidConfig(
             f"table '{state.name}' (range {state.range_id}) has no initial values and gets none: "
-            f"{state.gone[0].gone_words}, before it had assigned them. Create the table under "
+            f"{state.ended[0].ended_words}, before it had assigned them. Create the table under "
             "another name"
         )
 

@@ -62,7 +62,7 @@ class SimServer:
             gone = [node for node in view.nodes if node.state is NodeState.GONE]
             for node in gone:
                 self.fenced.setdefault(node.rank, self._landed(node))
-            self.carry_out(self.machine.gone(gone, self.world.now_s))
+            self.carry_out(self.machine.ended(view.ended_workers, self.world.now_s))
             self.carry_out(self.machine.settle(self.world.now_s))
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
