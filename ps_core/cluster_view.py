@@ -150,6 +150,25 @@ class ClusterView:
         return tuple(n for n in self.nodes if n.role is Role.WORKER and not n.state.is_member)
 
     @cached_property
+    def world_size(self) -> int:
+        """How many workers the cluster counts: those that it was started for, come or gone, and
+        those that came beyond these and are here.
+        """
+        return self.worker_count + sum(rank >= self.worker_count for rank in self._ranks_here)
+
+    @cached_property
+    def awaited_ranks(self) -> tuple[int, ...]:
+        """Whom others may wait for: those whose membership has not ended, and those of the first
+        that have not come.
+        """
+        given = {node.rank for node in self.nodes if node.role is Role.WORKER}
+        return tuple(sorted(self._ranks_here | (set(range(self.worker_count)) - given)))
+
+    @property
+    def _ranks_here(self) -> set[int]:
+        return {n.rank for n in self.nodes if n.role is Role.WORKER and n.state.is_member}
+
+    @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:
         """The nodes by their id."""
         return {node.node_id: node for node in self.nodes}

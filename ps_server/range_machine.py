@@ -136,8 +136,11 @@ class RangeMachine:
         out: list[Effect] = []
         state = self.state
         holder = state.by_rank.get(node.rank)
-        is_replaced = holder is not None and holder.incarnation != node.incarnation
-        if node.rank in state.ended or is_replaced:
+        has_place = node.rank < state.worker_count  # else it has one once it has joined
+        if node.incarnation != holder.incarnation if holder is not None else not has_place:
+            self.reads.ended(node, out)
+            return out
+        if node.rank in state.ended:
             return out
         if holder is not None and holder.has_left and node.state is NodeState.LEFT:
             return out
@@ -206,7 +209,8 @@ class RangeMachine:
             return  # it has joined, or has been replaced in its turn
         state.ended.pop(join.rank, None)
         worker = self._new_worker(join.rank, join.incarnation, now_s)
-        if state.initialized:
+        state.ranks = tuple(sorted({*state.ranks, join.rank}))
+        if state.initialized or join.rank != 0:  # rank 0 may have the initial values to give
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
             state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
             worker.predecessor = holder
@@ -269,7 +273,7 @@ class RangeMachine:
         worker = self.state.workers.get(sender.incarnation)
         if worker is None:
             holder = self.state.by_rank.get(sender.rank)
-            if holder is not None and holder.incarnation < sender.incarnation:
+            if self.state.is_to_join(sender.rank, sender.incarnation):
                 raise Recovering(
                     f"worker {sender.rank} (incarnation {sender.incarnation}) has not joined table "
                     f"'{self.state.name}' yet: pull it first, which waits for that",

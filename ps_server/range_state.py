@@ -9,7 +9,7 @@ What it deliberately does not do: decide (`range_machine`, `update_gate` and `re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,9 +90,9 @@ class WorkerPart:
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
     joined_clock: int = 0
-    """It takes part in updates beyond this one; above 0 for one that replaces another."""
+    """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
     predecessor: WorkerPart | None = None
-    """Whom it replaced, whose steps up to that clock still count."""
+    """Whose rank it has, if it was another's: whose steps up to that clock still count."""
 
     @property
     def has_left(self) -> bool:
@@ -150,6 +150,7 @@ class RangeState:
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)
         self.worker_count = worker_count
+        self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
@@ -176,7 +177,7 @@ class RangeState:
         """Up to which clock all is decided for every worker that has not left; of those that have
         all left, the highest. A worker that was never heard of has done what formed without it.
         """
-        workers = [self.by_rank.get(rank) for rank in range(self.worker_count)]
+        workers = [self.by_rank.get(rank) for rank in self.ranks]
         clocks = [
             self.formed_clock if worker is None else worker.done_clock
             for worker in workers
@@ -195,6 +196,13 @@ class RangeState:
             clock > worker.joined_clock
             and (worker.left_clock is None or clock <= worker.left_clock)
         )
+
+    def is_to_join(self, rank: int, incarnation: Incarnation) -> bool:
+        """Whether a worker that is not here comes by a scheduled change: in another's place, or
+        beyond the first, whom everybody waits for from the start.
+        """
+        holder = self.by_rank.get(rank)
+        return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
 
     def worker_at(self, rank: int, clock: int) -> WorkerPart | None:
         """Who has or had the rank at a clock; None if nobody was ever heard of."""

@@ -233,12 +233,11 @@ class ReadGate:
         return event.clock if worker is None else max(event.clock, worker.joined_clock)
 
     def _is_joining(self, event: PullEvent) -> bool:
-        """Whether the reader is to replace a worker that is gone, and has not yet here."""
+        """Whether the reader is to join while others train, and has not yet here."""
         state = self._state
         if event.incarnation is None or event.incarnation in state.workers:
             return False
-        holder = state.by_rank.get(event.rank)
-        return holder is not None and holder.incarnation < event.incarnation
+        return state.is_to_join(event.rank, event.incarnation)
 
     def _done_clock(self, event: PullEvent) -> int:
         """Up to where all is decided for the reader."""
@@ -289,7 +288,7 @@ class ReadGate:
         if self._is_joining(event):
             return (
                 f"the read of {name} waits for the scheduler: worker {event.rank} has not joined "
-                "the table in the place of the one that is gone"
+                "the table yet"
             )
         if self._waits_for_change(event):
             return (
@@ -325,7 +324,7 @@ class ReadGate:
         state = self._state
         return [
             self._who(rank, now_s)
-            for rank in range(state.worker_count)
+            for rank in state.ranks
             if state.is_member(rank, clock)
             and (rank not in state.by_rank or state.by_rank[rank].sealed_clock < clock)
         ]

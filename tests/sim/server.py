@@ -71,10 +71,10 @@ class SimServer:
             (table_id, grad)
             for (table_id, _), grads in self.values.items()
             for grad in grads
-            if grad.rank == node.rank
+            if grad.incarnation == node.incarnation
         }
         for (table_id, _, _), grads in self.sums.items():
-            found |= {(table_id, grad) for grad in grads if grad.rank == node.rank}
+            found |= {(table_id, grad) for grad in grads if grad.incarnation == node.incarnation}
         for (table_id, _), part in self.machine.parts.items():
             worker = part.state.workers.get(node.incarnation)
             if worker is None:

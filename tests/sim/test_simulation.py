@@ -39,7 +39,7 @@ CONSISTENCIES = (
 )  # fmt: skip
 
 
-def _settings() -> ClusterSettings:
+def _settings(max_workers: int) -> ClusterSettings:
     return ClusterSettings(
         cluster_id="sim",
         timeline=bytes(16),
@@ -47,6 +47,7 @@ def _settings() -> ClusterSettings:
         first_incarnation=Incarnation(1),
         worker_count=WORKERS,
         server_count=SERVERS,
+        max_workers=max_workers,
         range_count=8,
     )
 
@@ -68,10 +69,12 @@ def _spec(draw: random.Random, index: int) -> TableSpec:
 class Simulation:
     """One seed."""
 
+    max_workers = 0
+
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.world = World(seed, narrate=narrate)
         draw = self.world.draw
-        scheduler = self.scheduler = SchedulerMachine(_settings(), 0.0)
+        scheduler = self.scheduler = SchedulerMachine(_settings(self.max_workers), 0.0)
         self.sessions = nodes = [
             scheduler.register(
                 Registration(

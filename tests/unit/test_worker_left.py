@@ -8,13 +8,23 @@ from dataclasses import replace
 
 import pytest
 
+from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
-from ps_server.events import Apply, Effect, PullEvent, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.events import (
+    Apply,
+    Effect,
+    Forget,
+    PullEvent,
+    PushEvent,
+    SealEvent,
+    SealTerms,
+    Sender,
+)
 from ps_server.server_machine import ServerMachine
 from tests.unit.machine_harness import (
     PLACE,
@@ -95,6 +105,12 @@ def test_one_that_left_by_a_seal_has_nothing_to_lose() -> None:
     assert [(c, len(parts)) for c, parts in applied(bsp.effects)] == [(1, 3), (2, 2)]
 
 
+def test_nor_is_anything_done_twice_for_it() -> None:
+    asp = bench("asp:compensate=1")
+    assert any(isinstance(e, Forget) for e in asp.seal(2, 1, 1, skip=True, last=True))
+    assert asp.gone(left()) == []
+
+
 def test_what_it_never_sealed_is_dropped() -> None:
     bsp = bench()
     step(bsp, 2, 1)
@@ -171,6 +187,17 @@ def test_nor_does_one_that_is_made_while_it_leaves() -> None:
     waiting = server.step(0, 2) + server.step(1, 2)
     assert applied(waiting) == []
     assert applied(waiting + server.change(left())) == [(1, [(0, 1), (1, 1)])]
+
+
+def test_one_that_has_left_when_its_join_is_committed_is_not_waited_for() -> None:
+    server = Server()
+    server.change(left(3))
+    (table,) = server.view.tables
+    joined = replace(table, joins=(Join(3, left(3).incarnation, 0),))
+    server.view = replace(server.view, tables=(joined,))
+    server.change()
+    effects = [e for rank in (0, 1, 2) for e in server.step(rank, 1)]
+    assert applied(effects) == [(1, [(0, 1), (1, 1), (2, 1)])]
 
 
 def test_whatever_it_sends_after_that_is_refused() -> None:
