@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 
 from ps_cli.compare_options import CompareOptions
-from ps_cli.options import Script, ServerCount, WorkerCount, options_of
+from ps_cli.options import MaxWorkerCount, ServerCount, WorkerCount, options_of
 from ps_cli.output import Output
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
 from ps_cli.tables import SchedulerAddress, list_tables, matching_tables, set_consistency
-from ps_cli.train import ALL_KINDS, DEFAULT_LINE_INTERVAL_S, TrainRun, TrainSettings
+from ps_cli.train import ALL_KINDS, TrainRun, TrainSettings
+from ps_cli.train_options import TrainOptions
 from ps_cli.up import UpSettings, run_up
 from ps_core.errors import InvalidConfig, PushpullError
 
@@ -60,27 +61,13 @@ def _reported(command: Callable[[Output], int]) -> None:
 
 
 @app.command()
-def train(
-    script: Script,
-    script_arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
-    ] = None,
-    workers: WorkerCount = 2,
-    servers: ServerCount = 1,
-    interval: Annotated[
-        float,
-        typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),
-    ] = DEFAULT_LINE_INTERVAL_S,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
-    ] = False,
-) -> None:
+@options_of(TrainOptions)
+def train(options: TrainOptions) -> None:
     """Train SCRIPT on a local cluster: a scheduler, servers, and a copy of SCRIPT a worker.
 
     The script finds its cluster with `ps_worker.connect()` and its place in it with
-    `client.rank` and `client.world_size`. Its output appears behind its worker's name.
+    `client.rank` and `client.world_size`. Its output appears behind its worker's name. The run ends
+    when the workers that it started have finished.
 
     Exit code: 0 when every worker has finished; 1 when a role died, with the reason; 130 after
     Ctrl-C.
@@ -88,12 +75,13 @@ def train(
     Example: `pushpull train examples/digits_cnn.py --workers 2 --servers 2 -- --epochs 5`
     """
     settings = TrainSettings(
-        script=script,
-        arguments=tuple(script_arguments or ()),
-        worker_count=workers,
-        server_count=servers,
-        line_interval_s=interval,
-        shown_kinds=ALL_KINDS if verbose else frozenset({"worker"}),
+        script=options.script,
+        arguments=tuple(options.script_arguments or ()),
+        worker_count=options.workers,
+        max_workers=options.max_workers,
+        server_count=options.servers,
+        line_interval_s=options.interval,
+        shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
     _guarded(lambda output: TrainRun(settings, output).run())
 
@@ -123,6 +111,7 @@ def compare(options: CompareOptions) -> None:
 @app.command()
 def up(
     workers: WorkerCount = 1,
+    max_workers: MaxWorkerCount = 0,
     servers: ServerCount = 1,
     listen: Annotated[
         str,
@@ -133,7 +122,7 @@ def up(
     ] = False,
 ) -> None:
     """Run a cluster alone and print its address; start workers beside it by hand."""
-    settings = UpSettings(workers, servers, listen, quiet)
+    settings = UpSettings(workers, servers, listen, quiet, max_workers)
     _guarded(lambda output: run_up(settings, output))
 
 

@@ -24,6 +24,15 @@ WorkerCount = Annotated[
     int,
     typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
 ]
+MaxWorkerCount = Annotated[
+    int,
+    typer.Option(
+        "--max-workers",
+        min=0,
+        help="Workers that there may be at a time: those beyond --workers, started by hand, join "
+        "while the others train. 0: none beyond these.",
+    ),
+]
 ServerCount = Annotated[
     int,
     typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),

@@ -65,9 +65,10 @@ class WorkerRow:
 def worker_samples(
     response: scheduler_pb2.GetClusterStatusResponse, now_s: float
 ) -> tuple[WorkerSample, ...]:
-    """The workers of a status message, by rank."""
+    """The workers of a status message, by rank: of those that had one rank, the newest."""
     workers = [n for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER]
-    found = (_sample(status, now_s) for status in workers)
+    newest = {n.node.rank: n for n in sorted(workers, key=lambda n: n.node.incarnation)}
+    found = (_sample(status, now_s) for status in newest.values())
     return tuple(sorted(found, key=lambda sample: sample.rank))
 
 

@@ -91,11 +91,14 @@ class WaitEntry(TypedDict):
 
 
 class StatusDocument(TypedDict):
-    """The whole."""
+    """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
+    with the workers that came beyond these.
+    """
 
     cluster_id: str
     view_number: int
     worker_count: int
+    world_size: int
     server_count: int
     is_finished: bool
     unserved_ranges: list[str]
@@ -129,6 +132,7 @@ def status_document(
         cluster_id=view.cluster_id,
         view_number=view.view_number,
         worker_count=view.worker_count,
+        world_size=view.world_size,
         server_count=view.server_count,
         is_finished=view.finished,
         unserved_ranges=spans(unserved),

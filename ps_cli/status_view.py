@@ -49,7 +49,7 @@ def _head(document: StatusDocument) -> Text:
         document["cluster_id"],
         f"  view {document['view_number']}",
         f"  servers {counts['server']} of {document['server_count']}",
-        f"  workers {counts['worker']} of {document['worker_count']}",
+        f"  workers {counts['worker']} of {document['world_size']}",
     )
     if document["is_finished"]:
         text.append("  finished", style="green")

@@ -44,6 +44,7 @@ class TrainSettings:
         line_interval_s: seconds between progress lines where the output is no terminal.
         shown_kinds: the kinds of role whose lines are shown.
         environment: variables for the workers alone.
+        max_workers: workers that there may be with those that are started by hand; 0: the copies.
     """
 
     script: Path
@@ -53,6 +54,7 @@ class TrainSettings:
     line_interval_s: float = DEFAULT_LINE_INTERVAL_S
     shown_kinds: frozenset[str] = frozenset({"worker"})
     environment: Mapping[str, str] = field(default_factory=dict)
+    max_workers: int = 0
 
 
 class TrainRun:
@@ -95,7 +97,12 @@ class TrainRun:
         )
         if remark:
             self._output.say(remark)
-        shape = ClusterShape(settings.server_count, settings.worker_count, environment=environment)
+        shape = ClusterShape(
+            settings.server_count,
+            settings.worker_count,
+            environment=environment,
+            max_workers=settings.max_workers,
+        )
         scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
         await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
         self._output.say(

@@ -12,12 +12,15 @@ from ps_runtime.launcher import ClusterShape, ReadyRole, start_scheduler, start_
 
 @dataclass(frozen=True, slots=True)
 class UpSettings:
-    """The cluster to run; `listen` is the scheduler's "host:port", port 0 for a free one."""
+    """The cluster to run; `listen` is the scheduler's "host:port", port 0 for a free one;
+    `max_workers` is how many workers there may be in the end, 0 for `worker_count`.
+    """
 
     worker_count: int
     server_count: int
     listen: str
     is_quiet: bool = False
+    max_workers: int = 0
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
@@ -35,7 +38,12 @@ async def run_up(settings: UpSettings, output: Output) -> int:
 
 async def _work(supervisor: Supervisor, settings: UpSettings, output: Output) -> None:
     launcher = supervisor.launcher
-    shape = ClusterShape(settings.server_count, settings.worker_count, listen=settings.listen)
+    shape = ClusterShape(
+        settings.server_count,
+        settings.worker_count,
+        listen=settings.listen,
+        max_workers=settings.max_workers,
+    )
     scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
     servers = await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
     for server in servers:

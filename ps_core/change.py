@@ -13,11 +13,12 @@ from ps_core.keys import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker takes the place of one that is gone.
+    """A worker joins a table that is trained: it takes the place of one that is gone, or comes
+    beyond those that the cluster was started for.
 
     Attributes:
-        rank: whose place.
-        incarnation: the new worker's.
+        rank: its rank.
+        incarnation: its own.
         after_clock: its first step is for the clock after this one.
     """
 

@@ -92,8 +92,17 @@ class Node:
         return f"worker {self.rank} was declared gone after {silence_s:g} s of silence"
 
     @property
+    def ended_words(self) -> str:
+        """Of a worker whose membership has ended: who, and how."""
+        if self.state is NodeState.GONE:
+            return self.gone_words
+        return f"worker {self.rank} has left the cluster"
+
+    @property
     def fence_words(self) -> str:
         """What it is told when it comes back after all."""
+        if self.state is not NodeState.GONE:
+            return f"node {self.node_id} has left the cluster: register again"
         return (
             f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "
             "go on without it, and nothing that it sends counts any more. End this process and "
@@ -138,6 +147,30 @@ class ClusterView:
     def tables_by_name(self) -> dict[str, Table]:
         """The tables by their name."""
         return {table.spec.name: table for table in self.tables}
+
+    @cached_property
+    def ended_workers(self) -> tuple[Node, ...]:
+        """The workers whose membership has ended: nobody waits for them any more."""
+        return tuple(n for n in self.nodes if n.role is Role.WORKER and not n.state.is_member)
+
+    @cached_property
+    def world_size(self) -> int:
+        """How many workers the cluster counts: those that it was started for, come or gone, and
+        those that came beyond these and are here.
+        """
+        return self.worker_count + sum(rank >= self.worker_count for rank in self._ranks_here)
+
+    @cached_property
+    def awaited_ranks(self) -> tuple[int, ...]:
+        """Whom others may wait for: those whose membership has not ended, and those of the first
+        that have not come.
+        """
+        given = {node.rank for node in self.nodes if node.role is Role.WORKER}
+        return tuple(sorted(self._ranks_here | (set(range(self.worker_count)) - given)))
+
+    @property
+    def _ranks_here(self) -> set[int]:
+        return {n.rank for n in self.nodes if n.role is Role.WORKER and n.state.is_member}
 
     @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:

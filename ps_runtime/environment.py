@@ -15,6 +15,7 @@ PREFIX = "PUSHPULL_"
 VARIABLES: dict[str, str] = {
     "PUSHPULL_SCHEDULER": "Where the scheduler is: host:port, or several of them with commas.",
     "PUSHPULL_WORKERS": "The number of workers that opens clock 1 of a BSP table.",
+    "PUSHPULL_MAX_WORKERS": "How many workers there may be, those that join later included.",
     "PUSHPULL_SERVERS": "The number of servers that must have registered before a table is placed.",
     "PUSHPULL_RANK": "The rank that a worker asks for; unset lets the scheduler choose.",
     "PUSHPULL_ROLE": "What a client connects as: worker or reader.",

@@ -404,12 +404,15 @@ def usable_core_count() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """A local cluster: how many servers and workers, and where the scheduler listens."""
+    """A local cluster: how many servers and workers, where the scheduler listens, and how many
+    workers there may be in the end; 0 leaves that to the scheduler's own setting.
+    """
 
     server_count: int
     worker_count: int
     listen: str = "127.0.0.1:0"
     environment: Mapping[str, str] = field(default_factory=dict)
+    max_workers: int = 0
 
     def __post_init__(self) -> None:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
@@ -436,6 +439,7 @@ def start_scheduler(
         f"--servers={shape.server_count}",
         f"--ready-file={launcher.ready_file(bare)}",
         f"--drain-grace-s={_DRAIN_GRACE_S}",
+        *((f"--max-workers={shape.max_workers}",) if shape.max_workers else ()),
     )
     return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
 

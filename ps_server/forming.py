@@ -47,8 +47,8 @@ class Forming:
             return True
         if state.schedule.at(clock).backup_workers:
             return self._form_without_slowest(clock, now_s, out)
-        for rank in range(self._next_rank, state.worker_count):
-            if not state.is_member(rank, clock):
+        for rank in state.ranks:
+            if rank < self._next_rank or not state.is_member(rank, clock):
                 continue
             worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock:
@@ -57,14 +57,14 @@ class Forming:
             if not step.skip and step.pushes:
                 out.append(self._records.fold(worker, step))
             self._next_rank = rank + 1
-        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
+        members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
 
     def _is_nobodys(self, clock: int) -> bool:
         """Whether all have left before, and somebody joined after it."""
         state = self._state
         return clock <= state.newest_join_clock and not any(
-            state.is_member(rank, clock) for rank in range(state.worker_count)
+            state.is_member(rank, clock) for rank in state.ranks
         )
 
     def pass_clock(self, clock: int) -> None:
@@ -83,7 +83,7 @@ class Forming:
         come, and what waits unfolded takes the room that they need. The record has the order.
         """
         state, setting = self._state, self._state.schedule.at(clock)
-        members = [rank for rank in range(state.worker_count) if state.is_member(rank, clock)]
+        members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         for rank in members:
             worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock or rank in self._folded:

@@ -141,21 +141,18 @@ class ParameterNode:
                 tables=sorted({part.table.spec.name for part in added}),
                 blocks=sum(len(part.blocks) for part in added),
             )
-        new = [node for node in self.sessions.gone if node.node_id not in before]
-        if new or added:
-            self._go_on_without(new)
+        for node in self.sessions.gone:
+            if node.node_id not in before:
+                self._fence(node)
+        self.carry_out(self.machine.ended(view.ended_workers, self.now()))
         self.carry_out(self.machine.settle(self.now()))
         self._arm()
 
-    def _go_on_without(self, new: Sequence[Node]) -> None:
-        """Nobody waits for the gone any more, parts that were just added included."""
-        effects = self.machine.gone(self.sessions.gone, self.now())
-        for node in new:
-            for stream in self._streams_of.get(node.incarnation, ()):
-                stream.end_input(Fenced(node.fence_words))
-            logs.warning("worker_gone", reason=node.gone_words)
-        self.carry_out(effects)
-        self._arm()
+    def _fence(self, node: Node) -> None:
+        """The worker was declared gone: its streams end with that."""
+        for stream in self._streams_of.get(node.incarnation, ()):
+            stream.end_input(Fenced(node.fence_words))
+        logs.warning("worker_gone", reason=node.gone_words)
 
     # --- entries
 

@@ -222,3 +222,4 @@ def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
     part.predecessor = state.by_rank.get(facts.rank) if facts.joined_clock else None
     state.workers[facts.incarnation] = part
     state.by_rank[facts.rank] = part
+    state.ranks = tuple(sorted({*state.ranks, facts.rank}))

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from ps_core import limits
 from ps_core.change import Join
-from ps_core.cluster_view import Node
+from ps_core.cluster_view import Node, NodeState
 from ps_core.errors import (
     Fenced,
     InvalidKeys,
@@ -128,21 +128,26 @@ class RangeMachine:
         self._go_on(now_s, out)
         return out
 
-    def gone(self, node: Node, now_s: float) -> list[Effect]:
-        """A worker was declared gone, heard of here or not: what it sealed counts, the rest ends as
-        WITHDRAWN, its reads are refused, and nobody waits for it (S6). Saying it again does
-        nothing.
+    def ended(self, node: Node, now_s: float) -> list[Effect]:
+        """A worker was declared gone, or has left, heard of here or not: what it sealed counts, the
+        rest ends as WITHDRAWN, its reads are refused, and nobody waits for it (S6). Saying it again
+        does nothing, as it does where the worker has left by a seal.
         """
         out: list[Effect] = []
         state = self.state
         holder = state.by_rank.get(node.rank)
-        is_replaced = holder is not None and holder.incarnation != node.incarnation
-        if node.rank in state.gone or is_replaced:
+        has_place = node.rank < state.worker_count  # else it has one once it has joined
+        if node.incarnation != holder.incarnation if holder is not None else not has_place:
+            self.reads.ended(node, out)
+            return out
+        if node.rank in state.ended:
+            return out
+        if holder is not None and holder.has_left and node.state is NodeState.LEFT:
             return out
         worker = holder or self._new_worker(node.rank, node.incarnation, now_s)
-        state.gone[node.rank] = node
-        self.reads.gone(node, out)
-        self._gate.gone(worker, now_s, out)
+        state.ended[node.rank] = node
+        self.reads.ended(node, out)
+        self._gate.ended(worker, now_s, out)
         self._go_on(now_s, out)
         return out
 
@@ -202,9 +207,10 @@ class RangeMachine:
         holder = state.by_rank.get(join.rank)
         if holder is not None and holder.incarnation >= join.incarnation:
             return  # it has joined, or has been replaced in its turn
-        state.gone.pop(join.rank, None)
+        state.ended.pop(join.rank, None)
         worker = self._new_worker(join.rank, join.incarnation, now_s)
-        if state.initialized:
+        state.ranks = tuple(sorted({*state.ranks, join.rank}))
+        if state.initialized or join.rank != 0:  # rank 0 may have the initial values to give
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
             state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
             worker.predecessor = holder
@@ -267,7 +273,7 @@ class RangeMachine:
         worker = self.state.workers.get(sender.incarnation)
         if worker is None:
             holder = self.state.by_rank.get(sender.rank)
-            if holder is not None and holder.incarnation < sender.incarnation:
+            if self.state.is_to_join(sender.rank, sender.incarnation):
                 raise Recovering(
                     f"worker {sender.rank} (incarnation {sender.incarnation}) has not joined table "
                     f"'{self.state.name}' yet: pull it first, which waits for that",
@@ -442,7 +448,7 @@ class RangeMachine:
             step.missing[push.sequence] = push.sender
             self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
         worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
-        if self.state.is_gone(worker):  # it will not send again
+        if self.state.has_ended(worker):  # it will not send again
             self._gate.leave_unsealed(worker, out)
         elif worker.left_clock is not None and worker.holds_last_seal:
             worker.left_clock = None  # that seal is no longer in effect: it may send again

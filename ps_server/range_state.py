@@ -9,11 +9,11 @@ What it deliberately does not do: decide (`range_machine`, `update_gate` and `re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ps_core.cluster_view import Node
+from ps_core.cluster_view import Node, NodeState
 from ps_core.consistency import StalePolicy
 from ps_core.errors import InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
@@ -90,9 +90,14 @@ class WorkerPart:
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
     joined_clock: int = 0
-    """It takes part in updates beyond this one; above 0 for one that replaces another."""
+    """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
     predecessor: WorkerPart | None = None
-    """Whom it replaced, whose steps up to that clock still count."""
+    """Whose rank it has, if it was another's: whose steps up to that clock still count."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left this table, and nothing of it is to come."""
+        return self.left_clock is not None and not self.steps
 
     @property
     def holds_last_seal(self) -> bool:
@@ -153,10 +158,11 @@ class RangeState:
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)
         self.worker_count = worker_count
+        self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
-        self.gone: dict[int, Node] = {}  # by rank: who was declared gone and has not been replaced
+        self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
         self.said: Said | None = None  # the newest scale
@@ -181,7 +187,7 @@ class RangeState:
         """Up to which clock all is decided for every worker that has not left; of those that have
         all left, the highest. A worker that was never heard of has done what formed without it.
         """
-        workers = [self.by_rank.get(rank) for rank in range(self.worker_count)]
+        workers = [self.by_rank.get(rank) for rank in self.ranks]
         clocks = [
             self.formed_clock if worker is None else worker.done_clock
             for worker in workers
@@ -201,6 +207,13 @@ class RangeState:
             and (worker.left_clock is None or clock <= worker.left_clock)
         )
 
+    def is_to_join(self, rank: int, incarnation: Incarnation) -> bool:
+        """Whether a worker that is not here comes by a scheduled change: in another's place, or
+        beyond the first, whom everybody waits for from the start.
+        """
+        holder = self.by_rank.get(rank)
+        return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
+
     def worker_at(self, rank: int, clock: int) -> WorkerPart | None:
         """Who has or had the rank at a clock; None if nobody was ever heard of."""
         worker = self.by_rank.get(rank)
@@ -208,13 +221,14 @@ class RangeState:
             worker = worker.predecessor
         return worker
 
-    def is_gone(self, worker: WorkerPart) -> bool:
-        """Whether the worker was declared gone, replaced since or not."""
-        return worker.rank in self.gone or worker is not self.by_rank.get(worker.rank)
+    def has_ended(self, worker: WorkerPart) -> bool:
+        """Whether the worker's membership has ended, its rank given anew since or not."""
+        return worker.rank in self.ended or worker is not self.by_rank.get(worker.rank)
 
     def gone_count(self, clock: int) -> int:
         """Workers whose step of `clock` is missing because they are gone."""
-        return sum(not self.is_member(rank, clock) for rank in self.gone)
+        gone = (r for r, node in self.ended.items() if node.state is NodeState.GONE)
+        return sum(not self.is_member(rank, clock) for rank in gone)
 
     def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
         """Updates of `block` in which `incarnation` had no part."""

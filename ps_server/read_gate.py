@@ -144,9 +144,9 @@ class ReadGate:
         clocks = [c for c in self._disputes if self._state.clock < c <= event.clock]
         return self._disputes[min(clocks)] if clocks else None
 
-    def gone(self, node: Node, out: list[Effect]) -> None:
-        """A worker was declared gone: its reads are refused, and every read if only that worker
-        could have made one possible.
+    def ended(self, node: Node, out: list[Effect]) -> None:
+        """A worker's membership has ended: its reads are refused, and every read if only that
+        worker could have made one possible.
         """
         lost = self._lost()
         for event in list(self._waiters.values()):
@@ -159,11 +159,11 @@ class ReadGate:
     def _lost(self) -> PushpullError | None:
         """Why no read can be answered, ever, if so."""
         state = self._state
-        if state.initialized or 0 not in state.gone:
+        if state.initialized or 0 not in state.ended:
             return None
         return InvalidConfig(
             f"table '{state.name}' (range {state.range_id}) has no initial values and gets none: "
-            f"{state.gone[0].gone_words}, before it had assigned them. Create the table under "
+            f"{state.ended[0].ended_words}, before it had assigned them. Create the table under "
             "another name"
         )
 
@@ -233,12 +233,11 @@ class ReadGate:
         return event.clock if worker is None else max(event.clock, worker.joined_clock)
 
     def _is_joining(self, event: PullEvent) -> bool:
-        """Whether the reader is to replace a worker that is gone, and has not yet here."""
+        """Whether the reader is to join while others train, and has not yet here."""
         state = self._state
         if event.incarnation is None or event.incarnation in state.workers:
             return False
-        holder = state.by_rank.get(event.rank)
-        return holder is not None and holder.incarnation < event.incarnation
+        return state.is_to_join(event.rank, event.incarnation)
 
     def _done_clock(self, event: PullEvent) -> int:
         """Up to where all is decided for the reader."""
@@ -289,7 +288,7 @@ class ReadGate:
         if self._is_joining(event):
             return (
                 f"the read of {name} waits for the scheduler: worker {event.rank} has not joined "
-                "the table in the place of the one that is gone"
+                "the table yet"
             )
         if self._waits_for_change(event):
             return (
@@ -325,7 +324,7 @@ class ReadGate:
         state = self._state
         return [
             self._who(rank, now_s)
-            for rank in range(state.worker_count)
+            for rank in state.ranks
             if state.is_member(rank, clock)
             and (rank not in state.by_rank or state.by_rank[rank].sealed_clock < clock)
         ]

@@ -7,7 +7,7 @@ Invariants:
     SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server
           and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
-    SM-3  Nothing of a worker that was declared gone does, from then on, whatever it is.
+    SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
     SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
@@ -138,7 +138,7 @@ class TableRoom:
         self._senders[sender.rank] = sender
 
     def forget(self, node: Node) -> None:
-        """The worker is gone: it waits for no turn. Another may have its rank already."""
+        """The worker has ended: it waits for no turn. Another may have its rank already."""
         sender = self._senders.get(node.rank)
         if sender is None or sender.incarnation <= node.incarnation:
             self._senders.pop(node.rank, None)
@@ -166,7 +166,8 @@ class ServerMachine:
         self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
-        self._gone: dict[Incarnation, Node] = {}
+        self._ended: dict[Incarnation, Node] = {}
+        self._new_parts: list[RangeMachine] = []  # they have not been told who these are
         self.view_number = 0
 
     # --- what the scheduler says
@@ -217,17 +218,25 @@ class ServerMachine:
             restore(adopted[0], part.state, adopted[1])
         room.add(part)
         self._parts[table.table_id, range_id] = part
+        self._new_parts.append(part)
         return PartAdded(table, range_id, blocks)
 
-    def gone(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
-        """These workers have been declared gone, by the view that was observed last; to be said
-        again when parts were added.
+    def ended(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
+        """The membership of these workers has ended, by the view that was observed last: they have
+        left, or were declared gone. To be said after each view: a part that was added since learns
+        of all of them, the others of those who are new.
         """
         effects: list[Effect] = []
+        added, self._new_parts = self._new_parts, []
+        for part in added:
+            for node in self._ended.values():
+                effects += part.ended(node, now_s)
         for node in workers:
-            self._gone[node.incarnation] = node
+            if node.incarnation in self._ended:
+                continue
+            self._ended[node.incarnation] = node
             for part in self._parts.values():
-                effects += part.gone(node, now_s)
+                effects += part.ended(node, now_s)
             for room in self._rooms.values():
                 room.forget(node)
                 room.credits(effects)
@@ -240,9 +249,11 @@ class ServerMachine:
         """
         effects: list[Effect] = []
         for part in self._parts.values():
-            effects += part.observe(self._tables[part.state.table.table_id], now_s)
-            for node in self._gone.values():  # who joined may be gone already
-                effects += part.gone(node, now_s)
+            table = self._tables[part.state.table.table_id]
+            effects += part.observe(table, now_s)
+            for join in table.joins:
+                if join.incarnation in self._ended:  # who joined may have gone already
+                    effects += part.ended(self._ended[join.incarnation], now_s)
         for room in self._rooms.values():
             room.credits(effects)
         self._note_times(self._parts.values())
@@ -262,9 +273,9 @@ class ServerMachine:
             if (proposed := self._tables[table_id].proposed) is not None
         )
 
-    def _check_not_gone(self, incarnation: Incarnation | None) -> None:
-        if incarnation in self._gone:
-            raise Fenced(self._gone[incarnation].fence_words)
+    def _check_not_ended(self, incarnation: Incarnation | None) -> None:
+        if incarnation in self._ended:
+            raise Fenced(self._ended[incarnation].fence_words)
 
     # --- what workers say
 
@@ -305,7 +316,7 @@ class ServerMachine:
     def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
         """An entry arrived."""
         try:
-            self._check_not_gone(event.sender.incarnation)
+            self._check_not_ended(event.sender.incarnation)
             part = self.part(event.place)
         except PushpullError as error:
             return [self._refusal(event, error)]
@@ -365,7 +376,7 @@ class ServerMachine:
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read of one range arrived."""
         try:
-            self._check_not_gone(event.incarnation)
+            self._check_not_ended(event.incarnation)
             part = self.part(event.place)
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(

@@ -73,9 +73,7 @@ class Sessions:
                 f"{session.incarnation}) is wrong; send the session as RegisterNode gave it"
             )
         left = self._left.get(session.node_id)
-        if left is not None and left.state is NodeState.GONE:
-            raise Fenced(left.fence_words)
         if left is not None:
-            raise Fenced(f"node {session.node_id} has left the cluster: register again")
+            raise Fenced(left.fence_words)
         self._known.add(session)
         return session

@@ -169,8 +169,10 @@ class UpdateGate:
                     del worker.held[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
-    def gone(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
-        """The worker was declared gone: what it has in effect counts, and nobody waits for more."""
+    def ended(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """The worker's membership has ended: what it has in effect counts, and nobody waits for
+        more.
+        """
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return

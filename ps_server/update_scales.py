@@ -100,7 +100,7 @@ class UpdateScales:
             return None
         workers = self._state.workers
         for contributor in unscaled.contributors:
-            if not contributor.skip and not self._state.is_gone(workers[contributor.incarnation]):
+            if not contributor.skip and not self._state.has_ended(workers[contributor.incarnation]):
                 return None
         self._state.unscaled = None
         return unscaled

@@ -88,13 +88,30 @@ class Connection:
 
     @property
     def world_size(self) -> int:
-        """The number of workers that a BSP update waits for, present or not."""
-        return self.engine.worker_count
+        """How many workers the cluster counted when this client connected: those that it was
+        started for, present or not, and those that had come beyond these and were there.
+
+        It stays what it was when others come or leave. Ranks are below it unless a worker that came
+        beyond the first has left.
+        """
+        return self.engine.world_size
 
     @property
     def is_successor(self) -> bool:
-        """Whether this worker took the place of one that was declared gone."""
+        """Whether this worker has a rank that another had before: mostly one that was declared
+        gone. `is_newcomer` covers these too.
+        """
         return self.engine.is_successor
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker came to a cluster that had all its workers: it took the place of one
+        that is gone, or came beyond the number that the cluster was started for.
+
+        It begins where the others are: at `DistributedOptimizer.clock`, or at a table's `clock`
+        after its first pull.
+        """
+        return self.engine.is_newcomer
 
     @property
     def is_reader(self) -> bool:

@@ -52,7 +52,7 @@ class Engine:
         post: Callable[..., None],
     ) -> None:
         self.session: Session = link.session
-        self.worker_count = view.worker_count
+        self.world_size = view.world_size
         self.counters = Counters()
         self._scheduler = link
         self._view = view
@@ -223,6 +223,11 @@ class Engine:
             for node in self._view.nodes
         )
 
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker joins tables that others train already."""
+        return self.is_successor or self.session.rank >= self._view.worker_count
+
     def table(self, table_id: TableId) -> Table:
         """A table as the newest view has it."""
         return self._view.tables_by_id[table_id]
@@ -321,7 +326,7 @@ class Engine:
                 if slowest is None or worker.clock < slowest.clock:
                     seen[worker.rank] = worker
         if self.table(table.table_id).consistency.mode is Mode.BSP:
-            reasons += _absent_workers(seen, clock, self.worker_count, self.session.rank)
+            reasons += _absent_workers(seen, clock, self._view.awaited_ranks, self.session.rank)
         return "; ".join(reasons) or "the servers have not answered for all of it yet"
 
     # --- what the links say
@@ -391,11 +396,11 @@ class Engine:
 
 
 def _absent_workers(
-    seen: dict[int, parameters_pb2.WorkerStats], clock: int, worker_count: int, own_rank: int
+    seen: dict[int, parameters_pb2.WorkerStats], clock: int, ranks: Sequence[int], own_rank: int
 ) -> list[str]:
     """The workers whose step is missing somewhere, each with what is known of it."""
     absent = []
-    for rank in range(worker_count):
+    for rank in ranks:
         worker = seen.get(rank)
         if rank == own_rank or (worker is not None and (worker.left or worker.clock >= clock)):
             continue

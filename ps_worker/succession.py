@@ -1,4 +1,5 @@
-"""A worker that takes the place of one that is gone: it begins where the others are.
+"""A worker that joins while others train, in the place of one that is gone or beyond the first: it
+begins where the others are.
 
 Its first read of a table waits until it has joined there, and says at which clock (SEMANTICS S6).
 The tables of one model may be joined a step apart; then it ends the steps that it is behind with
@@ -19,15 +20,15 @@ _MAX_SKEW = 8
 reason, such as parameters that were unfrozen later."""
 
 
-def check_may_succeed(is_aggregate: bool) -> None:
-    """Refuse what no server could tell a successor.
+def check_may_join(is_aggregate: bool) -> None:
+    """Refuse what no server could tell a newcomer.
 
     Raises:
         InvalidConfig: the parameters are the workers'.
     """
     if is_aggregate:
         raise InvalidConfig(
-            "this worker takes the place of one that is gone, and with Aggregate the parameters "
+            "this worker joins while others train, and with Aggregate the parameters "
             "are the workers': it cannot know them. Start all workers again, or train with Add"
         )
 

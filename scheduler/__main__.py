@@ -40,6 +40,13 @@ class SchedulerConfig:
     servers: int = field(
         metadata={"help": "The number of servers that a table waits for; at least 1."}
     )
+    max_workers: int = field(
+        default=0,
+        metadata={
+            "help": "How many workers there may be at a time: those beyond `workers` join while "
+            "the others train. 0: none beyond these."
+        },
+    )
     listen: str = field(
         default=LOOPBACK,
         metadata={"help": "host:port to bind; port 0 takes a free one."},
@@ -106,6 +113,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         first_incarnation=Incarnation(1 + secrets.randbits(_INCARNATION_BITS)),
         worker_count=settings.workers,
         server_count=settings.servers,
+        max_workers=settings.max_workers,
         stop_when_done=settings.stop_when_done,
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
@@ -148,6 +156,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
             "cluster_formed",
             cluster_id=cluster.cluster_id,
             workers=cluster.worker_count,
+            max_workers=cluster.rank_count,
             servers=cluster.server_count,
         )
         await _until_the_end(servicer, stop, ticking)

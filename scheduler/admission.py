@@ -12,10 +12,12 @@ What it deliberately does not do: change the state, or answer repeated requests
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 from ps_core import limits
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded
+from ps_core.tables import OptimizerKind
 from scheduler import update_offers
 from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 
@@ -173,28 +175,38 @@ def _check_servers(request: Registration, state: ClusterState, describe: Describ
 def choose_rank(
     request: Registration, settings: ClusterSettings, state: ClusterState, describe: Describe
 ) -> int:
-    """The rank of a new worker: the one that it asks for, or the lowest that was never given, or
-    the lowest of one that is gone.
+    """The rank of a new worker: the one that it asks for; else, of those that the cluster was
+    started for, the lowest that was never given, or the lowest of one that is gone; else the lowest
+    free one beyond these.
 
     Raises:
-        InvalidConfig: there is no such rank, or somebody has it or left with it.
+        InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
+            first; or it comes beyond these and there is a table that it could not know.
     """
     holders = state.workers_by_rank()
     rank = request.requested_rank
     if rank is None:
-        fresh = [r for r in range(settings.worker_count) if r not in holders]
-        gone = [r for r, node in holders.items() if node.state is NodeState.GONE]
-        rank = min(fresh or gone, default=None)
-        if rank is None:
-            raise InvalidConfig(_all_taken(settings.worker_count, holders, describe))
-        return rank
-    if not 0 <= rank < settings.worker_count:
-        raise InvalidConfig(
-            f"requested_rank is {rank}; the cluster was started for {settings.worker_count} "
-            f"workers, ranks 0 to {settings.worker_count - 1}"
+        first = range(settings.worker_count)
+        fresh = (r for r in first if r not in holders)
+        gone = (r for r in first if r in holders and holders[r].state is NodeState.GONE)
+        beyond = (
+            r
+            for r in range(settings.worker_count, settings.rank_count)
+            if r not in holders or not holders[r].state.is_member
         )
-    holder = holders.get(rank)
+        rank = next(chain(fresh, gone, beyond), None)
+        if rank is None:
+            raise InvalidConfig(_all_taken(settings, holders, describe))
+    if not 0 <= rank < settings.rank_count:
+        raise InvalidConfig(
+            f"requested_rank is {rank}; {_sizes(settings)}, ranks 0 to {settings.rank_count - 1}"
+        )
+    holder, is_further = holders.get(rank), rank >= settings.worker_count
+    if is_further:
+        _check_may_come_late(state)
     if holder is None or holder.state is NodeState.GONE:
+        return rank
+    if is_further and not holder.state.is_member:
         return rank
     if not holder.state.is_member:
         raise InvalidConfig(
@@ -204,13 +216,33 @@ def choose_rank(
     raise InvalidConfig(f"rank {rank} is taken by {describe(holder)}")
 
 
-def _all_taken(worker_count: int, holders: dict[int, Node], describe: Describe) -> str:
+def _check_may_come_late(state: ClusterState) -> None:
+    """Refuse a further worker where the workers hold what it would need to begin."""
+    for table in state.tables.values():
+        if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+            raise InvalidConfig(
+                f"a worker beyond those that the cluster was started for; table "
+                f"'{table.spec.name}' is of Aggregate, whose parameters are the workers' and not "
+                "the servers': nobody can tell it where they are"
+            )
+
+
+def _sizes(settings: ClusterSettings) -> str:
+    more = ""
+    if settings.rank_count > settings.worker_count:
+        more = f" and takes up to {settings.rank_count}"
+    return f"the cluster was started for {settings.worker_count} workers{more}"
+
+
+def _all_taken(settings: ClusterSettings, holders: dict[int, Node], describe: Describe) -> str:
     listed = [
         f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]
     ]
-    if worker_count > _LISTED_COUNT:
-        listed.append(f"and {worker_count - _LISTED_COUNT} more")
+    count = settings.rank_count
+    if count > _LISTED_COUNT:
+        listed.append(f"and {count - _LISTED_COUNT} more")
+    limit = "was started for" if count == settings.worker_count else "takes (max_workers)"
     return (
-        f"a worker beyond the {worker_count} that the cluster was started for: every rank is "
+        f"a worker beyond the {count} that the cluster {limit}: every rank is "
         f"given, {', '.join(listed)}"
     )

@@ -9,8 +9,9 @@
 Rules:
     - A table has one proposal at a time; who wants another change waits for it to be settled.
     - Numbers are never given twice: a promise for an old proposal counts for nothing.
-    - A worker that replaces one that is gone joins every table there is, each by a change of its
-      own; what was not promised in time is proposed again. Later tables have it from the start.
+    - A worker that replaces one that is gone, or comes beyond the first, joins every table there
+      is, each by a change of its own; what was not promised in time is proposed again. Later tables
+      have it from the start.
 
 Invariants:
     CH-1  A change is committed only when every server with a part of the table has promised, and
@@ -154,20 +155,36 @@ class Changes:
 
     # --- workers that join
 
-    def join_bytes(self) -> int:
-        """What a worker that replaces another takes of the view, beside its node."""
+    def join_bytes(self, rank: int) -> int:
+        """What a worker that joins with this rank takes of the view, beside its node."""
         tables = self._state.tables.values()
-        return sum(view_size.JOIN_BYTES + self.needed_bytes(table) for table in tables)
+        needed_bytes = sum(self.needed_bytes(table) for table in tables)
+        return needed_bytes + view_size.JOIN_BYTES * len(self._without_room(rank))
+
+    def _without_room(self, rank: int) -> list[TableId]:
+        """The tables that nobody has joined with this rank, nor was to."""
+        rooms, tables = self._state.join_rooms, self._state.tables.values()
+        return [t.table_id for t in tables if (t.table_id, rank) not in rooms]
 
     def join(self, join: Join) -> None:
         """This worker is to have its rank in every table, whoever had it or was due to."""
-        for table in self._state.tables.values():
-            self._state.view_bytes += view_size.JOIN_BYTES
-            due = self._state.joins_due.setdefault(table.table_id, [])
+        state = self._state
+        for table_id in self._without_room(join.rank):
+            state.view_bytes += view_size.JOIN_BYTES
+            state.join_rooms.add((table_id, join.rank))
+        for table in state.tables.values():
+            due = state.joins_due.setdefault(table.table_id, [])
             due[:] = [*(other for other in due if other.rank != join.rank), join]
 
-    def joined_before(self) -> tuple[Join, ...]:
-        """Who has the ranks that were given anew, in a table that is made now."""
+    def ended(self, node: Node) -> None:
+        """Whoever has ended joins nothing any more."""
+        for due in self._state.joins_due.values():
+            due[:] = [join for join in due if join.incarnation != node.incarnation]
+
+    def joined_before(self, worker_count: int) -> tuple[Join, ...]:
+        """Who has the ranks that were given anew, and those beyond the first, in a table that is
+        made now.
+        """
         first: dict[int, Node] = {}
         for node in self._state.nodes_of(Role.WORKER):
             first.setdefault(node.rank, node)
@@ -175,7 +192,7 @@ class Changes:
         return tuple(
             Join(rank, node.incarnation)
             for rank, node in sorted(newest.items())
-            if node is not first[rank]
+            if (node.state.is_member if rank >= worker_count else node is not first[rank])
         )
 
     def propose_joins(self, patience_s: float, now_s: float) -> list[Transition]:

@@ -10,14 +10,15 @@ Rules:
       returns a `Decision`: the reply and the transitions that happened. A method that raises has
       changed nothing.
     - Each event changes the view number at most once, and only if the view changed.
-    - A worker that replaces one that is gone joins each table by a scheduled change.
+    - A worker that replaces one that is gone, or comes beyond the first, joins each table by a
+      scheduled change; one whose membership has ended joins nothing any more.
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
     CL-2  A range's assignment_epoch grows by one with each change of its primary or its backups,
           and only then.
     CL-3  A range that holds blocks has a primary; another only if that one was its backup.
-    CL-4  No two members have one rank; ranks are below worker_count.
+    CL-4  No two members have one rank; ranks are below max_workers.
     CL-5  The view fits a message (`scheduler.view_size`).
     CL-6  Once finished, always finished; nobody joins and no table comes to be.
 
@@ -37,8 +38,15 @@ from ps_core.errors import NotPermitted, Overloaded
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
-from scheduler.changes import Changes, Outcome, Pending, Wish
-from scheduler.cluster_state import ClusterSettings, ClusterState, Registration, Transition
+from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
+from scheduler.cluster_state import (
+    ClusterSettings,
+    ClusterState,
+    NodeLeft,
+    Registration,
+    Transition,
+    WorkerGone,
+)
 from scheduler.configurations import Configurations
 from scheduler.membership import Membership
 from scheduler.ownership import Ownership
@@ -129,9 +137,11 @@ class Cluster:
             heard = self._members.hear(known, now_s)
             return Decision(self._members.session(known), self._changed(*heard))
         node = self._members.candidate(request, now_s)
-        is_replacement = node.role is Role.WORKER and node.rank in self._state.workers_by_rank()
+        is_late = node.role is Role.WORKER and (
+            node.rank >= self.settings.worker_count or node.rank in self._state.workers_by_rank()
+        )
         needed_bytes = view_size.node_bytes(node)
-        needed_bytes += self._changes.join_bytes() if is_replacement else 0
+        needed_bytes += self._changes.join_bytes(node.rank) if is_late else 0
         room_bytes = self._room_bytes()
         if needed_bytes > room_bytes:
             raise Overloaded(
@@ -139,7 +149,7 @@ class Cluster:
                 f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
         transitions = self._members.add(node, request, now_s)
-        if is_replacement:
+        if is_late:
             self._changes.join(Join(node.rank, node.incarnation))
             transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         return Decision(self._members.session(node), self._changed(*transitions))
@@ -195,7 +205,9 @@ class Cluster:
         existing = self._tables.find(spec)
         if existing is not None:
             return Decision(Created(existing, self._state.view_number))
-        made, created = self._tables.create(spec, self._changes.joined_before(), now_s)
+        joins = self._changes.joined_before(self.settings.worker_count)
+        check_workers(spec.name, spec.consistency, self.view.world_size)
+        made, created = self._tables.create(spec, joins, now_s)
         transitions = self._changed(*created)
         if isinstance(made, str):
             return Decision(Parked(made))
@@ -213,7 +225,7 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         self.member(session)
-        found, transitions = self._changes.wish(wish, self.settings.worker_count, now_s)
+        found, transitions = self._changes.wish(wish, self.view.world_size, now_s)
         return Decision(found, self._changed(*transitions))
 
     def move_bound(self, wish: Wish, now_s: float) -> Decision[None]:
@@ -272,6 +284,9 @@ class Cluster:
         return Decision(None, self._changed(*transitions))
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:
+        for transition in transitions:
+            if isinstance(transition, NodeLeft | WorkerGone):
+                self._changes.ended(transition.node)
         if transitions:
             self._state.view_number += 1
         return transitions

@@ -37,6 +37,8 @@ class ClusterSettings:
             random, so that two clusters do not give the same ones.
         worker_count: the number of workers that opens clock 1 of a BSP table; at least 1.
         server_count: the number of servers that a table waits for; at least 1.
+        max_workers: how many workers there may be at a time, those that join while others train
+            included; at least `worker_count`. 0: `worker_count`.
         stop_when_done: whether the cluster is finished when all workers have left.
         range_count: key ranges; fixed for the life of the cluster.
         heartbeat_interval_s: how often nodes call, in seconds; at most half of `lease_s`.
@@ -55,6 +57,7 @@ class ClusterSettings:
     first_incarnation: Incarnation
     worker_count: int
     server_count: int
+    max_workers: int = 0
     stop_when_done: bool = False
     range_count: int = limits.RANGE_COUNT
     heartbeat_interval_s: float = limits.HEARTBEAT_INTERVAL_S
@@ -89,6 +92,12 @@ class ClusterSettings:
             f"{self.server_count}",
         )
         _require(
+            self.max_workers == 0
+            or self.worker_count <= self.max_workers <= limits.MAX_NODE_COUNT // 2,
+            f"max_workers is {self.max_workers}; expected {self.worker_count}, the number of "
+            f"workers, to {limits.MAX_NODE_COUNT // 2}, or 0 for none beyond these",
+        )
+        _require(
             0 < self.heartbeat_interval_s <= self.lease_s / 2,
             f"heartbeat interval is {self.heartbeat_interval_s} s; expected above 0 and at most "
             f"half of the lease of {self.lease_s} s",
@@ -103,6 +112,11 @@ class ClusterSettings:
             f"adaptation interval is {self.adaptation_interval_s} s; expected above 0",
         )
         key_ranges(self.range_count)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks are below it."""
+        return self.max_workers or self.worker_count
 
 
 def _require(holds: bool, message: str) -> None:
@@ -170,6 +184,7 @@ class ClusterState:
     proposals: dict[TableId, Proposal] = field(default_factory=dict)
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
+    join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
     finished: bool = False
     view_bytes: int = 0
 

@@ -5,7 +5,8 @@ Rules:
       or a request that was queued, proves nothing.
     - Registration is idempotent by registration_id, leaving by node.
     - A worker's rank is given once, neither silence nor leaving frees it; but one that was declared
-      gone may be replaced.
+      gone may be replaced, and more workers may come, up to max_workers, whose ranks are free again
+      when they have left.
     - A worker that is silent for longer than its timeout is declared gone, for good: its
       incarnation is fenced. Time in which the scheduler itself was paused does not count.
     - A reader that is silent for long has left: nobody waits for it.
@@ -236,10 +237,9 @@ class Membership:
     def _ended(self, node: Node) -> list[Transition]:
         """What follows when a node's membership has ended."""
         self._detector.forget(node.node_id)
-        workers = self._state.workers_by_rank().values()
-        done = len(workers) == self._settings.worker_count and all(
-            not worker.state.is_member for worker in workers
-        )
+        workers = self._state.workers_by_rank()
+        have_come = all(rank in workers for rank in range(self._settings.worker_count))
+        done = have_come and not any(worker.state.is_member for worker in workers.values())
         if self._settings.stop_when_done and done and not self._state.finished:
             self._state.finished = True
             return [ClusterFinished()]

@@ -19,7 +19,6 @@ from ps_core.errors import InvalidConfig, TableExists
 from ps_core.keys import TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import placement, view_size
-from scheduler.changes import check_workers
 from scheduler.cluster_state import ClusterSettings, ClusterState, TableCreated, Transition
 from scheduler.ownership import Ownership
 from scheduler.spec_difference import first_difference
@@ -65,14 +64,13 @@ class Tables:
 
         Args:
             spec: validated; no table has its name.
-            joins: who has the ranks that were given anew.
+            joins: who has the ranks that were given anew, or are beyond the first.
             now_s: the time.
 
         Raises:
-            InvalidConfig: the cluster has no room for it, or too few workers.
+            InvalidConfig: the cluster has no room for it.
         """
-        check_workers(spec.name, spec.consistency, self._settings.worker_count)
-        self._check_room(spec)
+        self._check_room(spec, len(joins))
         state = self._state
         table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec, joins=joins)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
@@ -81,10 +79,11 @@ class Tables:
             return f"table '{spec.name}' waits for {reason}", []
         state.tables[spec.name] = table
         state.view_bytes += view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
+        state.join_rooms |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
         return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
 
-    def _check_room(self, spec: TableSpec) -> None:
+    def _check_room(self, spec: TableSpec, join_count: int) -> None:
         table_count = len(self._state.tables)
         if table_count >= limits.MAX_TABLE_COUNT:
             raise InvalidConfig(
@@ -97,10 +96,8 @@ class Tables:
                 f"table '{spec.name}': element_count {spec.element_count} makes {block_count} "
                 f"blocks of {spec.block_elements}; expected at most {MAX_TABLE_BLOCK_COUNT}"
             )
-        needed_bytes, room_bytes = (
-            view_size.table_bytes(spec),
-            view_size.room_bytes(self._settings, self._state),
-        )
+        needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * join_count
+        room_bytes = view_size.room_bytes(self._settings, self._state)
         if needed_bytes > room_bytes:
             raise InvalidConfig(
                 f"table '{spec.name}' takes up to {needed_bytes} bytes of the cluster's view "

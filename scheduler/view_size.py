@@ -33,7 +33,7 @@ CHANGE_BYTES = 2 * (40 + 26)
 """The newest change of a table, and a proposal; room is taken when it is changed first."""
 
 JOIN_BYTES = 32
-"""Who has the rank of a worker that is gone, in one table."""
+"""Who has a rank that was given anew, or is beyond the first, in one table."""
 
 
 def table_bytes(spec: TableSpec) -> int:

@@ -16,6 +16,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import wire
+from scheduler import view_size
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
 from scheduler.membership import READER_LEASES
@@ -52,6 +53,7 @@ class Twin:
     """What happened, in order, and what follows from it."""
 
     worker_count: int
+    rank_count: int
     server_count: int
     nodes: list[TwinNode] = field(default_factory=list)
     tables: list[TableSpec] = field(default_factory=list)
@@ -59,7 +61,28 @@ class Twin:
 
     def finished(self) -> bool:
         newest = {n.session.rank: n for n in self.nodes if n.request.role is Role.WORKER}
-        return len(newest) == self.worker_count and all(n.has_left for n in newest.values())
+        have_come = set(newest) >= set(range(self.worker_count))
+        return have_come and all(n.has_left for n in newest.values())
+
+    def world_size(self) -> int:
+        further = [n for n in self.nodes if n.session.rank >= self.worker_count]
+        return self.worker_count + sum(not n.has_left for n in further)
+
+    def free_ranks(self) -> set[int]:
+        """Never given; or of one that is gone, or came beyond the first and has left."""
+        workers = [n for n in self.nodes if n.request.role is Role.WORKER]
+        held = {
+            n.session.rank
+            for n in workers
+            if not n.is_gone and not (n.has_left and n.session.rank >= self.worker_count)
+        }
+        return set(range(self.rank_count)) - held
+
+    def lowest_rank(self) -> int:
+        """What a worker gets that asks for none: of the first if any is free, a new one before."""
+        given = {n.session.rank for n in self.nodes if n.request.role is Role.WORKER}
+        first, free = self.worker_count, self.free_ranks()
+        return min(free, key=lambda rank: (rank >= first, rank < first and rank in given, rank))
 
     def alive_servers(self) -> list[TwinNode]:
         return [
@@ -78,10 +101,7 @@ class Twin:
             fits = all(n.request.kernel_fingerprint == request.kernel_fingerprint for n in here)
             return None if fits and request.address not in alive else errors.InvalidConfig
         if request.role is Role.WORKER:
-            workers = [n for n in self.nodes if n.request.role is Role.WORKER]
-            given = [n.session.rank for n in workers if not n.is_gone]
-            free = set(range(self.worker_count)) - set(given)
-            asked = request.requested_rank
+            free, asked = self.free_ranks(), request.requested_rank
             return None if (free if asked is None else asked in free) else errors.InvalidConfig
         return None
 
@@ -113,8 +133,11 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         worker_count=st.integers(1, 3),
         server_count=st.integers(1, 3),
         joined=st.sampled_from([(0, 0), (1, 4), (2, 3)]),
+        further=st.integers(0, 2),
     )
-    def form(self, worker_count: int, server_count: int, joined: tuple[int, int]) -> None:
+    def form(
+        self, worker_count: int, server_count: int, joined: tuple[int, int], further: int
+    ) -> None:
         """A cluster, empty or with some workers and servers in it."""
         self.now_s = 0.0
         self.drawn = 0
@@ -125,11 +148,12 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             first_incarnation=Incarnation(10),
             worker_count=worker_count,
             server_count=server_count,
+            max_workers=worker_count + further if further else 0,
             stop_when_done=True,
             range_count=RANGE_COUNT,
         )
         self.cluster = Cluster(chosen, 0.0)
-        self.twin = Twin(worker_count, server_count)
+        self.twin = Twin(worker_count, worker_count + further, server_count)
         self.before = self.cluster.view
         for _ in range(joined[0]):
             self.register(Role.WORKER, None, 1, "")
@@ -156,7 +180,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
 
     @rule(
         role=st.sampled_from(Role),
-        rank=st.none() | st.integers(0, 3),
+        rank=st.none() | st.integers(0, 5),
         host=st.integers(0, 4),
         kernels=st.sampled_from(["torch=2", "torch=2", "torch=2", "torch=3"]),
     )
@@ -170,10 +194,13 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             kernel_fingerprint=kernels if role is Role.SERVER else "",
         )
         refusal = self.twin.refusal(request)
+        lowest = self.twin.lowest_rank() if self.twin.free_ranks() else None
         session = self.expect(lambda: self.cluster.register(request, self.now_s), refusal)
         if session is not None:
             if request.requested_rank is not None:
                 assert session.rank == request.requested_rank
+            elif role is Role.WORKER:
+                assert session.rank == lowest
             self.twin.nodes.append(TwinNode(request, session, [self.now_s]))
 
     @rule(data=st.data())
@@ -312,6 +339,13 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         for index, table in enumerate(view.tables):
             assert table.first_ordinal == twin.ordinal_of(index)
         assert view.finished == twin.finished()
+        assert view.world_size == twin.world_size()
+        assert set(view.awaited_ranks) == {
+            n.session.rank for n in twin.nodes if n.request.role is Role.WORKER and not n.has_left
+        } | (
+            set(range(twin.worker_count))
+            - {n.session.rank for n in twin.nodes if n.request.role is Role.WORKER}
+        )
         assert self.cluster.servers_have_left == all(
             n.has_left for n in twin.nodes if n.request.role is Role.SERVER
         )
@@ -329,8 +363,47 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         self.before = view
 
     @invariant()
+    def whoever_came_late_joins_each_table_or_has_joined(self) -> None:
+        """And nobody else does; with one join of a table under way at a time."""
+        twin, state = self.twin, self.cluster._state
+        workers = [n for n in twin.nodes if n.request.role is Role.WORKER]
+        firsts = {n.session.rank: n for n in reversed(workers)}
+        late = [
+            n
+            for n in workers
+            if n.session.rank >= twin.worker_count or n is not firsts[n.session.rank]
+        ]
+        for table in self.cluster.view.tables:
+            due = [join.incarnation for join in state.joins_due.get(table.table_id, ())]
+            there = [join.incarnation for join in table.joins]
+            assert len({join.rank for join in table.joins}) == len(table.joins)
+            assert {*due, *there} <= {n.session.incarnation for n in late}
+            newest = {n.session.rank: n for n in late if not n.has_left}
+            assert {n.session.incarnation for n in newest.values()} <= {*due, *there}
+            if due and table.proposed is not None:
+                assert table.proposed.join is not None
+
+    @rule(data=st.data(), clock=st.integers(0, 9))
+    def promise(self, data: st.DataObject, clock: int) -> None:
+        """A server promises what is proposed."""
+        proposed = [t for t in self.cluster.view.tables if t.proposed is not None]
+        servers = [n for n in self.twin.alive_servers() if not n.has_left]
+        if not proposed or not servers:
+            return
+        table, server = data.draw(st.sampled_from(proposed)), data.draw(st.sampled_from(servers))
+        assert table.proposed is not None
+        number = table.proposed.number
+        self.expect(
+            lambda: self.cluster.promise_change(server.session, table.table_id, number, clock),
+            None,
+        )
+
+    @invariant()
     def the_view_survives_the_wire(self) -> None:
-        assert wire.view_from_proto(wire.view_to_proto(self.cluster.view)) == self.cluster.view
+        message = wire.view_to_proto(self.cluster.view)
+        assert wire.view_from_proto(message) == self.cluster.view
+        fixed_bytes = view_size.fixed_bytes("c", RANGE_COUNT)
+        assert message.ByteSize() <= fixed_bytes + self.cluster._state.view_bytes
 
 
 TestClusterAgainstTwin = ClusterAgainstTwin.TestCase

@@ -171,7 +171,7 @@ class SimWorker:
         self.world, self.cluster, self.layout = world, cluster, layout
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
-        self.is_successor = False
+        self.is_newcomer = False
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)

@@ -70,7 +70,7 @@ class SimServer:
         gone = [node for node in view.nodes if node.state is NodeState.GONE]
         for node in gone:
             self.fenced.setdefault(node.rank, self._landed(node))
-        self.carry_out(self.machine.gone(gone, self.world.now_s))
+        self.carry_out(self.machine.ended(view.ended_workers, self.world.now_s))
         self.carry_out(self.machine.settle(self.world.now_s))
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
@@ -79,10 +79,10 @@ class SimServer:
             (table_id, grad)
             for (table_id, _), grads in self.values.items()
             for grad in grads
-            if grad.rank == node.rank
+            if grad.incarnation == node.incarnation
         }
         for (table_id, _, _), grads in self.sums.items():
-            found |= {(table_id, grad) for grad in grads if grad.rank == node.rank}
+            found |= {(table_id, grad) for grad in grads if grad.incarnation == node.incarnation}
         for (table_id, _), part in self.machine.parts.items():
             worker = part.state.workers.get(node.incarnation)
             if worker is None:

@@ -6,13 +6,13 @@ each server learns of it at another moment. A worker that was only paused goes o
 
 from __future__ import annotations
 
-from ps_core.cluster_view import Role
-from ps_core.keys import TableId
+from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.keys import Incarnation, TableId
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
 from tests.sim.server import SimServer
-from tests.sim.test_simulation import run_seeds
+from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import training
 from tests.sim.truth import Grad
 
@@ -25,6 +25,7 @@ class CrashSimulation(ScheduledSimulation):
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.slow: SimWorker | None = None
+        self.late: dict[Incarnation, Session] = {}  # of the workers that came while others trained
         super().__init__(seed, narrate=narrate)
         draw = self.world.draw
         self.victim = draw.choice(self.workers)
@@ -79,26 +80,39 @@ class CrashSimulation(ScheduledSimulation):
 
     def _replace(self) -> None:
         """Another worker takes the victim's rank, and trains from where the others are."""
+        rank = self.victim.rank
+        is_free = self.scheduler._state.workers_by_rank()[rank].state is NodeState.GONE
+        if is_free and self._may_come(rank):
+            worker = self._come("successor", self.world.draw.choice((None, rank)))
+            assert worker.rank == rank or rank >= WORKERS
+
+    def _may_come(self, rank: int) -> bool:
+        """A successor of rank 0 would have to give what values are missing."""
         parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
-        if not all(part.state.initialized for part in parts):
-            return  # a successor of rank 0 would have to give what values are missing
-        decision = self.scheduler.register(
-            Registration(b"successor".ljust(16), Role.WORKER), self.world.now_s
-        )
+        return rank != 0 or all(part.state.initialized for part in parts)
+
+    def _come(self, name: str, rank: int | None = None) -> SimWorker:
+        """A worker joins while the others train."""
+        now_s, counts = self.world.now_s, self.world.counts
+        asking = Registration(name.encode().ljust(16), Role.WORKER, requested_rank=rank)
+        decision = self.scheduler.register(asking, now_s)
         session = decision.reply
-        assert session.rank == self.victim.rank
         worker = SimWorker(self.world, self.cluster, self.layout, session.rank, session.incarnation)
-        worker.is_successor = True
+        worker.is_newcomer = True
         self.workers.append(worker)
+        self.late[session.incarnation] = session
         self._publish(decision.transitions)
         self._beat(session, worker)
-        self.world.counts["successors"] += 1
-        self._start_successor(worker, self.scheduler.view.view_number)
+        counts["successors" if session.rank < WORKERS else "newcomers"] += 1
+        parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
+        counts["came before all values"] += not all(p.state.initialized for p in parts)
+        self._start_late(worker, self.scheduler.view.view_number)
+        return worker
 
-    def _start_successor(self, worker: SimWorker, view_number: int) -> None:
+    def _start_late(self, worker: SimWorker, view_number: int) -> None:
         """A session waits for the view that has the node."""
         if any(s.machine.view_number < view_number for s in self.cluster.values()):
-            self.world.after(LOOK_S, lambda: self._start_successor(worker, view_number))
+            self.world.after(LOOK_S, lambda: self._start_late(worker, view_number))
             return
         worker.start(training(worker, self.truth, self.world.draw.randint(2, 8)))
 

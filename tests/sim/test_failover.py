@@ -40,10 +40,9 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.after(draw.random() * draw.choice((1.0, 5.0, 20.0)), self._strike)
         self._ask()
 
-    @staticmethod
-    def settings() -> ClusterSettings:
+    def settings(self) -> ClusterSettings:
         """Of the cluster."""
-        settings = ScheduledSimulation.settings()
+        settings = super().settings()
         return replace(settings, server_count=SERVERS, replica_count=2, lease_s=LEASE_S)
 
     def server(self, node_id: NodeId) -> SimServer:

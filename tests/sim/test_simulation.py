@@ -39,7 +39,7 @@ CONSISTENCIES = (
 )  # fmt: skip
 
 
-def _settings() -> ClusterSettings:
+def _settings(max_workers: int) -> ClusterSettings:
     return ClusterSettings(
         cluster_id="sim",
         timeline=bytes(16),
@@ -47,6 +47,7 @@ def _settings() -> ClusterSettings:
         first_incarnation=Incarnation(1),
         worker_count=WORKERS,
         server_count=SERVERS,
+        max_workers=max_workers,
         range_count=8,
     )
 
@@ -67,6 +68,8 @@ def _spec(draw: random.Random, index: int) -> TableSpec:
 
 class Simulation:
     """One seed."""
+
+    max_workers = 0
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.world = World(seed, narrate=narrate)
@@ -111,10 +114,9 @@ class Simulation:
         ]
         self.evaluator = Evaluator(self.world, self.cluster, self.layout, self.truth)
 
-    @staticmethod
-    def settings() -> ClusterSettings:
+    def settings(self) -> ClusterSettings:
         """Of the cluster."""
-        return _settings()
+        return _settings(self.max_workers)
 
     def server(self, node_id: NodeId) -> SimServer:
         """One of the servers."""

@@ -14,9 +14,9 @@ from tests.sim.truth import CLIP_SCALE, Body, Grad, TrainingEnded, Truth
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
     clocks: dict[TableId, int] = {}
-    if worker.is_successor:
+    if worker.is_newcomer:
         yield from _begin_where_the_others_are(worker, truth, clocks)
-    for table in worker.layout.tables if not worker.is_successor else ():
+    for table in worker.layout.tables if not worker.is_newcomer else ():
         if worker.rank == 0:
             yield from _step(worker, truth, table, 0)
         yield from _read_and_check(worker, truth, table, 0)
@@ -46,7 +46,8 @@ def _begin_where_the_others_are(
         yield from _read(worker, table, 0)
         clock = min(answer.clock for answer in worker.reads.answers.values())
         _check(worker, truth, table, clock)
-        clocks[table.table_id] = clock
+        clocks[table.table_id] = truth.sealed[table.table_id, worker.rank] = clock
+        truth.left.discard((table.table_id, worker.rank))  # who had its rank before may have left
     newest = max(clocks.values())
     for table in worker.layout.tables:
         ranges = list(table.blocks_by_range(worker.layout.range_count))
@@ -106,6 +107,9 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
+    if worker.is_newcomer:
+        mode = layout.settings.at(table, clock).mode.value
+        worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
     for table_id, grad in worker.lost:
         truth.contributions[table_id, grad.block].discard(grad)
     if ended.rejected:

@@ -155,8 +155,8 @@ class Bench:
         return self._note(self.machine.scale(event, self.now_s))
 
     def gone(self, node: Node) -> list[Effect]:
-        """A worker was declared gone."""
-        return self._note(self.machine.gone(node, self.now_s))
+        """A worker was declared gone, or has left."""
+        return self._note(self.machine.ended(node, self.now_s))
 
     def fail(self, error: UpdateFailed) -> list[Effect]:
         """The table has failed."""

@@ -58,6 +58,16 @@ def test_workers_come_by_rank_and_other_roles_are_left_out() -> None:
     assert [(s.rank, s.step_count, s.clock) for s in samples] == [(0, 7, 7), (1, 5, 5)]
 
 
+def test_of_those_that_had_one_rank_the_newest_is_shown_with_its_own_rates() -> None:
+    window = RateWindow()
+    for second in (0, 1, 2):
+        dead, living = worker(1, 90, last_heard_ms=1000 * second), worker(1, 10 * second)
+        dead.node.incarnation, living.node.incarnation = 3, 4
+        window.observe(worker_samples(message(worker(0, 5), living, dead), now_s=100.0 + second))
+    (_, row) = window.rows()
+    assert (row.sample.step_count, row.steps_per_s) == (20, 10.0)
+
+
 def test_a_report_is_dated_when_it_was_made_not_when_it_was_read() -> None:
     (sample,) = worker_samples(message(worker(0, 1, last_heard_ms=750)), now_s=100.0)
     assert sample.reported_at_s == pytest.approx(99.25)

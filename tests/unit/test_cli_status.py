@@ -166,6 +166,29 @@ def test_the_view_shows_roles_tables_and_waits() -> None:
         assert expected in text
 
 
+def test_workers_beyond_the_first_are_counted_while_they_are_here() -> None:
+    answer = cluster()
+    for node_id, rank, state in (
+        (11, 2, types_pb2.NODE_STATE_ALIVE),
+        (12, 3, types_pb2.NODE_STATE_LEFT),
+        (13, 4, types_pb2.NODE_STATE_SILENT),
+    ):
+        node = types_pb2.Node(
+            node_id=node_id,
+            incarnation=node_id,
+            role=types_pb2.NODE_ROLE_WORKER,
+            rank=rank,
+            state=state,
+        )
+        answer.view.nodes.append(node)
+        answer.nodes.append(scheduler_pb2.NodeStatus(node=node))
+    made = status_document(answer, {})
+    assert (made["worker_count"], made["world_size"]) == (2, 4)
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(status_view(made))
+    assert "workers 2 of 4" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_table_that_has_failed_is_shown_with_the_reason() -> None:
     made = document({1: stats(6, failure="its update broke"), 2: stats(5)})
     assert made["tables"][0]["failure"] == "its update broke"

@@ -187,7 +187,7 @@ class Replacing(Changing):
     """A bench on which a rank is given anew; its new worker's incarnation is 2000 + rank."""
 
     def die(self, rank: int) -> None:
-        self._note(self.machine.gone(_dead(rank), self.now_s))
+        self._note(self.machine.ended(_dead(rank), self.now_s))
 
     def join(self, rank: int) -> int:
         """The clock after which the new worker is there."""
@@ -292,5 +292,5 @@ def test_a_successor_that_dies_too_is_not_waited_for() -> None:
     _step(bench, 1, 1)
     assert applied(bench.effects) == []
     second = replace(_dead(0), incarnation=Incarnation(2000))
-    bench._note(bench.machine.gone(second, bench.now_s))
+    bench._note(bench.machine.ended(second, bench.now_s))
     assert applied(bench.effects) == [(1, [(1, 1)])]

@@ -37,12 +37,12 @@ def _view(text: str, number: int = 1, state: NodeState = NodeState.ALIVE) -> Clu
 
 
 class Server:
-    """A server of one range, two workers, and a hand on its clock."""
+    """A server of one range, two workers that step, and a hand on its clock."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, workers: int = 2) -> None:
         self.now_s = 100.0
         metrics = ServerMetrics(CollectorRegistry())
-        self.node = ParameterNode(SERVER, b"k" * 16, 2, metrics, lambda: self.now_s)
+        self.node = ParameterNode(SERVER, b"k" * 16, workers, metrics, lambda: self.now_s)
         self.node.observe(_view(text))
         self.streams = [self.node.open_stream(_worker(rank)) for rank in range(2)]
         self.sequences = [0, 0]
@@ -160,7 +160,7 @@ def test_tables_and_workers_that_went_are_forgotten(after: ClusterView) -> None:
 
 def test_what_a_heartbeat_says_is_bounded() -> None:
     def body() -> None:
-        server = Server("ssp:1..4")
+        server = Server("ssp:1..4", workers=limits.MAX_READ_WAIT_COUNT + 5)
         for rank in range(limits.MAX_READ_WAIT_COUNT + 5):
             server.node.end_read(server.read(rank, 1))
         assert len(server.waited_ms()) == limits.MAX_READ_WAIT_COUNT

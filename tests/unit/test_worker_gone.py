@@ -55,7 +55,7 @@ def bench(mode: Mode | Consistency = Mode.BSP, *, from_rank_zero: bool = False) 
 
 
 def declare_gone(of: Bench, rank: int = 2) -> list[Effect]:
-    found = of.machine.gone(dead(rank), of.now_s)
+    found = of.machine.ended(dead(rank), of.now_s)
     of.effects += found
     return found
 
@@ -223,7 +223,7 @@ def test_another_incarnation_that_has_the_rank_stays() -> None:
     bsp = bench()
     step(bsp, 2, 1)
     older = Node(NodeId(3), Incarnation(7), Role.WORKER, 2, "", NodeState.GONE)
-    assert bsp.machine.gone(older, bsp.now_s) == []
+    assert bsp.machine.ended(older, bsp.now_s) == []
     step(bsp, 0, 1)
     step(bsp, 1, 1)
     assert [len(parts) for _, parts in applied(bsp.effects)] == [3]
@@ -402,7 +402,7 @@ def test_whatever_it_sends_after_its_fence_is_refused(
     server: Server, send: Callable[[Server, int, int, int], list[Effect]]
 ) -> None:
     server.push(2, 1, 1)
-    server.machine.gone([dead()], 100.0)
+    server.machine.ended([dead()], 100.0)
     found = send(server, 2, 2, 1)
     assert kinds(found) == [ReplyKind.ERROR]
     assert isinstance(problem(found), Fenced)
@@ -411,16 +411,16 @@ def test_whatever_it_sends_after_its_fence_is_refused(
 
 
 def test_it_cannot_read_either(server: Server) -> None:
-    server.machine.gone([dead()], 100.0)
+    server.machine.ended([dead()], 100.0)
     event = PullEvent(PLACE, 1, dead().incarnation, 0, False, 110.0)
     assert isinstance(problem(server.machine.pull(event, 100.0)), Fenced)
 
 
 def test_a_table_that_is_made_later_does_not_wait_for_it() -> None:
     server = Server(make_table())
-    server.machine.gone([dead()], 100.0)
+    server.machine.ended([dead()], 100.0)
     server.observe()
-    server.machine.gone([dead()], 100.0)
+    server.machine.ended([dead()], 100.0)
     for rank in (0, 1):
         server.push(rank, 1, 1)
     assert applied(server.seal(0, 2, 1) + server.seal(1, 2, 1))[0][0] == 1
@@ -433,7 +433,7 @@ def test_those_who_waited_for_its_room_get_credit() -> None:
     for block in range(4):
         server.push(2, block + 1, 1, block)
     assert kinds(server.push(1, 1, 2)) == [ReplyKind.REFUSED]
-    found = server.machine.gone([dead()], 100.0)
+    found = server.machine.ended([dead()], 100.0)
     credited = [
         e.sender.rank for e in found if isinstance(e, ReplyTo) and e.kind is ReplyKind.CREDIT
     ]

@@ -83,7 +83,7 @@ class SchedulerServiceServicer:
 
     def RegisterNode(self, request, context):
         """Makes the caller a node. Idempotent by registration_id. A server whose kernels or custom updates
-        differ from the others' and a worker beyond worker_count are refused with INVALID_ARGUMENT.
+        differ from the others' and a worker beyond max_workers are refused with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,33 @@
+"""What the command line of `pushpull train` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ps_cli.options import MaxWorkerCount, Script, ServerCount, WorkerCount
+from ps_cli.train import DEFAULT_LINE_INTERVAL_S
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """The options as they are given."""
+
+    script: Script
+    script_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
+    ] = None
+    workers: WorkerCount = 2
+    max_workers: MaxWorkerCount = 0
+    servers: ServerCount = 1
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),
+    ] = DEFAULT_LINE_INTERVAL_S
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
+    ] = False

@@ -1,0 +1,246 @@
+"""More workers than a cluster was started for join it while it trains, and leave it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+
+import ps_worker as ps
+from ps_cli import scheduler_query
+from ps_cli.status_document import StatusDocument, status_document
+from ps_runtime.launcher import ClusterShape, Launcher, start_scheduler
+from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
+from tests.integration.test_successor import Trainer
+from tests.integration.test_worker_gone import (
+    DEADLINE_S,
+    PATIENCE,
+    gradient,
+    table,
+    victim,
+)
+
+FIRST = 2
+STEPS = 12
+
+
+@pytest.fixture
+def cluster() -> Iterator[LaneCluster]:
+    environment = {**PATIENCE, "PUSHPULL_MAX_WORKERS": "4"}
+    with lane_cluster(servers=2, workers=FIRST, environment=environment) as running:
+        yield running
+
+
+def _first(cluster: LaneCluster) -> list[ps.Client]:
+    return [
+        ps.connect(cluster.address, rank=rank, request_deadline_s=DEADLINE_S)
+        for rank in range(FIRST)
+    ]
+
+
+def _status(cluster: LaneCluster) -> StatusDocument:
+    response = asyncio.run(scheduler_query.first_status([cluster.address]))
+    return status_document(response, {})
+
+
+def _close(clients: list[ps.Client]) -> None:
+    for client in clients:
+        client.close(leave=False)
+
+
+class Running:
+    """Workers that step until all are at a clock that is not known when they begin."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._target: int | None = None
+        self._runs: list[Future[list[float]]] = []
+
+    def begin(self, client: ps.Client, handle: ps.TableHandle) -> None:
+        self._runs.append(self._pool.submit(self._go_on, client, handle))
+
+    def _go_on(self, client: ps.Client, handle: ps.TableHandle) -> list[float]:
+        """The first value after each step."""
+        found = []
+        while self._target is None or handle.clock < self._target:
+            values = client.push_pull(handle, gradient(client.rank))
+            found.append(float(np.asarray(values)[0]))
+        return found
+
+    def end(self, clock: int) -> list[list[float]]:
+        self._target = clock
+        return [run.result(DEADLINE_S) for run in self._runs]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: str) -> None:
+    clients = _first(cluster)
+    assert not any(client.is_newcomer for client in clients)
+    with ThreadPoolExecutor(FIRST + 1) as pool:
+        running = Running(pool)
+        handles = [table(client, consistency) for client in clients]
+        for client, handle in zip(clients, handles, strict=True):
+            running.begin(client, handle)
+        until(lambda: min(handle.clock for handle in handles) >= 2, "they train")
+        late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
+        clients.append(late)
+        assert (late.rank, late.world_size) == (FIRST, FIRST + 1)
+        assert late.is_newcomer
+        assert not late.is_successor
+        assert clients[0].world_size == FIRST, "as it was when it connected"
+        handle = table(late, consistency)
+        at_start = np.asarray(late.pull(handle)).copy()
+        begun = handle.clock
+        assert begun >= 2, "it begins where the others are"
+        running.begin(late, handle)
+        *_, found = running.end(begun + STEPS)
+        assert len(found) == STEPS
+        if consistency == "bsp":  # its steps are in every update since, in every range
+            assert len(np.unique(at_start)) == 1
+            mean = -float(gradient(0)[0] + gradient(1)[0] + gradient(2)[0]) / (FIRST + 1)
+            assert np.allclose(np.diff([at_start[0], *found]), mean)
+        else:  # every step is in there, once
+            counts = [*(handle.clock for handle in handles), STEPS]
+            expected = sum(count * 10.0**rank for rank, count in enumerate(counts))
+            assert np.all(np.asarray(late.pull(handle)) == -expected)
+        shown = _status(cluster)
+        assert (shown["worker_count"], shown["world_size"]) == (FIRST, FIRST + 1)
+        assert sorted(n["rank"] or 0 for n in shown["nodes"] if n["role"] == "worker") == [0, 1, 2]
+        _close(clients)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("count", [1, 2])
+def test_models_stay_equal_when_workers_join_under_bsp_with_a_schedule(
+    cluster: LaneCluster, count: int
+) -> None:
+    """With BatchNorm and two groups of parameters; `count` workers come at the same time."""
+    clients = _first(cluster)
+    with ThreadPoolExecutor(FIRST + 2 * count) as pool:
+        trainers = list(pool.map(Trainer, clients))
+        target: list[int] = []
+
+        def go_on(trainer: Trainer) -> None:
+            while not target or trainer.optimizer.clock < target[0]:
+                trainer.step()
+
+        def begin(client: ps.Client) -> None:
+            trainer = Trainer(client)
+            assert trainer.optimizer.clock >= 2
+            trainers.append(trainer)
+            runs.append(pool.submit(go_on, trainer))  # at once: the others wait for it
+
+        runs = [pool.submit(go_on, trainer) for trainer in trainers]
+        until(lambda: trainers[0].optimizer.clock >= 2, "they train")
+        late = [ps.connect(cluster.address, request_deadline_s=DEADLINE_S) for _ in range(count)]
+        assert [client.rank for client in late] == list(range(FIRST, FIRST + count))
+        for beginning in [pool.submit(begin, client) for client in late]:
+            beginning.result(DEADLINE_S)
+        target.append(max(trainer.optimizer.clock for trainer in trainers) + 8)
+        for run in runs:
+            run.result(DEADLINE_S)
+        assert {trainer.optimizer.clock for trainer in trainers} == {target[0]}
+        mine, *others = [trainer.state() for trainer in trainers]
+        for other in others:
+            for name, value in mine.items():
+                assert torch.equal(value, other[name]), name
+        _close([*clients, *late])
+
+
+@pytest.mark.timeout(120)
+def test_it_leaves_and_another_gets_its_rank(cluster: LaneCluster) -> None:
+    clients = _first(cluster)
+    with ThreadPoolExecutor(FIRST + 1) as pool, ExitStack() as stack:
+        running = Running(pool)
+        for client in clients:
+            running.begin(client, table(client, "bsp"))
+        stack.callback(_close, clients)
+        ends = []
+        for _ in range(2):
+            late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
+            assert (late.rank, late.world_size, late.is_newcomer) == (FIRST, FIRST + 1, True)
+            handle = table(late, "bsp")
+            late.pull(handle)
+            for _ in range(3):
+                late.push_pull(handle, gradient(late.rank))
+            ends.append(handle.clock)
+            late.close()
+            assert _status(cluster)["world_size"] == FIRST
+        assert ends[0] + 3 <= ends[1]
+        first, second = running.end(ends[1] + 3)
+        assert first == second
+        mean = -float(gradient(0)[0] + gradient(1)[0]) / FIRST
+        assert np.allclose(np.diff(first[-3:]), mean), "they go on by themselves"
+        assert cluster.metric("pushpull_server_short_updates_total") == 0
+
+
+def step_beyond(address: str, lane: str, consistency: str, pipe: Connection) -> None:
+    """A further worker in a process: steps without end."""
+    client = ps.connect(address, lane=lane, request_deadline_s=DEADLINE_S)
+    try:
+        handle = table(client, consistency)
+        client.pull(handle)
+        while True:
+            client.push_pull(handle, gradient(client.rank))
+            pipe.send((client.rank, handle.clock))
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
+def test_one_that_is_killed_holds_nobody_up_for_long(cluster: LaneCluster, lane: str) -> None:
+    clients = _first(cluster)
+    with ThreadPoolExecutor(FIRST) as pool, ExitStack() as stack:
+        running = Running(pool)
+        handles = [table(client, "bsp") for client in clients]
+        for client, handle in zip(clients, handles, strict=True):
+            running.begin(client, handle)
+        stack.callback(_close, clients)
+        with victim(cluster, lane, "bsp", step_beyond) as dying:
+            rank, clock = dying.hear()
+            assert rank == FIRST
+            dying.process.kill()
+            until(lambda: _status(cluster)["world_size"] == FIRST, "it is gone")
+        first, second = running.end(max(clock, handles[0].clock) + STEPS)
+        assert first == second
+        again = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
+        assert (again.rank, again.is_newcomer) == (FIRST, True)
+        again.close(leave=False)
+
+
+@pytest.mark.timeout(120)
+def test_there_are_no_more_than_max_workers(cluster: LaneCluster) -> None:
+    clients = [ps.connect(cluster.address) for _ in range(4)]
+    assert [client.rank for client in clients] == [0, 1, 2, 3]
+    with pytest.raises(ps.InvalidConfig, match="beyond the 4 that the cluster takes"):
+        ps.connect(cluster.address)
+    _close(clients)
+
+
+@pytest.mark.timeout(120)
+def test_a_local_clusters_shape_says_how_many() -> None:
+    with Launcher() as launcher:
+        scheduler = start_scheduler(launcher, ClusterShape(1, 1, max_workers=2))
+        clients = [ps.connect(scheduler.address) for _ in range(2)]
+        assert [client.is_newcomer for client in clients] == [False, True]
+        with pytest.raises(ps.InvalidConfig, match="beyond the 2 that the cluster takes"):
+            ps.connect(scheduler.address)
+        _close(clients)
+
+
+@pytest.mark.timeout(120)
+def test_what_only_the_workers_have_is_told_to_nobody_else(cluster: LaneCluster) -> None:
+    clients = _first(cluster)
+    clients[0].create_table("sums", 64, optimizer=ps.Aggregate(torch.optim.SGD))
+    with pytest.raises(ps.InvalidConfig, match="table 'sums' is of Aggregate"):
+        ps.connect(cluster.address)
+    _close(clients)
