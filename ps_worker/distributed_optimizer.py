@@ -329,9 +329,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
     def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
-        is_giver = self._client.rank == 0 and not self._client.is_newcomer
+        joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
+        is_giver = self._client.rank == 0 and not joins
         if self._client.is_newcomer:
             succession.check_may_join(isinstance(self._optimizer, Aggregate))
+        if joins:
             succession.begin_where_the_others_are(self._client, tables)
         else:
             for table in tables:

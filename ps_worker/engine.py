@@ -53,6 +53,7 @@ class Engine:
     ) -> None:
         self.session: Session = link.session
         self.world_size = view.world_size
+        self._found_tables = frozenset(view.tables_by_id)
         self.counters = Counters()
         self._scheduler = link
         self._view = view
@@ -227,6 +228,12 @@ class Engine:
     def is_newcomer(self) -> bool:
         """Whether this worker joins tables that others train already."""
         return self.is_successor or self.session.rank >= self._view.worker_count
+
+    def joins(self, table_id: TableId) -> bool:
+        """Whether this worker joins that table, which others had before it came. What is made after
+        that has it from the start, as any other worker.
+        """
+        return self.is_newcomer and table_id in self._found_tables
 
     def table(self, table_id: TableId) -> Table:
         """A table as the newest view has it."""

@@ -141,6 +141,14 @@ class Trainer:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
+def _with_another_layer(trainer: Trainer) -> torch.Tensor:
+    """The layer's weights as all workers have them: rank 0's, which are its rank."""
+    layer = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(layer.weight, float(trainer.client.rank))
+    trainer.optimizer.add_param_group({"params": layer.parameters()})
+    return layer.weight.detach().clone()
+
+
 def train_as_rank_0(address: str, lane: str, _: str, pipe: Connection) -> None:
     """A worker process that gives the first values, and then takes steps."""
     client = ps.connect(address, rank=0, lane=lane, request_deadline_s=DEADLINE_S)
@@ -183,6 +191,10 @@ def test_even_rank_0_is_replaced_and_the_models_stay_equal(cluster: LaneCluster)
         for other in others:
             for name, value in first.items():
                 assert torch.equal(value, other[name]), name
+        # Of a table that is made from now on it has the initial values, as any rank 0.
+        grown = list(pool.map(_with_another_layer, trainers))
+        for weight in grown:
+            assert torch.equal(weight, torch.zeros(1, 2))
         for client in [*clients, late]:
             client.close(leave=False)
 
