@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ps_core.errors import AlreadyPast
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
-from ps_server.events import Apply, Effect, Reduce
+from ps_server.events import Apply, Drop, Effect, Reduce
 from ps_server.range_state import RangeState, StepPart, WorkerPart
 from ps_server.records import Records
 from ps_server.update_scales import UpdateScales
@@ -127,7 +127,7 @@ class Forming:
         if is_clipped:
             state.unscaled = record
             out.append(Reduce(record))
-            return False
+            return self.drop_orphan(out)
         if asks:  # those who come too late are told that there is nothing here
             self._scales.reduced(clock, (0.0,) * len(state.blocks))
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
@@ -135,6 +135,15 @@ class Forming:
             out.append(Apply(record))
         self._records.commit(record, out)
         self.pass_clock(clock)
+        return True
+
+    def drop_orphan(self, out: list[Effect]) -> bool:
+        """Whether the update that waits for its scale was dropped, since nobody can say it."""
+        orphan = self._scales.orphan()
+        if orphan is None:
+            return False
+        out.append(Drop(orphan))
+        self.pass_clock(orphan.clock)
         return True
 
     def discard(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:

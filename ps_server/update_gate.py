@@ -35,7 +35,6 @@ from ps_server.events import (
     Apply,
     Assign,
     Contributor,
-    Drop,
     Effect,
     Fold,
     Forget,
@@ -176,11 +175,8 @@ class UpdateGate:
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
-        orphan = self._scales.orphan()
-        if orphan is not None:
-            out.append(Drop(orphan))
-            self._forming.pass_clock(orphan.clock)
-            self._go_on(orphan.clock, now_s, out)
+        if self._forming.drop_orphan(out):
+            self._go_on(self._state.clock, now_s, out)
         self._decide((), now_s, out)
         self._forget(worker, out)
         self._reads.release(out)
@@ -406,3 +402,4 @@ class UpdateGate:
         """Update `clock`, which waited for its scale, has it or is dropped."""
         self._reads.release(out)
         self._decide(self._those_who_may_go_on(clock - 1, out), now_s, out)
+        self._reads.release(out)

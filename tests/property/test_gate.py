@@ -72,6 +72,7 @@ class Twin:
 
     def __init__(self, consistency: Consistency, happened: list[Event], *, clips: bool) -> None:
         self.clips = clips
+        self.taken: dict[int, list[Sealed]] = {}  # by clock, in the order of the sum
         self.summed: list[Sealed] = []  # what is in the update that waits for its scale
         self.settings: list[tuple[int, Consistency]] = [(-1, consistency)]
         self.hold: int | None = None
@@ -152,7 +153,10 @@ class Twin:
         if self.summed:
             return
         backups = self.setting(clock).backup_workers
-        steps = [step for step in self.order if step.clock == clock]
+        in_effect = {step for step in self.order if step.clock == clock}
+        # Whoever is there when it is this update's turn, in rank order; the others as they come.
+        steps = self.taken.setdefault(clock, [])
+        steps += sorted(in_effect.difference(steps), key=lambda step: step.rank)
         if not backups:
             steps.sort(key=lambda step: step.rank)
         # One who says goodbye with an empty step is not waited for at its clock.

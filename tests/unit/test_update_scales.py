@@ -199,6 +199,20 @@ def test_an_update_that_nobody_can_scale_any_more_is_dropped() -> None:
     assert told(at.effects, 2)[2] == (0.0, 0.0, 2.0, 0.0)
 
 
+def test_a_sum_of_the_dead_alone_waits_for_nobody() -> None:
+    """They had sealed it, and were gone before the others ended the step with nothing."""
+    at = bench(workers=2)
+    step(at, 0, 1, 1)
+    gone(at, 0)
+    at.seal(1, 1, 1, skip=True)
+    assert [e.record.clock for e in at.effects if isinstance(e, Drop)] == [1]
+    assert at.machine.state.clock == 1
+    assert outcomes(at.effects)[1, 1] is Outcome.APPLIED
+    at.push(1, 2, 2)
+    at.seal(1, 3, 2, clip_scale=0.5)
+    assert told(at.effects, 1)[2] == (2.0, 0.0, 0.0, 0.0)
+
+
 def test_a_word_for_an_update_that_was_dropped_is_discarded() -> None:
     at = bench(workers=2)
     step(at, 0, 1, 1)
