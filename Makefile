@@ -27,7 +27,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim bench gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim bench bench-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ test: $(READY) ## Run every test that needs pip packages only, on up to four cor
 
 check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
 	$(MAKE) test
-	$(MAKE) sim
+	$(MAKE) sim SEEDS=100
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system
@@ -79,6 +79,9 @@ sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks
+
+bench-check: $(READY) ## Run every benchmark quickly: do they work, and give all that their pages promise
+	$(BIN)/python -m pytest tests/bench
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)

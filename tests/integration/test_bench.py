@@ -1,28 +1,20 @@
-"""`pushpull bench` runs and says what it promises; how fast is for people to judge."""
+"""`pushpull bench` from the outside; `tests/bench` runs each of its benchmarks."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.catalogue import BENCHMARKS
-from benchmarks.lanes import LANES
 
 ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 170
-MIB = 1024 * 1024
 
 pytestmark = pytest.mark.timeout(180)
-
-ENVIRONMENT = {"cpu", "core_count", "python", "torch", "grpcio", "load_average", "warnings"}
-MOVES = ("push", "pull", "round")
 
 
 def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -37,101 +29,6 @@ def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         timeout=RUN_TIMEOUT_S,
         check=False,
     )
-
-
-def bench(name: str, *arguments: str, cwd: Path) -> dict[str, Any]:
-    """A quick run's document, which was on standard output; all of its keys are documented."""
-    run = run_cli(name, "--quick", "--json", "-", *arguments, cwd=cwd)
-    assert run.returncode == 0, run.stderr
-    document: dict[str, Any] = json.loads(run.stdout)
-    assert set(document["environment"]) >= ENVIRONMENT
-    assert name in run.stderr
-    assert not undocumented_keys(name, document)
-    return document
-
-
-def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
-    """Keys that the benchmark's section of the page does not name."""
-    page = (ROOT / "docs/PERFORMANCE.md").read_text(encoding="utf-8")
-    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    rows = [*document["rows"], *document.get("compared", ())]
-    keys = set(document["ceilings"]).union(*rows)
-    return keys - set(re.findall(r"`(\w+)`", section))
-
-
-def all_positive(figures: dict[str, Any]) -> bool:
-    numbers = [value for value in figures.values() if isinstance(value, int | float)]
-    return bool(numbers) and all(value > 0 for value in numbers)
-
-
-def rates(row: dict[str, Any]) -> dict[str, float]:
-    return {move: row[f"{move}_gb_s"] for move in MOVES}
-
-
-def test_dense_writes_rates_and_their_ceilings(tmp_path: Path) -> None:
-    document = bench("dense", "--size-mb", "1", cwd=tmp_path)
-    assert document["environment"]["table_bytes"] == MIB
-    ceilings = document["ceilings"]
-    assert set(ceilings) == {
-        "memcpy_gb_s",
-        "tcp_gb_s",
-        "raw_grpc_push_gb_s",
-        "raw_grpc_pull_gb_s",
-        "torch_rpc_tutorial_round_gb_s",
-        "torch_rpc_best_round_gb_s",
-        "torch_rpc_tcp_tutorial_round_gb_s",
-        "torch_rpc_tcp_best_round_gb_s",
-    }
-    assert all_positive(ceilings)
-    rows = {(row["lane"], row["optimizer"], row["workers"]): row for row in document["rows"][::-1]}
-    kinds = [
-        (row["lane"], row["gradient"], row["optimizer"], row["workers"]) for row in document["rows"]
-    ]
-    assert kinds == [
-        ("shm", "shared", "sgd", 1),
-        ("shm", "shared", "adam", 1),
-        ("shm", "private", "sgd", 1),
-        ("shm", "shared", "sgd", 2),
-        ("grpc", "private", "sgd", 1),
-        ("grpc", "private", "adam", 1),
-        ("grpc", "private", "sgd", 2),
-    ]
-    for (lane, _, _), row in rows.items():
-        assert row["servers"] == 1
-        assert all_positive(rates(row))
-        # 1 MiB may cost less than the kernel's tick of CPU time.
-        assert row["cpu_s_per_gb"] == pytest.approx(
-            row["server_cpu_s_per_gb"] + row["worker_cpu_s_per_gb"], rel=0.01
-        )
-        push_ceiling = ceilings["memcpy_gb_s" if lane == "shm" else "raw_grpc_push_gb_s"]
-        assert row["push_of_ceiling"] == pytest.approx(row["push_gb_s"] / push_ceiling, rel=0.01)
-    assert [compared["lane"] for compared in document["compared"]] == list(LANES)
-    for compared in document["compared"]:
-        one, two = (rows[compared["lane"], "sgd", count] for count in (1, 2))
-        assert compared["round_over_torch_rpc_best"] == pytest.approx(
-            one["round_gb_s"] / ceilings["torch_rpc_best_round_gb_s"], rel=0.01
-        )
-        assert compared["two_workers_push_over_one"] == pytest.approx(
-            two["push_gb_s"] / one["push_gb_s"], rel=0.01
-        )
-    samples = document["samples_gb_s"]
-    # Two rounds for each lane; what both are held against takes part in those of both.
-    assert {len(samples[name]) for name in samples if name.startswith(LANES)} == {2}
-    assert len(samples["memcpy"]) == len(samples["raw push"]) == 2 * len(LANES)
-
-
-def test_latency_stands_beside_raw_grpc_and_torch_rpc(tmp_path: Path) -> None:
-    document = bench("latency", cwd=tmp_path)
-    peers = ("raw_unary", "torch_rpc")
-    assert set(document["ceilings"]) == {
-        f"{peer}_{figure}" for peer in peers for figure in ("p50_ms", "p99_ms")
-    }
-    assert all_positive(document["ceilings"])
-    calls = ("push_pull", "push", "pull")
-    found = [(row["lane"], row["call"]) for row in document["rows"]]
-    assert found == [(lane, call) for lane in LANES for call in calls]
-    for row in document["rows"]:
-        assert 0 < row["p50_ms"] <= row["p99_ms"]
 
 
 @pytest.mark.parametrize(
@@ -157,70 +54,3 @@ def test_help_names_every_benchmark(tmp_path: Path) -> None:
     run = run_cli("--help", cwd=tmp_path)
     assert run.returncode == 0
     assert all(name in run.stdout for name in BENCHMARKS)
-
-
-def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
-    document = bench("train", cwd=tmp_path)
-    assert document["environment"]["device"] == "cpu"
-    ceilings = document["ceilings"]
-    local = ("local_step_s", "local_fused_step_s", "local_tuned_step_s")
-    assert set(ceilings) == {*local, "bare_step_s"}
-    assert all_positive(ceilings)
-    assert [row["asked_lane"] for row in document["rows"]] == ["auto", "grpc"]
-    assert [row["lane"] for row in document["rows"]] == [LANES[0], "grpc"]
-    for row in document["rows"]:
-        assert (row["optimizer"], row["workers"], row["servers"]) == ("adam", 1, 1)
-        assert row["bytes_per_step"] == 8 * row["parameter_count"] > 0
-        assert row["of_local"] == pytest.approx(ceilings["local_step_s"] / row["step_s"], rel=0.01)
-        assert row["transfer_s"] > 0
-        assert 0 <= row["hidden"] <= 1
-
-
-def test_optimizers_stand_beside_torch_in_a_file(tmp_path: Path) -> None:
-    run = run_cli("optimizers", "--quick", "--json=optimizers.json", cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "torch.optim" in run.stdout
-    document = json.loads((tmp_path / "optimizers.json").read_text())
-    assert not undocumented_keys("optimizers", document)
-    assert all_positive(document["ceilings"])
-    found = {(row["optimizer"], row["kernels"]) for row in document["rows"]}
-    optimizers = ("sgd", "adam", "adamw", "adagrad", "rmsprop")
-    assert found == {(name, kernels) for name in optimizers for kernels in ("fast", "exact")}
-    assert all(all_positive(row) for row in document["rows"])
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_memory_stands_beside_its_bounds(lane: str, tmp_path: Path) -> None:
-    document = bench("memory", "--lane", lane, cwd=tmp_path)
-    table_bytes = document["environment"]["table_bytes"]
-    assert document["ceilings"] == {}
-    rows = {(row["lane"], row["workers"], row["role"]): row for row in document["rows"]}
-    assert list(rows) == [(lane, count, role) for count in (1, 2) for role in ("server", "worker")]
-    for (_, _, role), row in rows.items():
-        assert row["of_bound"] == pytest.approx(row["peak_bytes"] / row["bound_bytes"], rel=0.01)
-        if role == "server":  # which holds the table and Adam's two moments
-            assert row["bound_bytes"] == 6.25 * table_bytes + 300_000_000
-            assert row["private_bytes"] + row["shared_bytes"] > 3 * table_bytes
-        else:
-            assert row["bound_bytes"] == 256_000_000
-            assert row["peak_bytes"] > 0
-
-
-def test_sessions_stand_beside_two_workers(tmp_path: Path) -> None:
-    document = bench("sessions", cwd=tmp_path)
-    assert document["ceilings"] == {}
-    rows = {(row["lane"], row["workers"]): row for row in document["rows"]}
-    assert list(rows) == [(lane, count) for lane in LANES for count in (2, 8)]
-    for row in rows.values():
-        assert row["active"] == row["processes"] == 2
-        assert all_positive(rates(row))
-        assert row["server_peak_bytes"] > document["environment"]["table_bytes"]
-    for compared in document["compared"]:
-        pair, crowd = (rows[compared["lane"], count] for count in (2, 8))
-        assert compared["push_over_two_workers"] == pytest.approx(
-            crowd["push_gb_s"] / pair["push_gb_s"], rel=0.01
-        )
-        assert (
-            crowd["server_thread_count"] - pair["server_thread_count"] == compared["threads_more"]
-        )
-        assert compared["threads_more"] < 6, "a thread for each session"
