@@ -47,7 +47,7 @@ test: $(READY) ## Run every test that needs pip packages only, on up to four cor
 	$(BIN)/python -m pytest $(PARALLEL) $(FAST_TESTS)
 
 check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
-	$(MAKE) test
+	$(MAKE) test FAST_TESTS='$(filter-out tests/sim,$(FAST_TESTS))'
 	$(MAKE) sim SEEDS=100
 	$(MAKE) demo
 	$(MAKE) system-deps
