@@ -6,39 +6,21 @@ A few minutes on two cores, so these have a target of their own: `make bench-che
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.lanes import LANES
+from tests.bench.cli import ROOT, run_cli
 
-ROOT = Path(__file__).parents[2]
-RUN_TIMEOUT_S = 170
 MIB = 1024 * 1024
 
 pytestmark = pytest.mark.timeout(180)
 
 ENVIRONMENT = {"cpu", "core_count", "python", "torch", "grpcio", "load_average", "warnings"}
 MOVES = ("push", "pull", "round")
-
-
-def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
-    kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
-    return subprocess.run(
-        [sys.executable, "-m", "ps_cli", "bench", *arguments],
-        cwd=cwd,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
 
 
 def bench(name: str, *arguments: str, cwd: Path) -> dict[str, Any]:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.catalogue import BENCHMARKS
-
-ROOT = Path(__file__).parents[2]
-RUN_TIMEOUT_S = 170
+from tests.bench.cli import run_cli
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
-    kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
-    return subprocess.run(
-        [sys.executable, "-m", "ps_cli", "bench", *arguments],
-        cwd=cwd,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
