@@ -12,6 +12,8 @@ Rules:
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
+    - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
+      does not count before the scheduler has configured it. Reads of what is committed go on.
 
 Invariants:
     RL-1  Nothing is released before what was decided before it.
@@ -65,6 +67,7 @@ class RangeLog:
         backups: the in-sync ones; all have everything up to `number`.
         lease_s: for how long a granted beat counts, from when it was sent.
         number: of the newest batch that there is.
+        min_in_sync: servers, this one included, that must have what is committed.
 
     Attributes:
         assignment_epoch: the newest.
@@ -79,13 +82,18 @@ class RangeLog:
         backups: Iterable[NodeId],
         lease_s: float,
         number: int = 0,
+        min_in_sync: int = 1,
     ) -> None:
         self.assignment_epoch = self.tenure = assignment_epoch
         self.number = number
         self._range_id = range_id
         self._lease_s = lease_s
+        self._min_in_sync = min_in_sync
         self._entries: deque[_Entry] = deque()
         self._acked = dict.fromkeys(backups, number)
+        self._configured_count = len(self._acked)
+        self._released = number
+        self._is_past = False
         self._granted_s: dict[NodeId, float] = {}
 
     @property
@@ -95,8 +103,20 @@ class RangeLog:
 
     @property
     def committed(self) -> int:
-        """Every in-sync backup has all up to it."""
+        """Every in-sync backup has all up to it, and there are enough of them."""
+        if self.is_short:
+            return self._released
         return min(self._acked.values(), default=self.number)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether too few servers hold the range for anything to be committed."""
+        return self._configured_count + 1 < self._min_in_sync
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else has a word, and nothing waits: what is decided is committed."""
+        return not self._acked and not self._entries and not self.is_short
 
     @property
     def is_settled(self) -> bool:
@@ -138,8 +158,31 @@ class RangeLog:
             return out
         committed = self.committed
         while self._entries and self._entries[0].number <= committed:
-            out += self._entries.popleft().effects
+            entry = self._entries.popleft()
+            self._released = entry.number
+            out += entry.effects
         return out
+
+    @property
+    def held(self) -> list[object]:
+        """The effects that have not been released."""
+        return [effect for entry in self._entries for effect in entry.effects]
+
+    # --- alone
+
+    def decide_alone(self) -> None:
+        """Something was decided, and done, while `is_alone`."""
+        self._is_past = True
+
+    def begin_snapshot(self) -> int:
+        """The number of what is so now: another one if anything was decided alone, which whoever
+        has the newest batch does not have.
+        """
+        if self._is_past:
+            self.number += 1
+            self._released = self.number
+            self._is_past = False
+        return self.number
 
     # --- what backups say
 
@@ -179,6 +222,7 @@ class RangeLog:
         """
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
+        self._configured_count = len(wanted)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
         for backup in [b for b in self._acked if b not in wanted]:
             del self._acked[backup]

@@ -19,13 +19,14 @@ What it deliberately does not do: carry messages or values (the edge does, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_server.changes import Change
 from ps_server.events import Effect
 from ps_server.part_copy import Delta, PartCopy, copy_of
 from ps_server.range_log import Batch, RangeLog
@@ -58,13 +59,16 @@ class Grant(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All of a range, for a server that joins it; the values come with it, from the edge."""
+    """All of a range as of batch `number`, for a server that joins it. The values come beside it,
+    from the edge: those that were released, on which the changes of `held` are still to be made.
+    """
 
     range_id: RangeId
     assignment_epoch: AssignmentEpoch
     tenure: AssignmentEpoch
     number: int
     copies: dict[TableId, PartCopy]
+    held: tuple[Change, ...] = ()
 
 
 class Request(NamedTuple):
@@ -90,14 +94,18 @@ class Replication:
         node_id: the server's.
         machine: its machine.
         lease_s: of the cluster.
+        min_in_sync: servers that must have what is committed.
     """
 
-    def __init__(self, node_id: NodeId, machine: ServerMachine, lease_s: float) -> None:
+    def __init__(
+        self, node_id: NodeId, machine: ServerMachine, lease_s: float, min_in_sync: int = 1
+    ) -> None:
         self.logs: dict[RangeId, RangeLog] = {}
         self.replicas: dict[RangeId, Replica] = {}
         self._node_id = node_id
         self._machine = machine
         self._lease_s = lease_s
+        self._min_in_sync = min_in_sync
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
         self._joining: dict[tuple[RangeId, NodeId], _Joining] = {}
@@ -151,9 +159,7 @@ class Replication:
         elif replica is not None:
             replica.promote(assignment_epoch)
         elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
-            self.logs[range_id] = RangeLog(
-                range_id, assignment_epoch, assignment.backups, self._lease_s
-            )
+            self.logs[range_id] = self._log(assignment)
             self._heard_s |= {(range_id, node_id): now_s for node_id in assignment.backups}
 
     def serve(self, now_s: float) -> ClusterView:
@@ -171,17 +177,20 @@ class Replication:
                     assignment = replace(assignment, primary=None)
                 else:
                     del self.replicas[range_id]
-                    assignment_epoch = assignment.assignment_epoch
-                    self.logs[range_id] = RangeLog(
-                        range_id,
-                        assignment_epoch,
-                        assignment.backups,
-                        self._lease_s,
-                        replica.number,
-                    )
+                    self.logs[range_id] = self._log(assignment, replica.number)
                     self._machine.adopt(range_id, replica.copies, now_s)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
+
+    def _log(self, assignment: RangeAssignment, number: int = 0) -> RangeLog:
+        return RangeLog(
+            assignment.range_id,
+            assignment.assignment_epoch,
+            assignment.backups,
+            self._lease_s,
+            number,
+            self._min_in_sync,
+        )
 
     @property
     def waits(self) -> bool:
@@ -189,6 +198,14 @@ class Replication:
         return any(replica.is_promoted for replica in self.replicas.values())
 
     # --- a primary
+
+    def decides_alone(self, range_id: RangeId) -> bool:
+        """Whether nobody else has to hear of what is decided in the range, which then is done."""
+        log = self.logs.get(range_id)
+        if log is None or not log.is_alone or self._joiners(range_id):
+            return False
+        log.decide_alone()
+        return True
 
     def decide(
         self,
@@ -203,8 +220,11 @@ class Replication:
 
     def holders(self, range_id: RangeId) -> tuple[NodeId, ...]:
         """Who gets the batches of a range."""
-        joining = [node_id for r, node_id in self._joining if r == range_id]
-        return (*self.logs[range_id].backups, *joining)
+        # One that joins and was asked for is both.
+        return tuple(dict.fromkeys((*self.logs[range_id].backups, *self._joiners(range_id))))
+
+    def _joiners(self, range_id: RangeId) -> list[NodeId]:
+        return [node_id for at, node_id in self._joining if at == range_id]
 
     def release(self, now_s: float) -> list[object]:
         """What may be done now, range by range."""
@@ -248,16 +268,19 @@ class Replication:
                     for batch in log.after(joining.number):
                         yield node_id, batch._replace(assignment_epoch=log.assignment_epoch)
 
-    def snapshots(self, now_s: float) -> list[tuple[NodeId, Snapshot]]:
-        """For servers that shall join: all of the range, as of its newest batch. Taken where
-        everything that was decided has been released, so that the values are of that number too.
+    def snapshots(
+        self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
+    ) -> Iterator[tuple[NodeId, Snapshot]]:
+        """For servers that shall join and have room for it: all of a range, as of its newest batch.
+        Each is to be sent, with the values of that moment, before the next is asked for.
         """
-        found = []
         for assignment in self._with_joining:
             range_id, log = assignment.range_id, self.logs.get(assignment.range_id)
-            if log is None or not log.is_settled:
+            if log is None:
                 continue
             for node_id in assignment.joining:
+                if not has_room(node_id):
+                    continue
                 joining = self._joining.get((range_id, node_id))
                 if joining is not None and (
                     joining.number == log.number or now_s < joining.since_s + self._lease_s
@@ -266,18 +289,17 @@ class Replication:
                 if node_id in log.backups:
                     continue  # asked for already
                 self._joining[range_id, node_id] = _Joining(-1, now_s)
-                copies = {
-                    table_id: copy_of(part.state)
-                    for (table_id, at), part in self._machine.parts.items()
-                    if at == range_id
-                }
-                found.append(
-                    (
-                        node_id,
-                        Snapshot(range_id, log.assignment_epoch, log.tenure, log.number, copies),
-                    )
-                )
-        return found
+                yield node_id, self._snapshot(range_id, log)
+
+    def _snapshot(self, range_id: RangeId, log: RangeLog) -> Snapshot:
+        copies = {
+            table_id: copy_of(part.state)
+            for (table_id, at), part in self._machine.parts.items()
+            if at == range_id
+        }
+        held = tuple(effect for effect in log.held if isinstance(effect, Change))
+        number = log.begin_snapshot()
+        return Snapshot(range_id, log.assignment_epoch, log.tenure, number, copies, held)
 
     def requests(self, now_s: float) -> list[Request]:
         """What to ask the scheduler for: without those who are silent, with those who caught up.

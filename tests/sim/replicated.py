@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 from ps_core.cluster_view import ClusterView
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_server.events import (
-    Apply,
-    Assign,
-    Drop,
-    Effect,
-    EntryEvent,
-    Fold,
-    Forget,
-    Record,
-    Reduce,
-    RefusePull,
-    ReplyTo,
-)
-from ps_server.part_copy import Facts, PartCopy, WorkerFacts, delta_of, facts_of, fresh_copy
+from ps_server.changes import Assigned, Dropped, Kept, Put
+from ps_server.events import Effect, EntryEvent, Fold, Record
+from ps_server.output_commit import Deed, OutputCommit
+from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.range_log import Batch
 from ps_server.replication import Ack, Beat, Grant, Replication, Request, Snapshot
 from tests.sim.server import TICK_S, SimServer
@@ -29,38 +15,6 @@ from tests.sim.truth import Grad, Settings
 from tests.sim.world import World
 
 LEASE_S = 3.0
-
-_Place = tuple[TableId, RangeId]
-
-
-class Put(NamedTuple):
-    """A sum becomes values, or initial values do."""
-
-    record: Record
-    grads: tuple[Grad, ...]
-
-
-class Kept(NamedTuple):
-    """A sum waits for its scale."""
-
-    record: Record
-    grads: tuple[Grad, ...]
-
-
-class Dropped(NamedTuple):
-    """Nothing comes of a sum."""
-
-    record: Record
-
-
-@dataclass
-class _Decided:
-    """What an event did to one part."""
-
-    replies: list[Effect] = field(default_factory=list)
-    held: list[object] = field(default_factory=list)
-    changes: list[object] = field(default_factory=list)
-    counted: list[Record] = field(default_factory=list)
 
 
 class ReplicatedServer(SimServer):
@@ -74,10 +28,10 @@ class ReplicatedServer(SimServer):
         """From the scheduler and the other servers; workers still reach it."""
         self.peers: dict[NodeId, ReplicatedServer] = {}
         self.asked: list[Request] = []
-        self._told: dict[_Place, tuple[Facts, tuple[WorkerFacts, ...]]] = {}
         self._view: ClusterView | None = None
         super().__init__(world, node_id, worker_count, settings)
         self.replication = Replication(node_id, self.machine, LEASE_S)
+        self.output = OutputCommit(self.machine, self.replication, self, self._send)
 
     # --- its life
 
@@ -116,7 +70,7 @@ class ReplicatedServer(SimServer):
             self._go_on_without(self._view)
         new = set(self.replication.logs) - before
         self.world.counts["ranges taken over"] += len(new) if self.world.now_s else 0
-        self._settle_all()
+        self._settle()
 
     def _forget(self, range_id: RangeId) -> None:
         """Another is primary: nothing that is here counts."""
@@ -129,8 +83,7 @@ class ReplicatedServer(SimServer):
             del self.sums[key]
         for key in [key for key in self.reduced if key[1] == range_id]:
             del self.reduced[key]
-        for place in [place for place in self._told if place[1] == range_id]:
-            del self._told[place]
+        self.output.forget(range_id)
 
     def _tick(self) -> None:
         if not self.is_down:
@@ -138,7 +91,6 @@ class ReplicatedServer(SimServer):
             if self.replication.waits:
                 self._serve()
             self.carry_out(self.machine.tick(now_s))
-            self._settle_all()
             for peer, beat in self.replication.beats(now_s).items():
                 self._send(peer, beat)
             for peer, batch in list(self.replication.resends()):
@@ -151,7 +103,6 @@ class ReplicatedServer(SimServer):
         """An entry arrived."""
         if not self.is_down:
             super().entry(event)
-            self._settle([(event.place.table_id, event.place.range_id)])
 
     def read(self, event: object, on_answer: object) -> None:
         """A read of one range arrived."""
@@ -161,102 +112,67 @@ class ReplicatedServer(SimServer):
     # --- what is decided
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Sums at once; what anybody could see when the backups have it."""
-        parts: dict[_Place, _Decided] = {}
-        work = list(effects)
-        for effect in work:  # grows by what follows from a sum
-            if isinstance(effect, Fold | Forget) or (
-                isinstance(effect, ReplyTo) and effect.ending is None
-            ):
-                super().carry_out([effect])
-                continue
-            place = _place_of(effect)
-            self._stage(effect, parts.setdefault(place, _Decided()), work)
-        for place, decided in parts.items():
-            self._decide(place, decided)
+        """As `ps_server.node` does: what anybody could see when the backups have it."""
+        self._do(self.output.decide(effects))
         self._release()
 
-    def _stage(self, effect: Effect, into: _Decided, work: list[Effect]) -> None:
-        if isinstance(effect, Reduce):
-            squares = self._squares(effect.record)
-            key = _key_of(effect.record)
-            into.changes.append(Kept(effect.record, tuple(self.sums[key])))
-            work += self.machine.reduced(effect.record, squares)
-        elif isinstance(effect, Apply):
-            put = Put(effect.record, tuple(self.sums.pop(_key_of(effect.record), ())))
-            self._count(effect.record)
-            into.changes.append(put)
-            into.held.append(put)
-            into.counted.append(effect.record)
-        elif isinstance(effect, Assign):
-            grads = [payload for _, payload in effect.parts if isinstance(payload, Grad)]
-            put = Put(effect.record, tuple(grads))
-            into.changes.append(put)
-            into.held.append(put)
-        elif isinstance(effect, Drop):
-            self._drop(effect.record)
-            into.changes.append(Dropped(effect.record))
-        else:
-            into.held.append(effect)
-            into.replies.append(effect)
+    def _settle(self) -> None:
+        self.output.settle()
+        self._release()
 
-    def _count(self, record: Record) -> None:
-        """It has been decided who took part in which update."""
+    def _release(self) -> None:
+        self._do(self.output.release(self.world.now_s))
+        self._give_snapshots()
+
+    def _do(self, deeds: list[Deed]) -> None:
+        for deed in deeds:
+            if isinstance(deed, Put | Assigned):
+                self._put(deed)
+            elif not isinstance(deed, Kept | Dropped):
+                super().carry_out([deed])
+
+    def _put(self, change: Put | Assigned) -> None:
+        table_id = change.record.table_id
+        if isinstance(change, Assigned):
+            for block, grad in change.parts:
+                assert isinstance(grad, Grad)
+                self.values[table_id, block] = [grad]
+            return
+        assert isinstance(change.total, tuple)
+        for grad in change.total:
+            self.values[table_id, grad.block].append(grad)
+
+    # --- its sums
+
+    def fold(self, effect: Fold) -> None:
+        """See `Sums`, as all of these."""
+        super().carry_out([effect])
+
+    def reduce(self, record: Record) -> tuple[float, ...]:
+        return self._squares(record)
+
+    def kept(self, record: Record) -> object:
+        return tuple(self.sums[_key_of(record)])
+
+    def take(self, record: Record) -> object:
         key = _key_of(record)
         if key in self.reduced:
             del self.reduced[key]
             table = self.machine.table(record.table_id)
             self.settings.scaled(table, record.clock, record.update_scale)
             self.world.counts["scaled updates"] += 1
+        self._count(record)
+        return tuple(self.sums.pop(key, ()))
+
+    def drop(self, record: Record) -> None:
+        self._drop(record)
+
+    def _count(self, record: Record) -> None:
+        """It has been decided who took part in which update."""
         taking_part = record.summed_by or record.contributors
         workers = {part.incarnation for part in taking_part if not part.skip}
         for block in record.blocks:
             self.updates[record.table_id, block].append(workers)
-
-    def _decide(self, place: _Place, decided: _Decided) -> None:
-        log = self.replication.logs.get(place[1])
-        part = self.machine.parts.get(place)
-        if log is None or part is None:  # it was given up
-            super().carry_out([e for e in decided.replies if isinstance(e, RefusePull)])
-            return
-        delta = delta_of(part.state, decided.replies, decided.counted)
-        known = (delta.facts, delta.workers)
-        if not decided.changes and not delta.endings and self._told.get(place) == known:
-            log.follow(decided.held)
-            return
-        self._told[place] = known
-        batch = log.decide(place[0], delta, decided.changes, decided.held)
-        for peer in self.replication.holders(place[1]):
-            self._send(peer, batch)
-
-    def _settle(self, places: Iterable[_Place]) -> None:
-        """What changed without an effect is told as well."""
-        for place in places:
-            part = self.machine.parts.get(place)
-            if part is None or not part.state.workers or place[1] not in self.replication.logs:
-                continue
-            if self._told.get(place, (None,))[0] != facts_of(part.state):
-                self._decide(place, _Decided())
-        self._release()
-
-    def _settle_all(self) -> None:
-        self._settle(list(self.machine.parts))
-
-    def _release(self) -> None:
-        for effect in self.replication.release(self.world.now_s):
-            if isinstance(effect, Put):
-                self._put(effect)
-            else:
-                super().carry_out([effect])  # type: ignore[list-item]
-        self._give_snapshots()
-
-    def _put(self, put: Put) -> None:
-        if put.record.is_assign:
-            for grad in put.grads:
-                self.values[put.record.table_id, grad.block] = [grad]
-        else:
-            for grad in put.grads:
-                self.values[put.record.table_id, grad.block].append(grad)
 
     @property
     def promises_are_kept(self) -> bool:
@@ -267,7 +183,9 @@ class ReplicatedServer(SimServer):
 
     def _send(self, peer: NodeId, message: object) -> None:
         self.world.counts["between servers"] += 1
-        receiver = self.peers[peer]
+        receiver = self.peers.get(peer)
+        if receiver is None:  # not there yet
+            return
         self.world.send(
             f"server {self.node_id} -> {peer}: {type(message).__name__}",
             lambda: receiver.hear(self.node_id, message),
@@ -307,24 +225,25 @@ class ReplicatedServer(SimServer):
         """The values follow the copy."""
         for change in batch.changes:
             match change:
-                case Put():
-                    self.reduced.pop(_key_of(change.record), None)
-                    self.sums.pop(_key_of(change.record), None)
+                case Put(record, total):
+                    kept = self._forget_sum(record)
+                    self._put(Put(record, kept if total is None else total))
+                    self._count(record)
+                case Assigned():
                     self._put(change)
-                    if not change.record.is_assign:
-                        taking_part = change.record.summed_by or change.record.contributors
-                        workers = {p.incarnation for p in taking_part if not p.skip}
-                        for block in change.record.blocks:
-                            self.updates[change.record.table_id, block].append(workers)
-                case Kept():
-                    self.reduced[_key_of(change.record)] = change.record
-                    self.sums[_key_of(change.record)] = list(change.grads)
-                case Dropped():
-                    self.reduced.pop(_key_of(change.record), None)
-                    self.sums.pop(_key_of(change.record), None)
+                case Kept(record, total):
+                    assert isinstance(total, tuple)
+                    self.reduced[_key_of(record)] = record
+                    self.sums[_key_of(record)] = list(total)
+                case Dropped(record):
+                    self._forget_sum(record)
+
+    def _forget_sum(self, record: Record) -> tuple[Grad, ...]:
+        self.reduced.pop(_key_of(record), None)
+        return tuple(self.sums.pop(_key_of(record), ()))
 
     def _give_snapshots(self) -> None:
-        for peer, snapshot in self.replication.snapshots(self.world.now_s):
+        for peer, snapshot in self.output.snapshots(self.world.now_s):
             values: dict[str, object] = {
                 "values": self._of_range(snapshot.range_id, self.values),
                 "updates": self._of_range(snapshot.range_id, self.updates),
@@ -355,6 +274,7 @@ class ReplicatedServer(SimServer):
             self.updates.update({key: list(who) for key, who in values["updates"].items()})
             self.reduced.update(values["reduced"])
             self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
+            self._do(list(snapshot.held))
             self.world.counts["joined ranges"] += 1
         self._send(sender, ack)
 
@@ -368,9 +288,3 @@ class ReplicatedServer(SimServer):
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
-
-
-def _place_of(effect: Effect) -> _Place:
-    if isinstance(effect, Apply | Reduce | Drop | Assign):
-        return effect.record.table_id, effect.record.range_id
-    return effect.table_id, effect.range_id

@@ -21,6 +21,8 @@ PURE_MODULES = {
     "ps_server.kernel_fingerprint",
     "ps_server.optimizers",
     "ps_server.part_copy",
+    "ps_server.output_commit",
+    "ps_server.changes",
     "ps_server.range_log",
     "ps_server.range_machine",
     "ps_server.range_state",

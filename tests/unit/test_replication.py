@@ -8,7 +8,8 @@ from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import InvariantViolation, StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_server.events import Apply, Effect
+from ps_server.changes import Put
+from ps_server.events import Apply, Effect, Record
 from ps_server.part_copy import (
     Delta,
     WorkerFacts,
@@ -337,13 +338,61 @@ def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
 def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    one.snapshots(0.0)
+    list(one.snapshots(0.0))
     log = one.logs[RANGE]
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
-    assert one.snapshots(0.1) == []
+    assert list(one.snapshots(0.1)) == []
     ((_, snapshot),) = one.snapshots(LEASE_S)
     assert snapshot.number == 1
+
+
+def test_what_was_decided_alone_has_a_number_of_its_own() -> None:
+    """Who was a backup before, and has the newest batch, does not have it."""
+    one = _primary(ONE)
+    log = one.logs[RANGE]
+    assert one.decides_alone(RANGE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    ((_, snapshot),) = one.snapshots(0.0)
+    assert snapshot.number == log.number == 1
+    assert not one.decides_alone(RANGE)  # somebody is listening now
+    log.decide(TABLE, delta(), (), [])
+    assert log.number == 2
+
+
+def test_who_joins_has_to_make_what_is_held() -> None:
+    """The values that come with a snapshot are those that were released."""
+    one = _primary(ONE, TWO)
+    record = Record(TABLE, RANGE, 1, 1, False, (), (), (0,))
+    put = Put(record, "total")
+    one.logs[RANGE].decide(TABLE, delta(), (Put(record, None),), [put, "an answer"])
+    one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
+    ((_, snapshot),) = one.snapshots(0.0)
+    assert (snapshot.number, snapshot.held) == (1, (put,))
+
+
+def test_a_server_without_room_is_given_nothing() -> None:
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    assert list(one.snapshots(0.0, lambda node_id: node_id != THREE)) == []
+
+
+def test_too_few_servers_commit_nothing_and_answer_reads() -> None:
+    log = RangeLog(RANGE, EPOCH, (TWO,), LEASE_S, min_in_sync=2)
+    log.granted(TWO, 0.0)
+    log.decide(TABLE, delta(), (), ["committed"])
+    log.acked(TWO, 1)
+    assert log.release(0.1) == ["committed"]
+    log.reconfigure(AssignmentEpoch(3), ())
+    assert not log.is_alone
+    log.follow(["a read"])
+    log.decide(TABLE, delta(), (), ["held"])
+    assert log.release(0.1) == ["a read"]
+    log.include(THREE, 2)
+    log.granted(THREE, 0.1)
+    assert log.release(0.1) == []  # it has all, and could not be made primary yet
+    log.reconfigure(AssignmentEpoch(4), (THREE,))
+    assert log.release(0.1) == ["held"]
 
 
 def test_what_a_deposed_primary_held_is_given_up() -> None:

@@ -1,0 +1,233 @@
+"""Between what the machines decide and what is done: what others must have first is held.
+
+    effects --decide--> done at once | batch to the backups, and held --committed--> released, done
+
+Rules:
+    - Sums are made at once: nobody sees them. What was summed for an update is detached when the
+      update is decided, since the next one may have its clock.
+    - Outcomes, reads and changes of values are held by the range's log; `RECEIVED`, credit and
+      refusals promise nothing and are not.
+    - What changes without an effect, a promise, is told by `settle`.
+
+Invariants:
+    OC-1  What is done of a range, and could be seen, is done in the order in which it was decided.
+
+What it deliberately does not do: carry anything out, or send (its caller does both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_server.changes import Assigned, Change, Dropped, Kept, Put
+from ps_server.events import (
+    Apply,
+    Assign,
+    Drop,
+    Effect,
+    Fold,
+    Forget,
+    Record,
+    Reduce,
+    RefusePull,
+    ReplyTo,
+)
+from ps_server.part_copy import Delta, Facts, WorkerFacts, delta_of
+from ps_server.range_log import Batch
+from ps_server.replication import Replication, Snapshot
+from ps_server.server_machine import ServerMachine
+
+_Place = tuple[TableId, RangeId]
+Deed = Effect | Change
+"""What there is to do."""
+
+
+class Sums(Protocol):
+    """Whoever makes the sums."""
+
+    def fold(self, effect: Fold) -> None:
+        """One worker's step goes into the sum of its clock."""
+
+    def reduce(self, record: Record) -> tuple[float, ...]:
+        """The sum of the record's clock is whole: reduce it; the squares of its blocks."""
+
+    def kept(self, record: Record) -> object:
+        """The total of a sum that was reduced; it stays where it is."""
+
+    def take(self, record: Record) -> object:
+        """Detach the total of the record's sum."""
+
+    def drop(self, record: Record) -> None:
+        """Forget the record's sum."""
+
+
+@dataclass(slots=True)
+class _Decided:
+    """What an event did to one part."""
+
+    effects: list[Effect] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    counted: list[Record] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the backups were told last of a part."""
+
+    facts: Facts
+    workers: dict[Incarnation, WorkerFacts]
+
+
+class OutputCommit:
+    """The outputs of one server.
+
+    Args:
+        machine: its machine.
+        replication: of the same.
+        sums: its sums.
+        send: how a batch gets to a server.
+    """
+
+    def __init__(
+        self,
+        machine: ServerMachine,
+        replication: Replication,
+        sums: Sums,
+        send: Callable[[NodeId, Batch], None],
+    ) -> None:
+        self._machine = machine
+        self._replication = replication
+        self._sums = sums
+        self._send = send
+        self._told: dict[_Place, _Told] = {}
+        self._kept: set[tuple[TableId, RangeId, int]] = set()
+
+    def decide(self, effects: Iterable[Effect]) -> list[Deed]:
+        """Hold what must not be seen yet.
+
+        Returns:
+            What is to be done at once, in order.
+        """
+        at_once: list[Deed] = []
+        parts: dict[_Place, _Decided] = {}
+        work = list(effects)
+        for effect in work:  # grows by what follows from a sum
+            place = _place_of(effect)
+            if self._replication.decides_alone(place[1]):
+                at_once.append(effect)
+            elif isinstance(effect, Fold):
+                self._sums.fold(effect)
+            elif isinstance(effect, Forget) or (
+                isinstance(effect, ReplyTo) and effect.ending is None
+            ):
+                at_once.append(effect)
+            else:
+                into = parts.get(place)
+                if into is None:
+                    into = parts[place] = _Decided()
+                self._hold(effect, into, work)
+        for place, decided in parts.items():
+            at_once += self._decide(place, decided)
+        return at_once
+
+    def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> None:
+        change: Change | None = None
+        match effect:
+            case Reduce(record):
+                squares = self._sums.reduce(record)
+                into.changes.append(Kept(record, self._sums.kept(record)))
+                self._kept.add(_key_of(record))
+                work += self._machine.reduced(record, squares)
+                return
+            case Apply(record):
+                total = self._sums.take(record)
+                into.counted.append(record)
+                into.held.append(Put(record, total))
+                is_kept = _key_of(record) in self._kept
+                self._kept.discard(_key_of(record))
+                into.changes.append(Put(record, None if is_kept else total))
+                return
+            case Assign(record, parts):
+                change = Assigned(record, parts)
+            case Drop(record):
+                self._sums.drop(record)
+                self._kept.discard(_key_of(record))
+                change = Dropped(record)
+        if change is not None:
+            into.changes.append(change)
+            into.held.append(change)
+        else:
+            into.effects.append(effect)
+            into.held.append(effect)
+
+    def _decide(self, place: _Place, decided: _Decided) -> list[Deed]:
+        part = self._machine.parts.get(place)
+        if part is None or place[1] not in self._replication.logs:  # it was given up
+            return [effect for effect in decided.effects if isinstance(effect, RefusePull)]
+        delta = delta_of(part.state, decided.effects, decided.counted)
+        news = self._news(place, delta)
+        if not decided.changes and not delta.endings and news is None:
+            self._replication.logs[place[1]].follow(decided.held)
+            return []
+        batch = self._replication.decide(
+            place, delta._replace(workers=news or ()), decided.changes, decided.held
+        )
+        if batch is not None:
+            for node_id in self._replication.holders(place[1]):
+                self._send(node_id, batch)
+        return []
+
+    def _news(self, place: _Place, delta: Delta) -> tuple[WorkerFacts, ...] | None:
+        """The workers of which the backups have not been told as they are; None: nor is there
+        anything else.
+        """
+        told = self._told.get(place)
+        if told is None:
+            self._told[place] = _Told(delta.facts, {w.incarnation: w for w in delta.workers})
+            return delta.workers
+        news = tuple(w for w in delta.workers if told.workers.get(w.incarnation) != w)
+        is_known = not news and told.facts == delta.facts
+        told.facts = delta.facts
+        told.workers.update((w.incarnation, w) for w in news)
+        return None if is_known else news
+
+    def settle(self) -> None:
+        """Tell what changed without an effect."""
+        for place in self._machine.parts:
+            if not self._replication.decides_alone(place[1]):
+                self._decide(place, _Decided())
+
+    def release(self, now_s: float) -> list[Deed]:
+        """What was held and may be done now, in order."""
+        return self._replication.release(now_s)  # type: ignore[return-value]
+
+    def snapshots(
+        self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
+    ) -> Iterator[tuple[NodeId, Snapshot]]:
+        """As `Replication.snapshots`: who joins is told all anew from then on."""
+        for node_id, snapshot in self._replication.snapshots(now_s, has_room):
+            self._forget_told(snapshot.range_id)
+            yield node_id, snapshot
+
+    def forget(self, range_id: RangeId) -> None:
+        """Nothing of the range is here any more."""
+        self._forget_told(range_id)
+        self._kept = {key for key in self._kept if key[1] != range_id}
+
+    def _forget_told(self, range_id: RangeId) -> None:
+        for place in [place for place in self._told if place[1] == range_id]:
+            del self._told[place]
+
+
+def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
+    return record.table_id, record.range_id, record.clock
+
+
+def _place_of(effect: Effect) -> _Place:
+    if isinstance(effect, Apply | Reduce | Drop | Assign):
+        return effect.record.table_id, effect.record.range_id
+    return effect.table_id, effect.range_id
