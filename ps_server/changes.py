@@ -1,27 +1,48 @@
 """What a decision does to values once it is committed: done by the primary, sent to backups.
 
-A total is what was summed for an update, detached from the sums in the making: opaque here.
+    Put        a sum becomes values
+    Kept       a sum was reduced, and waits for its scale; `Put` follows
+    Dropped    nothing comes of a sum that was kept
+    Assigned   initial values
+
+A total is what was summed for an update, detached from the sums in the making, and opaque here. On
+its way to a backup it is a tuple of `Elements`: before it is averaged (after it, where it was kept),
+in the table's own arithmetic. Both ends run the same arithmetic on the same numbers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ps_server.events import Record
+
+
+class Elements(NamedTuple):
+    """The elements of one block: of a sum, of values, or of optimizer state.
+
+    Shapes:
+        presence: one bit for each of the block's tensors; empty means all.
+        payload: little-endian, in the dtype of the table's arithmetic. It may be a view of memory
+            that changes when the sum is applied: it is to be written to a message before.
+    """
+
+    block: int
+    presence: bytes
+    payload: bytes | memoryview
 
 
 class Put(NamedTuple):
     """A sum becomes values. `total` is None where it was `Kept` before: who has that, has it."""
 
     record: Record
-    total: object | None
+    total: Any
 
 
 class Kept(NamedTuple):
     """A sum was reduced, and waits for its scale."""
 
     record: Record
-    total: object
+    total: Any
 
 
 class Dropped(NamedTuple):
@@ -31,10 +52,10 @@ class Dropped(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """Initial values, as (block, payload)."""
+    """Initial values: (block, payload) pairs, or `Elements` on their way to a backup."""
 
     record: Record
-    parts: tuple[tuple[int, object], ...]
+    parts: tuple[Any, ...]
 
 
 Change = Put | Kept | Dropped | Assigned

@@ -31,6 +31,7 @@ from torch import Tensor
 from ps_core.errors import InvalidKeys, InvariantViolation
 from ps_core.tables import Codec, presence_bytes
 from ps_server.buffer_pool import BufferPool
+from ps_server.changes import Elements
 from ps_server.optimizers import Mask, padded_length
 
 TORCH_DTYPE = {
@@ -119,6 +120,12 @@ def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -
 def packed_presence(present: Mask) -> bytes:
     """The bitmap of a mask."""
     return np.packbits(present, bitorder="little").tobytes()
+
+
+def elements(part: Contribution) -> Elements:
+    """The contribution as it goes to another server: a view of its memory, without padding."""
+    presence = b"" if part.present is None else packed_presence(part.present)
+    return Elements(part.block, presence, _array(part.values, part.length).data.cast("B"))
 
 
 def copy_present(part: Contribution, target: Tensor) -> None:

@@ -26,9 +26,9 @@ from ps_core.keys import TableId
 from ps_core.tables import Codec, OptimizerKind, Table
 from ps_runtime import logs, wire
 from ps_runtime.shared_memory import Segment
+from ps_server.block_values import arithmetic_dtype
 from ps_server.events import AnswerPull
 from ps_server.optimizers import padded_length
-from ps_server.shard_store import arithmetic_dtype
 from pushpull.v1 import parameters_pb2
 
 ALIGNMENT_BYTES = 64

@@ -24,7 +24,6 @@ Invariants:
     STO-2  The result depends on the parts, their order and their scales only, not on the block size
            or the other blocks (with OPT-1: DESIGN's G4).
     STO-3  An update that something was folded for has contributors.
-    STO-4  The segments of a block cover it.
     STO-5  A store has a custom update exactly if its table names one.
 
 What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
@@ -35,7 +34,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,20 +42,26 @@ from ps_core.keys import Incarnation
 from ps_core.tables import (
     NATIVE_CODEC,
     Codec,
-    DType,
     Hyperparameters,
-    InitializerKind,
     OptimizerKind,
     Reduction,
     Table,
-    presence_bytes,
 )
 from ps_server import contributions, delay
+from ps_server.block_values import (
+    arithmetic_dtype,
+    encoded,
+    initial_state,
+    live_payload,
+    received,
+)
 from ps_server.buffer_pool import BufferPool
+from ps_server.changes import Elements
 from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.custom_updates import CheckedUpdate, CustomOptimizer
 from ps_server.events import Compensation
-from ps_server.optimizers import BlockState, Optimizer, padded_length
+from ps_server.optimizers import BlockState, Optimizer
+from ps_server.sums import KeptSums, Total
 
 _WITHOUT_ARITHMETIC = (
     OptimizerKind.AGGREGATE,
@@ -66,14 +70,6 @@ _WITHOUT_ARITHMETIC = (
     OptimizerKind.CUSTOM,
 )
 """Optimizers that are no kernels of `ps_server.optimizers`."""
-
-_KEPT_SUM_COUNT = 2
-"""AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
-
-
-def arithmetic_dtype(table: Table) -> torch.dtype:
-    """The dtype that a table's values have on its servers: float32, or float64 for float64."""
-    return torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
 
 
 class ShardStore:
@@ -104,14 +100,12 @@ class ShardStore:
         self._name = spec.name
         self._pool = pool if pool is not None else BufferPool()
         self._dtype = arithmetic_dtype(table)
-        self._home = home
-        self._states = {block: self._initial_state(block) for block in sorted(blocks)}
-        self._payloads = {block: _payload_of(state) for block, state in self._states.items()}
+        self._states = {block: initial_state(table, block, home) for block in sorted(blocks)}
+        self._payloads = {block: live_payload(state) for block, state in self._states.items()}
         self._versions = dict.fromkeys(self._states, 0)
         self._kept = delay.KeptValues(self._pool)
-        self._forming: dict[int, dict[int, Contribution]] = {}
-        self._reduced: set[int] = set()
-        self._sums: dict[int, dict[int, Contribution]] = {}
+        self._forming: dict[int, Total] = {}
+        self._sums = KeptSums(self._name, self._pool)
         self._is_mean = spec.reduction is Reduction.MEAN
         self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
         self._adds = spec.optimizer.kind is OptimizerKind.ADD
@@ -124,8 +118,7 @@ class ShardStore:
         """Bytes of values, optimizer state, kept sums and what readers were given; sums in the
         making do not count.
         """
-        sums = self._kept.byte_count
-        sums += sum(part.byte_count for kept in self._sums.values() for part in kept.values())
+        sums = self._kept.byte_count + self._sums.byte_count
         return sums + sum(state.state_bytes for state in self._states.values())
 
     def decode(
@@ -228,16 +221,15 @@ class ShardStore:
         if not 0.0 < scale < math.inf:
             raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
         self._check_parts(parts)
-        forming = self._forming.setdefault(clock, {})
-        for block, part in parts:
+        total = self._forming_total(clock)
+        for _, part in parts:
             if part.present is not None and not part.present.any():
                 contributions.release(part, self._pool)
                 continue
             part = contributions.scaled(part, scale, self._pool)
             if compensation is not None:
                 part = self.compensate(compensation, part)
-            total = forming.get(block)
-            forming[block] = part if total is None else contributions.added(total, part, self._pool)
+            total.add(part, self._pool)
 
     def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
         """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
@@ -250,16 +242,12 @@ class ShardStore:
             Of each block of the range, ascending, the sum of the squares of its reduced gradient,
             in float64; absent tensors count as zeros.
         """
-        forming = self._forming.setdefault(clock, {})
-        check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
-        self._reduced.add(clock)
+        total = self._forming_total(clock)
+        check(contributor_count >= 1 or not total.parts, "STO-3", "a sum without contributors")
+        total.is_reduced = True
         if self._is_mean:
-            for block, total in forming.items():
-                forming[block] = contributions.averaged(total, contributor_count, self._pool)
-        return tuple(
-            contributions.square_sum(forming[block], self._pool) if block in forming else 0.0
-            for block in self._states
-        )
+            total.average(contributor_count, self._pool)
+        return total.squares(self._states, self._pool)
 
     def apply(
         self,
@@ -268,10 +256,26 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """Form update `clock` from what was folded and apply it; the blocks touched, ascending.
+        """Form update `clock` from what was folded and apply it: `take` and `apply_total` in one.
+
+        Args, Raises: as `apply_total`; what was folded is still there after an InvalidConfig.
+        """
+        numbers = self._numbers(hyperparameters)
+        return self._apply(clock, self.take(clock), numbers, contributor_count, update_scale)
+
+    def apply_total(
+        self,
+        clock: int,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+    ) -> tuple[int, ...]:
+        """Apply a sum that was taken, or came from another server; the blocks touched, ascending.
 
         Args:
             clock: the update.
+            total: its sum, which is used up.
             hyperparameters: put over the table's own; empty means those.
             contributor_count: the workers that took part, with or without gradients.
             update_scale: what the reduced gradient is multiplied by.
@@ -280,40 +284,52 @@ class ShardStore:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
             UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
-        numbers = dict(self._table.numbers.merged(hyperparameters))
-        forming = self._forming.pop(clock, {})
-        is_reduced = clock in self._reduced
-        self._reduced.discard(clock)
-        check(contributor_count >= 1 or not forming, "STO-3", "a sum without contributors")
-        reduced: dict[int, Contribution] = {}
-        blocks = tuple(sorted(forming))
-        for block in blocks:
-            total = forming[block]
-            if self._is_mean and not is_reduced:
-                total = contributions.averaged(total, contributor_count, self._pool)
-            total = contributions.scaled(total, update_scale, self._pool)
-            if self._is_aggregate or self._custom is not None:
-                reduced[block] = total
-            else:
-                self._apply_block(self._states[block], total, numbers)
-        if self._custom is not None:
-            parts = [(self._states[block], total) for block, total in reduced.items()]
-            try:
-                self._custom.apply(clock, parts, numbers)
-            finally:
-                for total in reduced.values():
-                    contributions.release(total, self._pool)
-        for block in blocks:
-            self._versions[block] += 1
-        if self._is_aggregate:
-            self._keep(clock, reduced)
-        return blocks
+        numbers = self._numbers(hyperparameters)
+        return self._apply(clock, total, numbers, contributor_count, update_scale)
+
+    def take(self, clock: int) -> Total:
+        """What was folded for `clock`, for `apply_total`: the caller's from now on. What is folded
+        for the same clock later is another sum.
+        """
+        return self._forming.pop(clock, None) or Total()
+
+    def kept_total(self, clock: int) -> Total:
+        """The sum of `clock` as `reduce` left it, which stays here: to be read, not changed."""
+        return self._forming_total(clock)
+
+    def put_total(self, clock: int, total: Total) -> None:
+        """The sum of `clock` as another server has it. Replaces what was folded for it here."""
+        self.drop(clock)
+        self._forming[clock] = total
+
+    def received(self, elements: Sequence[Elements], *, is_reduced: bool = False) -> Total:
+        """A sum that came from another server, checked. Changes nothing.
+
+        Args:
+            elements: the blocks of the sum.
+            is_reduced: whether it is averaged already.
+
+        Shapes:
+            elements: as `Total.elements` gives them. Payloads are not copied but kept alive by the
+                result; they must not change any more.
+
+        Raises:
+            InvalidKeys: a block is not here, or comes twice, or its presence bitmap has the wrong
+                length.
+            InvalidTensor: a payload has the wrong length.
+        """
+        parts = {
+            each.block: received(self._table, self._state(each.block), each) for each in elements
+        }
+        if len(parts) != len(elements):
+            raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
+        return Total(parts, is_reduced)
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
-        self._reduced.discard(clock)
-        for part in self._forming.pop(clock, {}).values():
-            contributions.release(part, self._pool)
+        total = self._forming.pop(clock, None)
+        if total is not None:
+            total.release(self._pool)
 
     def abandon(self) -> None:
         """Nothing more comes of what is in the making, nor of what readers were given."""
@@ -359,8 +375,8 @@ class ShardStore:
         if not self._is_aggregate:
             if TORCH_DTYPE[codec] is self._dtype:
                 return self._payloads[block], b""
-            return self._encode(state.values, state.length, codec), b""
-        return self._read_sum(state, block, codec, clock)
+            return encoded(state.values, state.length, codec, self._pool), b""
+        return self._sums.read(state, block, codec, clock)
 
     def version(self, block: int) -> int:
         """Updates that have touched the block.
@@ -370,26 +386,6 @@ class ShardStore:
         """
         self._state(block)
         return self._versions[block]
-
-    def _initial_state(self, block: int) -> BlockState:
-        length = self._table.block_length(block)
-        segments = self._table.segments(block)
-        bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
-        check(int(bounds[-1]) == length, "STO-4", f"segments of block {block} do not cover it")
-        values = (
-            self._home(block)
-            if self._home
-            else torch.zeros(padded_length(length), dtype=self._dtype)
-        )
-        initializer = self._table.spec.initializer
-        if initializer.kind is InitializerKind.CONSTANT:
-            values[:length] = initializer.constant
-        elif initializer.kind is InitializerKind.INLINE:
-            codec = NATIVE_CODEC[self._table.spec.dtype]
-            begin = block * self._table.spec.block_elements * codec.element_bytes
-            inline = initializer.inline[begin : begin + length * codec.element_bytes]
-            values[:length] = contributions.view(inline, codec)
-        return BlockState(values, bounds)
 
     def _state(self, block: int) -> BlockState:
         state = self._states.get(block)
@@ -424,6 +420,50 @@ class ShardStore:
             if part.block != block:
                 raise InvariantViolation("STO-1", f"block {part.block} given as block {block}")
 
+    def _forming_total(self, clock: int) -> Total:
+        total = self._forming.get(clock)
+        if total is None:
+            total = self._forming[clock] = Total()
+        return total
+
+    def _numbers(self, hyperparameters: Hyperparameters) -> dict[str, float]:
+        return dict(self._table.numbers.merged(hyperparameters))
+
+    def _apply(
+        self,
+        clock: int,
+        total: Total,
+        numbers: dict[str, float],
+        contributor_count: int,
+        update_scale: float,
+    ) -> tuple[int, ...]:
+        parts = total.parts
+        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
+        blocks = tuple(sorted(parts))
+        is_whole = self._is_aggregate or self._custom is not None
+        for block in blocks:
+            part = parts[block]
+            if self._is_mean and not total.is_reduced:
+                part = contributions.averaged(part, contributor_count, self._pool)
+            part = contributions.scaled(part, update_scale, self._pool)
+            if is_whole:
+                parts[block] = part
+            else:
+                self._apply_block(self._states[block], part, numbers)
+        if self._custom is not None:
+            try:
+                changed = [(self._states[block], parts[block]) for block in blocks]
+                self._custom.apply(clock, changed, numbers)
+            finally:
+                total.release(self._pool)
+        for block in blocks:
+            self._versions[block] += 1
+        if self._is_aggregate:
+            self._sums.keep(clock, total)
+        else:
+            parts.clear()
+        return blocks
+
     def _apply_block(
         self, state: BlockState, total: Contribution, numbers: dict[str, float]
     ) -> None:
@@ -436,46 +476,6 @@ class ShardStore:
             self._optimizer.apply(state, total.values, total.present, numbers)
         contributions.release(total, self._pool)
 
-    def _keep(self, clock: int, reduced: dict[int, Contribution]) -> None:
-        self._sums[clock] = reduced
-        for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:
-            for part in self._sums.pop(old).values():
-                contributions.release(part, self._pool)
-
-    def _read_sum(
-        self, state: BlockState, block: int, codec: Codec, clock: int | None
-    ) -> tuple[bytes | memoryview, bytes]:
-        newest = max(self._sums, default=0)
-        wanted = newest if clock is None else clock
-        if wanted == 0 and newest < _KEPT_SUM_COUNT:
-            return self._encode(state.values, state.length, codec), b""
-        if wanted not in self._sums:
-            kept = ", ".join(map(str, sorted(self._sums))) or "0"
-            raise InvalidConfig(
-                f"table '{self._name}' does not keep the sum of clock {wanted}; it keeps {kept}"
-            )
-        total = self._sums[wanted].get(block)
-        if total is None:
-            nothing = bytes(presence_bytes(state.segment_count))
-            return bytes(state.length * codec.element_bytes), nothing
-        if total.present is None:
-            return self._encode(total.values, state.length, codec), b""
-        values = torch.zeros(state.length, dtype=self._dtype)
-        contributions.copy_present(total, values)
-        present = contributions.packed_presence(total.present)
-        return self._encode(values, state.length, codec), present
-
-    def _encode(self, values: Tensor, length: int, codec: Codec) -> bytes | memoryview:
-        dtype = TORCH_DTYPE[codec]
-        elements = values[:length]
-        if dtype is self._dtype:
-            return elements.numpy().data.cast("B")
-        buffer = self._pool.take(values.numel(), dtype)
-        narrow = buffer[:length].copy_(elements)
-        payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
-        self._pool.give_back(buffer)
-        return payload
-
 
 def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptimizer | None:
     spec = table.spec
@@ -484,8 +484,3 @@ def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptim
     if update is None:
         return None
     return CustomOptimizer(update, spec.name, allow_non_finite=spec.allow_non_finite)
-
-
-def _payload_of(state: BlockState) -> memoryview:
-    """The block's values as they are at any time."""
-    return state.values.numpy()[: state.length].data.cast("B").toreadonly()

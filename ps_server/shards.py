@@ -4,6 +4,7 @@ them.
 Invariants:
     SH-1  What is folded or assigned has its payload.
     SH-2  A block that is lent changes only while its stamp says so.
+    SH-3  A range has one store of a table, from when it is added until it is removed.
 
 What it deliberately does not do: decide what happens to them, or count and time it (`node` does).
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
 from ps_core.keys import RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
+from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
+from ps_server.changes import Assigned, Change, Dropped, Kept, Put
 from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
@@ -25,9 +29,18 @@ from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import ShardStore
+from ps_server.sums import Total
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
+
+
+@dataclass(slots=True, eq=False)
+class _Home:
+    """The memory of ranges that were added at once, where it is lent."""
+
+    lent: LentValues | None
+    range_ids: set[RangeId]
 
 
 class Shards:
@@ -49,7 +62,7 @@ class Shards:
         self._updates = updates
         self._pool = BufferPool()
         self._lent: dict[_Key, LentValues] = {}
-        self._homes: dict[TableId, list[LentValues | None]] = {}
+        self._homes: dict[TableId, list[_Home]] = {}
         self._native_codec: dict[TableId, Codec] = {}
         self._segment_ids = itertools.count(1)
 
@@ -59,13 +72,19 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     def add(self, parts: Sequence[PartAdded]) -> None:
-        """Make room for parts of one table: where they can be lent, if this server lends."""
+        """Make room for parts of one table: where they can be lent, if this server lends. Those
+        that are here stay as they are (SH-3).
+        """
         table = parts[0].table
+        parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
+        if not parts:
+            return
         lent = None
         if self._lanes.is_open:
             blocks = [block for part in parts for block in part.blocks]
             lent = lent_values(table, next(self._segment_ids), blocks)
-        self._homes.setdefault(table.table_id, []).append(lent)
+        new = _Home(lent, {part.range_id for part in parts})
+        self._homes.setdefault(table.table_id, []).append(new)
         self._native_codec[table.table_id] = NATIVE_CODEC[table.spec.dtype]
         update = self._updates.get(table.spec.optimizer.custom_update)
         home = None if lent is None else lent.values
@@ -75,13 +94,31 @@ class Shards:
             if lent is not None:
                 self._lent[key] = lent
 
+    def remove(self, range_id: RangeId) -> None:
+        """Nothing of the range is here any more, of any table. What sessions on this host have
+        mapped stays readable for them.
+        """
+        for key in [key for key in self.stores if key[1] == range_id]:
+            del self.stores[key]
+            self._lent.pop(key, None)
+        for table_id, homes in list(self._homes.items()):
+            for home in list(homes):
+                home.range_ids.discard(range_id)
+                if home.range_ids:
+                    continue
+                homes.remove(home)
+                if home.lent is not None:
+                    home.lent.segment.close()
+            if not homes:
+                del self._homes[table_id]
+
     # --- payloads that come
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
         """See `intake.Decoder`; a place that is not here is answered by the machine."""
-        store = self._store(place)
+        store = self._store(place.table_id, place.range_id)
         self.received_bytes += len(payload)
         return store.decode(block, codec, payload, presence)
 
@@ -89,15 +126,15 @@ class Shards:
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
     ) -> Contribution:
         """See `intake.Decoder`."""
-        store = self._store(place)
+        store = self._store(place.table_id, place.range_id)
         payload = self._lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
-    def _store(self, place: Place) -> ShardStore:
-        store = self.stores.get((place.table_id, place.range_id))
+    def _store(self, table_id: TableId, range_id: RangeId) -> ShardStore:
+        store = self.stores.get((table_id, range_id))
         if store is None:
-            raise InvalidKeys(f"range {place.range_id} holds no block of table {place.table_id}")
+            raise InvalidKeys(f"range {range_id} holds no block of table {table_id}")
         return store
 
     # --- what the machines decided
@@ -117,16 +154,35 @@ class Shards:
         store = self.stores[record.table_id, record.range_id]
         return store.reduce(record.clock, record.contributor_count)
 
-    def apply(self, record: Record) -> UpdateFailed | None:
-        """Why the update could not be computed, if so; then nothing has changed."""
+    def take(self, record: Record) -> Total:
+        """The sum of the record's clock, for `apply`: what is folded for it later is another."""
+        return self.stores[record.table_id, record.range_id].take(record.clock)
+
+    def kept(self, record: Record) -> Total:
+        """The sum that the record's clock was reduced to; it stays where it is."""
+        return self.stores[record.table_id, record.range_id].kept_total(record.clock)
+
+    def apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
+        """Why the update could not be computed, if so; then nothing has changed.
+
+        Args:
+            record: the decision.
+            total: the sum, which is used up; None means what was folded for its clock.
+        """
         failure = None
         key = record.table_id, record.range_id
-        lent = self._lent.get(key)
+        store, lent = self.stores[key], self._lent.get(key)
+        if total is None:
+            total = store.take(record.clock)
         if lent is not None:
             lent.begin_change(record.blocks)
         try:
-            self.stores[key].apply(
-                record.clock, record.hyperparameters, record.contributor_count, record.update_scale
+            store.apply_total(
+                record.clock,
+                total,
+                record.hyperparameters,
+                record.contributor_count,
+                record.update_scale,
             )
         except UpdateFailed as error:  # a new one: this one's frames hold the gradients
             failure = UpdateFailed(f"{error.message} (range {record.range_id})")
@@ -149,6 +205,32 @@ class Shards:
         """Nothing comes of the sum of the record's clock."""
         self.stores[record.table_id, record.range_id].drop(record.clock)
 
+    def make(self, change: Change) -> UpdateFailed | None:
+        """A backup does to values what its primary has decided, as the primary does it.
+
+        Returns:
+            As `apply`.
+
+        Raises:
+            InvalidKeys: the change is of what is not here, or of more than its record.
+            InvalidTensor: a payload has the wrong length.
+        """
+        record = change.record
+        store = self._store(record.table_id, record.range_id)
+        match change:
+            case Put():
+                received = None if change.total is None else _received(store, record, change.total)
+                return self.apply(record, received)
+            case Kept():
+                kept = _received(store, record, change.total, is_reduced=True)
+                store.put_total(record.clock, kept)
+            case Dropped():
+                store.drop(record.clock)
+            case Assigned():
+                values = _received(store, record, change.parts)
+                self.assign(Assign(record, tuple(values.parts.items())))
+        return None
+
     def forget(self, effect: Forget) -> None:
         """What was kept for a reader is of no use any more."""
         self.stores[effect.table_id, effect.range_id].forget(effect.reader)
@@ -168,7 +250,7 @@ class Shards:
             return False
         codec = codec or self._native_codec[table_id]
         return all(
-            home is not None and codec is home.codec and self._is_lent(session, home)
+            home.lent is not None and codec is home.lent.codec and self._is_lent(session, home.lent)
             for home in homes
         )
 
@@ -190,3 +272,30 @@ def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contr
             raise InvariantViolation("SH-1", f"block {block} was folded without its payload")
         found.append((block, payload))
     return found
+
+
+def for_backup(change: Change) -> Change:
+    """The change as backups are told it: with views of what its total, or its values, are now."""
+    match change:
+        case Put(record, Total() as total):
+            return Put(record, total.elements())
+        case Kept(record, Total() as total):
+            return Kept(record, total.elements())
+        case Assigned(record, parts):
+            values = _contributions(parts)
+            return Assigned(record, tuple(contributions.elements(part) for _, part in values))
+    return change
+
+
+def _received(
+    store: ShardStore, record: Record, found: object, *, is_reduced: bool = False
+) -> Total:
+    elements = found if isinstance(found, tuple) else ()
+    total = store.received(elements, is_reduced=is_reduced)
+    beyond = total.parts.keys() - set(record.blocks)
+    if beyond:
+        raise InvalidKeys(
+            f"a change of range {record.range_id} has blocks {sorted(beyond)}; expected some of "
+            f"{list(record.blocks)}, its record's"
+        )
+    return total

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source, imports_of
 
 PURE_MODULES = {
+    "ps_server.block_values",
     "ps_server.buffer_pool",
+    "ps_server.changes",
     "ps_server.contributions",
     "ps_server.custom_updates",
     "ps_server.delay",
@@ -22,7 +24,6 @@ PURE_MODULES = {
     "ps_server.optimizers",
     "ps_server.part_copy",
     "ps_server.output_commit",
-    "ps_server.changes",
     "ps_server.range_log",
     "ps_server.range_machine",
     "ps_server.range_state",
@@ -35,6 +36,7 @@ PURE_MODULES = {
     "ps_server.schedule",
     "ps_server.server_machine",
     "ps_server.shard_store",
+    "ps_server.sums",
     "ps_server.update_check",
     "ps_server.forming",
     "ps_server.update_gate",

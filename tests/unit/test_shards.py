@@ -1,0 +1,146 @@
+"""The stores of one server: which are there, and what a backup does to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ps_core.cluster_view import Role, Session
+from ps_core.errors import InvalidKeys
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.tables import Codec
+from ps_server.changes import Assigned, Dropped, Elements, Kept, Put
+from ps_server.events import Contributor, Fold, Place, Record
+from ps_server.lanes import SharedLanes
+from ps_server.server_machine import PartAdded
+from ps_server.shards import Shards, for_backup
+from tests.property.shard_twin import table
+
+TABLE = TableId(1)
+LEFT, RIGHT = RangeId(0), RangeId(1)
+MODEL = table([384])
+PARTS = [PartAdded(MODEL, LEFT, (0, 1)), PartAdded(MODEL, RIGHT, (2, 3))]
+WORKER = Session("cluster", b"t" * 16, NodeId(2), Incarnation(11), Role.WORKER)
+ONE = np.ones(64, np.float32).tobytes()
+TWO = np.full(64, 2, np.float32).tobytes()
+
+
+@pytest.fixture
+def shards() -> Shards:
+    found = Shards(SharedLanes(), {})
+    found.add(PARTS)
+    return found
+
+
+def record(clock: int = 1, scale: float = 1.0, *, is_assign: bool = False) -> Record:
+    workers = (Contributor(0, Incarnation(11), (1,), skip=False),)
+    return Record(TABLE, LEFT, 1, clock, is_assign, workers, (), (0,), update_scale=scale)
+
+
+def value(shards: Shards) -> float:
+    payload, _ = shards.stores[TABLE, LEFT].read(0, None, None)
+    return float(np.frombuffer(payload, np.float32)[0])
+
+
+def test_a_store_that_is_there_is_not_made_again(shards: Shards) -> None:
+    shards.make(Put(record(), (Elements(0, b"", ONE),)))
+    stores = dict(shards.stores)
+    shards.add([*PARTS, PartAdded(MODEL, RangeId(2), (4, 5))])
+    assert {key: shards.stores[key] for key in stores} == stores
+    assert (TABLE, RangeId(2)) in shards.stores
+    assert value(shards) == -1.0
+
+
+def test_a_range_that_is_removed_begins_anew(shards: Shards) -> None:
+    shards.make(Put(record(), (Elements(0, b"", ONE),)))
+    shards.remove(LEFT)
+    shards.remove(LEFT)
+    assert shards.stores.keys() == {(TABLE, RIGHT)}
+    shards.add(PARTS)
+    assert value(shards) == 0.0
+    assert shards.state_bytes == 4 * 256
+
+
+def test_a_backup_makes_what_a_primary_decides(shards: Shards) -> None:
+    shards.make(Assigned(record(is_assign=True), (Elements(0, b"", TWO),)))
+    assert value(shards) == 2.0
+    shards.make(Put(record(), (Elements(0, b"", ONE),)))
+    assert value(shards) == 1.0
+    shards.make(Kept(record(2), (Elements(0, b"", ONE),)))
+    shards.make(Put(record(2, 0.5), None))
+    assert value(shards) == 0.5
+    shards.make(Kept(record(3), (Elements(0, b"", ONE),)))
+    shards.make(Dropped(record(3)))
+    assert shards.make(Put(record(3), None)) is None
+    assert value(shards) == 0.5
+
+
+def test_a_primary_applies_what_it_took(shards: Shards) -> None:
+    place = Place(TABLE, LEFT, 1)  # type: ignore[arg-type]
+    for _ in range(2):
+        part = shards.decode(place, 0, Codec.FP32, memoryview(ONE), b"")
+        shards.fold(Fold(TABLE, LEFT, 1, 0, ((0, part),), 1.0))
+    total = shards.take(record())
+    assert bytes(total.elements()[0].payload) == TWO
+    assert shards.apply(record(), total) is None
+    assert value(shards) == -2.0
+
+
+def test_initial_values_are_told_as_they_are(shards: Shards) -> None:
+    place = Place(TABLE, LEFT, 1)  # type: ignore[arg-type]
+    part = shards.decode(place, 0, Codec.FP32, memoryview(TWO), b"")
+    change = for_backup(Assigned(record(is_assign=True), ((0, part),)))
+    assert change == Assigned(record(is_assign=True), (Elements(0, b"", TWO),))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (Put(record(), (Elements(1, b"", ONE),)), r"blocks \[1\]; expected some of \[0\]"),
+        (Put(record()._replace(range_id=RangeId(9)), ()), "range 9 holds no block"),
+        (Kept(record()._replace(table_id=TableId(9)), ()), "table 9"),
+    ],
+)
+def test_a_change_of_what_is_not_here_is_refused(
+    shards: Shards, change: Put | Kept, text: str
+) -> None:
+    with pytest.raises(InvalidKeys, match=text):
+        shards.make(change)
+    assert value(shards) == 0.0
+
+
+@pytest.fixture
+def lending() -> Iterator[Shards]:
+    """Shards of a server that sessions on its host may share memory with."""
+    with asyncio.Runner() as runner:
+
+        async def opened() -> SharedLanes:
+            lanes = SharedLanes()
+            lanes.open()
+            return lanes
+
+        async def close() -> None:
+            lanes.close()
+
+        lanes = runner.run(opened())
+        found = Shards(lanes, {})
+        found.add(PARTS)
+        yield found
+        runner.run(close())
+
+
+def test_the_memory_that_is_lent_goes_with_the_last_of_its_ranges(lending: Shards) -> None:
+    (home,) = lending._homes[TABLE]
+    assert home.lent is not None
+    segment = home.lent.segment
+    lending.make(Put(record(), (Elements(0, b"", ONE),)))
+    lending.remove(LEFT)
+    assert segment.fd >= 0
+    lending.remove(RIGHT)
+    assert segment.fd < 0
+    assert not lending.lends(WORKER, TABLE, None)
+    lending.add(PARTS)
+    assert value(lending) == 0.0
