@@ -6,7 +6,7 @@
     Assigned   initial values
 
 A total is what was summed for an update, detached from the sums in the making, and opaque here. On
-its way to a backup it is a tuple of `Elements`: before it is averaged (after it, where it was kept),
+its way to a backup it is a tuple of `Elements`: before it is averaged (after, where it was kept),
 in the table's own arithmetic. Both ends run the same arithmetic on the same numbers.
 """
 
