@@ -17,9 +17,10 @@ What it deliberately does not do: carry anything out, or send (its caller does b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put
@@ -35,10 +36,10 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.part_copy import Delta, Facts, WorkerFacts, delta_of
+from ps_server.part_copy import Delta, Facts, WorkerFacts, delta_of, facts_of
 from ps_server.range_log import Batch
 from ps_server.replication import Replication, Snapshot
-from ps_server.server_machine import ServerMachine
+from ps_server.server_machine import Promise, ServerMachine
 
 _Place = tuple[TableId, RangeId]
 Deed = Effect | Change
@@ -82,6 +83,13 @@ class _Told:
     workers: dict[Incarnation, WorkerFacts]
 
 
+class Told(NamedTuple):
+    """Held: the backups have been told of a part's promise."""
+
+    place: _Place
+    number: int
+
+
 class OutputCommit:
     """The outputs of one server.
 
@@ -105,12 +113,14 @@ class OutputCommit:
         self._send = send
         self._told: dict[_Place, _Told] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
+        self._untold: dict[_Place, Told] = {}
+        self._marks = itertools.count(1)
 
-    def decide(self, effects: Iterable[Effect]) -> list[Deed]:
+    def decide(self, effects: Iterable[Effect], now_s: float) -> list[Deed]:
         """Hold what must not be seen yet.
 
         Returns:
-            What is to be done at once, in order.
+            What is to be done now, in order.
         """
         at_once: list[Deed] = []
         parts: dict[_Place, _Decided] = {}
@@ -132,7 +142,7 @@ class OutputCommit:
                 self._hold(effect, into, work)
         for place, decided in parts.items():
             at_once += self._decide(place, decided)
-        return at_once
+        return at_once + self.release(now_s, {range_id for _, range_id in parts})
 
     def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> None:
         change: Change | None = None
@@ -195,15 +205,47 @@ class OutputCommit:
         told.workers.update((w.incarnation, w) for w in news)
         return None if is_known else news
 
-    def settle(self) -> None:
-        """Tell what changed without an effect."""
-        for place in self._machine.parts:
-            if not self._replication.decides_alone(place[1]):
-                self._decide(place, _Decided())
+    def settle(self, now_s: float) -> list[Deed]:
+        """Tell what changed without an effect: what is promised of a table, before anybody is told.
 
-    def release(self, now_s: float) -> list[Deed]:
-        """What was held and may be done now, in order."""
-        return self._replication.release(now_s)  # type: ignore[return-value]
+        Returns:
+            As `decide`.
+        """
+        told: set[RangeId] = set()
+        for place, part in self._machine.parts.items():
+            if self._replication.decides_alone(place[1]):
+                self._untold.pop(place, None)
+                continue
+            before = self._told.get(place)
+            is_news = before is None or before.facts != facts_of(part.state)
+            if is_news or (self._is_promised_unheard(place) and place not in self._untold):
+                mark = Told(place, next(self._marks))
+                self._untold[place] = mark
+                self._decide(place, _Decided(held=[mark]))
+                told.add(place[1])
+        return self.release(now_s, told)
+
+    def _is_promised_unheard(self, place: _Place) -> bool:
+        """Whether a promise may be on its way to the backups, with something else."""
+        log = self._replication.logs.get(place[1])
+        holds = self._machine.parts[place].state.schedule.hold_clock is not None
+        return holds and log is not None and not log.is_settled
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What the backups know that this server has promised."""
+        untold = {table_id for table_id, _ in self._untold}
+        return tuple(p for p in self._machine.promises if p.table_id not in untold)
+
+    def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[Deed]:
+        """What was held of these ranges and may be done now, in order."""
+        deeds: list[Deed] = []
+        for held in self._replication.release(now_s, range_ids):
+            if not isinstance(held, Told):
+                deeds.append(held)  # type: ignore[arg-type]
+            elif self._untold.get(held.place) is held:
+                del self._untold[held.place]
+        return deeds
 
     def snapshots(
         self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
@@ -216,6 +258,7 @@ class OutputCommit:
     def forget(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more."""
         self._forget_told(range_id)
+        self._untold = {place: mark for place, mark in self._untold.items() if place[1] != range_id}
         self._kept = {key for key in self._kept if key[1] != range_id}
 
     def _forget_told(self, range_id: RangeId) -> None:

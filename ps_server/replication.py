@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
-from ps_core.errors import InvariantViolation
+from ps_core.errors import InvariantViolation, NotOwner
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.changes import Change
-from ps_server.events import Effect
+from ps_server.events import AnswerPull, Effect, RefusePull
 from ps_server.part_copy import Delta, PartCopy, copy_of
 from ps_server.range_log import Batch, RangeLog
 from ps_server.replica import Replica
@@ -128,8 +128,10 @@ class Replication:
             if assignment.primary == self._node_id:
                 self._be_primary(assignment, now_s)
                 continue
-            if self.logs.pop(range_id, None) is not None:
+            log = self.logs.pop(range_id, None)
+            if log is not None:
                 effects += self._machine.give_up(range_id)
+                effects += [self._refused(e) for e in log.held if isinstance(e, AnswerPull)]
                 lost.append(range_id)
                 self._forget_joining(range_id)
             replica = self.replicas.get(range_id)
@@ -144,6 +146,10 @@ class Replication:
                 del self.replicas[range_id]
                 lost.append(range_id)
         return lost, effects
+
+    def _refused(self, held: AnswerPull) -> RefusePull:
+        error = NotOwner(f"server {self._node_id} is not primary of range {held.range_id} any more")
+        return RefusePull(held.waiter, held.table_id, held.range_id, error)
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
@@ -226,9 +232,12 @@ class Replication:
     def _joiners(self, range_id: RangeId) -> list[NodeId]:
         return [node_id for at, node_id in self._joining if at == range_id]
 
-    def release(self, now_s: float) -> list[object]:
+    def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
         """What may be done now, range by range."""
-        return [effect for log in self.logs.values() for effect in log.release(now_s)]
+        logs = self.logs
+        return [
+            e for range_id in range_ids if range_id in logs for e in logs[range_id].release(now_s)
+        ]
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
         """A backup, or one that joins, has taken batches."""
@@ -241,6 +250,12 @@ class Replication:
             joining.number, joining.since_s = ack.number, now_s
         if ack.number <= log.number:
             log.acked(backup, ack.number)
+
+    def lost(self, node_id: NodeId) -> None:
+        """What was on its way to a server is lost: if it joins it is given all again."""
+        for range_id, joiner in list(self._joining):
+            if joiner == node_id and joiner not in self.logs[range_id].backups:
+                del self._joining[range_id, joiner]
 
     def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
         """A backup has answered a beat."""

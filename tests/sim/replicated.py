@@ -10,6 +10,7 @@ from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.range_log import Batch
 from ps_server.replication import Ack, Beat, Grant, Replication, Request, Snapshot
+from ps_server.server_machine import Promise
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.truth import Grad, Settings
 from tests.sim.world import World
@@ -70,7 +71,7 @@ class ReplicatedServer(SimServer):
             self._go_on_without(self._view)
         new = set(self.replication.logs) - before
         self.world.counts["ranges taken over"] += len(new) if self.world.now_s else 0
-        self._settle()
+        self._do(self.output.settle(self.world.now_s))
 
     def _forget(self, range_id: RangeId) -> None:
         """Another is primary: nothing that is here counts."""
@@ -113,15 +114,11 @@ class ReplicatedServer(SimServer):
 
     def carry_out(self, effects: list[Effect]) -> None:
         """As `ps_server.node` does: what anybody could see when the backups have it."""
-        self._do(self.output.decide(effects))
-        self._release()
-
-    def _settle(self) -> None:
-        self.output.settle()
-        self._release()
+        self._do(self.output.decide(effects, self.world.now_s))
+        self._give_snapshots()
 
     def _release(self) -> None:
-        self._do(self.output.release(self.world.now_s))
+        self._do(self.output.release(self.world.now_s, list(self.replication.logs)))
         self._give_snapshots()
 
     def _do(self, deeds: list[Deed]) -> None:
@@ -175,8 +172,13 @@ class ReplicatedServer(SimServer):
             self.updates[record.table_id, block].append(workers)
 
     @property
-    def promises_are_kept(self) -> bool:
-        """Whether every backup knows what this server has promised."""
+    def promises(self) -> tuple[Promise, ...]:
+        """Those that every backup has."""
+        return self.output.promises
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every backup has all that was decided."""
         return all(log.is_settled for log in self.replication.logs.values())
 
     # --- between servers

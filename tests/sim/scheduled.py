@@ -87,7 +87,7 @@ class ScheduledSimulation(Simulation):
 
     def _promise(self, session: Session, server: SimServer) -> None:
         """What stands is sent again and again."""
-        for promise in server.machine.promises:
+        for promise in server.promises:
 
             def arrive(
                 table_id: object = promise.table_id,

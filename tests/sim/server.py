@@ -26,7 +26,7 @@ from ps_server.events import (
     ReplyTo,
 )
 from ps_server.schedule import CutId
-from ps_server.server_machine import ServerMachine
+from ps_server.server_machine import Promise, ServerMachine
 from tests.sim.truth import CLIP_SCALE, Grad, Settings, square
 from tests.sim.world import World
 
@@ -65,6 +65,11 @@ class SimServer:
         if view.view_number > self.machine.view_number:
             self.machine.observe(view)
             self._go_on_without(view)
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What it tells the scheduler."""
+        return self.machine.promises
 
     def _go_on_without(self, view: ClusterView) -> None:
         gone = [node for node in view.nodes if node.state is NodeState.GONE]

@@ -117,8 +117,7 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.after(BEAT_S / 2, lambda: self._beat(session, worker))
 
     def _promise(self, session: Session, server: SimServer) -> None:
-        kept = isinstance(server, ReplicatedServer) and server.promises_are_kept
-        if not self._is_down(session.node_id) and kept:
+        if not self._is_down(session.node_id):
             super()._promise(session, server)
         else:
             self.world.after(0.5, lambda: self._promise(session, server))
@@ -200,7 +199,7 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _is_quiet(self) -> bool:
         return self._is_whole() and all(
-            server.promises_are_kept and not server.asked
+            server.is_settled and not server.asked
             for node_id, server in self.servers.items()
             if node_id not in self.dead
         )
