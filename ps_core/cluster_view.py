@@ -124,6 +124,27 @@ class RangeAssignment:
     backups: tuple[NodeId, ...] = ()
     joining: tuple[NodeId, ...] = ()
 
+    @property
+    def in_sync(self) -> tuple[NodeId, ...]:
+        """Who holds all that is committed, the primary first; nobody while nobody serves it."""
+        return () if self.primary is None else (self.primary, *self.backups)
+
+    @property
+    def holders(self) -> tuple[NodeId, ...]:
+        """Who holds anything of it, or is to."""
+        return (*self.in_sync, *self.joining)
+
+
+@dataclass(frozen=True, slots=True)
+class BackupWish:
+    """What a range's primary asks the scheduler for: all backups that it shall have, if it is at
+    that epoch still.
+    """
+
+    range_id: RangeId
+    assignment_epoch: AssignmentEpoch
+    backups: frozenset[NodeId]
+
 
 @dataclass(frozen=True)
 class ClusterView:

@@ -19,14 +19,14 @@ import grpc
 import grpc.aio
 
 from ps_core.change import Change
-from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
-from ps_core.keys import TableId
+from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from ps_runtime import clock, logs, wire, wire_changes
-from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
+from ps_runtime.registration import LEAST_ATTEMPT_S, Addresses, answer_of, registered
 from ps_runtime.retry import Backoff, is_retryable
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -35,12 +35,6 @@ Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[A
 """One call, given the stub and the seconds that it may take."""
 
 REGISTRATION_ID_BYTES = 16
-ATTEMPT_DEADLINE_S = 5.0
-"""The longest that one attempt at a short call may take before the next address is tried."""
-
-LEAST_ATTEMPT_S = 0.2
-"""The shortest: less would fail for want of a round trip."""
-
 FAREWELL_DEADLINE_S = 5.0
 
 
@@ -49,44 +43,15 @@ def no_progress() -> scheduler_pb2.NodeProgress:
     return scheduler_pb2.NodeProgress()
 
 
-class _Addresses:
-    """The scheduler's addresses, each with its channel; one of them is the present one."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(addresses)
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._present = 0
-
-    def __str__(self) -> str:
-        return ", ".join(self._addresses)
-
-    @property
-    def present(self) -> str:
-        return self._addresses[self._present]
-
-    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
-        channel = self._channels.get(self.present)
-        if channel is None:
-            channel = self._channels[self.present] = aio_channel(self.present)
-        return scheduler_pb2_grpc.SchedulerServiceStub(channel)
-
-    def leave(self, address: str) -> None:
-        """Go on to the next address, unless another task has left this one already."""
-        if self.present == address:
-            self._present = (self._present + 1) % len(self._addresses)
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
-
-
 class SchedulerLink:
     """A registered node's link. Made by `connect`; `close` ends it.
 
     Attributes:
         session: the identity to put into every request.
         worker_count: the number of workers of the cluster.
+        replica_count: servers that hold each range, the primary included.
+        min_in_sync: in-sync replicas below which a range takes no pushes.
+        lease_s: a node that is not heard for so long counts as silent.
         token_key: servers: what session tokens are checked with. Otherwise empty.
         view: the newest view that came, or None before the first.
         on_view: called on the loop with each newer view, in order of addition; a callback that is
@@ -99,9 +64,12 @@ class SchedulerLink:
         last_scheduler_contact_s: when the scheduler last answered, by `clock.now_s`.
     """
 
-    def __init__(self, addresses: _Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
+    def __init__(self, addresses: Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
         self.session: Session = wire.session_from_proto(answer.session)
         self.worker_count: int = answer.worker_count
+        self.replica_count: int = max(answer.replica_count, 1)
+        self.min_in_sync: int = max(answer.min_in_sync, 1)
+        self.lease_s: float = answer.lease_ms / 1000
         self.token_key: bytes = answer.token_key
         self.cluster_features: tuple[str, ...] = tuple(answer.features)
         self.view: ClusterView | None = None
@@ -113,7 +81,6 @@ class SchedulerLink:
         self.last_scheduler_contact_s = clock.now_s()
         self._identity = answer.session
         self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
-        self._lease_s = answer.lease_ms / 1000
         self._addresses = addresses
         self._is_away = False
         self._is_closed = False
@@ -147,9 +114,9 @@ class SchedulerLink:
         request = scheduler_pb2.RegisterNodeRequest()
         request.CopyFrom(register)
         request.registration_id = register.registration_id or os.urandom(REGISTRATION_ID_BYTES)
-        book = _Addresses(addresses)
+        book = Addresses(addresses)
         try:
-            link = cls(book, await _registered(book, request, deadline_s))
+            link = cls(book, await registered(book, request, deadline_s))
         except BaseException:
             await book.close()
             raise
@@ -262,10 +229,32 @@ class SchedulerLink:
         )
         what = "the scheduler to hear a promise"
         await self._until(
-            lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self._lease_s)),
+            lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self.lease_s)),
             what,
             math.inf,
         )
+
+    async def set_backups(self, wishes: Sequence[BackupWish], deadline_s: float) -> list[RangeId]:
+        """Servers: ask for other backups of ranges that this node is primary of.
+
+        Returns:
+            The ranges whose wishes were void: another configuration came first; after an answer
+            that was lost, it may be the one that was wished for. What holds is in a view to come.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            InvalidConfig, InvalidKeys: a wish is wrong in itself; nothing has changed.
+            WaitExpired: no scheduler answered in time; any of the wishes may have been granted.
+            Fenced: this node has been replaced.
+        """
+        request = scheduler_pb2.SetBackupsRequest(
+            session=self._identity, requests=map(wire.wish_to_proto, wishes)
+        )
+        what = f"the scheduler to set the backups of {len(wishes)} ranges"
+        end_s = clock.now_s() + deadline_s
+        answer = await self._until(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
+        return list(map(RangeId, answer.refused_range_ids))
 
     async def deregister(self, reason: str, deadline_s: float = FAREWELL_DEADLINE_S) -> bool:
         """Leave the cluster: a last heartbeat with the final progress, then the farewell.
@@ -314,7 +303,7 @@ class SchedulerLink:
             address = self._addresses.present
             request = self._heartbeat()
             try:
-                await _answer(self._addresses.stub().Heartbeat(request, timeout=self._lease_s))
+                await answer_of(self._addresses.stub().Heartbeat(request, timeout=self.lease_s))
                 self._heard()
             except PushpullError as error:
                 self._failed(address, error)
@@ -349,7 +338,7 @@ class SchedulerLink:
             left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
             address = self._addresses.present
             try:
-                answer = await _answer(attempt(self._addresses.stub(), left_s))
+                answer = await answer_of(attempt(self._addresses.stub(), left_s))
             except PushpullError as error:
                 if not is_retryable(error):
                     raise self._named(error, what) from error
@@ -448,53 +437,3 @@ class SchedulerLink:
             f"{heard}; the view is {self.view.view_number}, with {len(alive)} of "
             f"{self.view.server_count} servers"
         )
-
-
-async def _registered(
-    book: _Addresses,
-    request: scheduler_pb2.RegisterNodeRequest,
-    deadline_s: float,
-) -> scheduler_pb2.RegisterNodeResponse:
-    """Register, at whichever address answers, going on for `deadline_s`."""
-    end_s = clock.now_s() + deadline_s
-    backoff = Backoff()
-    has_failed = False
-    while True:
-        address = book.present
-        attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
-        try:
-            answer: scheduler_pb2.RegisterNodeResponse = await _answer(
-                book.stub().RegisterNode(request, timeout=attempt_s)
-            )
-        except PushpullError as error:
-            if not (is_retryable(error) or isinstance(error, WaitExpired)):
-                raise
-            book.leave(address)
-            if not has_failed:
-                has_failed = True
-                logs.warning("waiting_for_scheduler", addresses=str(book), error=error.message)
-            wait_s = backoff.next_s(error)
-            if clock.now_s() + wait_s >= end_s:
-                raise WaitExpired(
-                    f"no scheduler answered at {book} within {deadline_s:.1f} s; last failure: "
-                    f"{error.message}"
-                ) from error
-            await asyncio.sleep(wait_s)
-        else:
-            session = answer.session
-            logs.info(
-                "registered",
-                scheduler=address,
-                cluster_id=session.cluster_id,
-                node_id=session.node_id,
-                incarnation=session.incarnation,
-            )
-            return answer
-
-
-async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
-    """The answer of a call, its failure told by the catalogue."""
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error

@@ -15,7 +15,15 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ps_core import limits
-from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import (
+    BackupWish,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+    Session,
+)
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
@@ -48,7 +56,7 @@ from ps_runtime.wire_changes import (
     join_from_proto,
     join_to_proto,
 )
-from pushpull.v1 import types_pb2
+from pushpull.v1 import scheduler_pb2, types_pb2
 
 EnumT = TypeVar("EnumT", bound=Enum)
 
@@ -390,6 +398,8 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         end_slot=assignment.slots.end,
         assignment_epoch=assignment.assignment_epoch,
         primary_node_id=assignment.primary or 0,
+        backup_node_ids=assignment.backups,
+        joining_node_ids=assignment.joining,
     )
 
 
@@ -400,7 +410,33 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         slots=KeyRange(Slot(message.begin_slot), Slot(message.end_slot)),
         assignment_epoch=AssignmentEpoch(message.assignment_epoch),
         primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
+        backups=tuple(map(NodeId, message.backup_node_ids)),
+        joining=tuple(map(NodeId, message.joining_node_ids)),
     )
+
+
+def wish_to_proto(wish: BackupWish) -> scheduler_pb2.BackupRequest:
+    """What the primary of a range asks for."""
+    return scheduler_pb2.BackupRequest(
+        range_id=wish.range_id,
+        assignment_epoch=wish.assignment_epoch,
+        backup_node_ids=sorted(wish.backups),
+    )
+
+
+def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
+    """What the primary of a range asks for; whether it may is for the scheduler to say.
+
+    Raises:
+        InvalidConfig: a backup is named twice.
+    """
+    backups = frozenset(map(NodeId, message.backup_node_ids))
+    if len(backups) < len(message.backup_node_ids):
+        raise InvalidConfig(
+            f"backup_node_ids of range {message.range_id} is {list(message.backup_node_ids)}; "
+            "expected each node once"
+        )
+    return BackupWish(RangeId(message.range_id), AssignmentEpoch(message.assignment_epoch), backups)
 
 
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:

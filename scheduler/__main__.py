@@ -40,6 +40,20 @@ class SchedulerConfig:
     servers: int = field(
         metadata={"help": "The number of servers that a table waits for; at least 1."}
     )
+    replicas: int = field(
+        default=1,
+        metadata={
+            "help": "Servers that hold each range, 1 to `servers`. 1: a server that dies takes its "
+            "ranges with it; 2: one server may die, and training goes on."
+        },
+    )
+    min_in_sync: int = field(
+        default=1,
+        metadata={
+            "help": "Of the replicas of a range, how many must hold a push before it counts, 1 to "
+            "`replicas`; a range with fewer takes none. 1: it goes on with the last one."
+        },
+    )
     max_workers: int = field(
         default=0,
         metadata={
@@ -119,6 +133,8 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         lease_s=settings.lease_s,
         worker_timeout_s=settings.worker_timeout_s,
         adaptation_interval_s=settings.adaptation_interval_s,
+        replica_count=settings.replicas,
+        min_in_sync=settings.min_in_sync,
     )
 
 
@@ -158,6 +174,8 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
             workers=cluster.worker_count,
             max_workers=cluster.rank_count,
             servers=cluster.server_count,
+            replicas=cluster.replica_count,
+            min_in_sync=cluster.min_in_sync,
         )
         await _until_the_end(servicer, stop, ticking)
     finally:

@@ -29,13 +29,14 @@ nodes say of their progress, move ranges.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ps_core.change import Change, Join
-from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
+from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import NotPermitted, Overloaded
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
@@ -205,6 +206,7 @@ class Cluster:
         existing = self._tables.find(spec)
         if existing is not None:
             return Decision(Created(existing, self._state.view_number))
+        self._tables.check_replicable(spec)
         joins = self._changes.joined_before(self.settings.worker_count)
         check_workers(spec.name, spec.consistency, self.view.world_size)
         made, created = self._tables.create(spec, joins, now_s)
@@ -254,24 +256,22 @@ class Cluster:
         return Decision(None, self._changed(*transitions))
 
     def set_backups(
-        self,
-        session: Session,
-        range_id: RangeId,
-        assignment_epoch: AssignmentEpoch,
-        backups: set[NodeId],
-    ) -> Decision[None]:
-        """The primary of a range wants these backups.
+        self, session: Session, wishes: Sequence[BackupWish]
+    ) -> Decision[tuple[RangeId, ...]]:
+        """A server wishes for backups of ranges that it is primary of; the reply is the ranges
+        whose wishes are void.
 
         Raises:
-            StaleAssignment: it is not primary at that epoch any more.
+            NotPermitted: the caller is no server.
+            InvalidKeys, InvalidConfig: a wish is wrong in itself.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
         node = self.member(session)
-        transitions = self._configurations.request(
-            node.node_id, range_id, assignment_epoch, backups
-        )
-        return Decision(None, self._changed(*transitions))
+        if node.role is not Role.SERVER:
+            raise NotPermitted(f"a {node.role.value} sets backups; only servers do")
+        refused, transitions = self._configurations.set_backups(node.node_id, wishes)
+        return Decision(refused, self._changed(*transitions))
 
     def tick(self, now_s: float) -> Decision[None]:
         """Note who has fallen silent, who is gone and what was not promised in time; to be called

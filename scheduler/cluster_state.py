@@ -21,6 +21,9 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.tables import Table
 from ps_core.update_offer import UpdateOffer
 
+Counts = tuple[tuple[NodeId, int], ...]
+"""Numbers of ranges, by node id."""
+
 TIMELINE_BYTES = 16
 MIN_TOKEN_KEY_BYTES = 16
 
@@ -47,7 +50,10 @@ class ClusterSettings:
             `lease_s`. 0: never, the others wait for it.
         adaptation_interval_s: how often the bound of a table whose bound moves is looked at, in
             seconds, at most; above 0.
-        replica_count: servers that hold each range; 1 to `server_count`.
+        replica_count: servers that hold each range, the primary included, where there are as
+            many; 1 to `server_count`.
+        min_in_sync: in-sync replicas, the primary included, below which a range takes no pushes;
+            1 to `replica_count`.
         features: what the cluster can do, for nodes to compare with what they need.
     """
 
@@ -66,6 +72,7 @@ class ClusterSettings:
     adaptation_interval_s: float = limits.ADAPTATION_INTERVAL_S
     features: tuple[str, ...] = ()
     replica_count: int = 1
+    min_in_sync: int = 1
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")
@@ -90,6 +97,11 @@ class ClusterSettings:
             1 <= self.replica_count <= self.server_count,
             f"replicas is {self.replica_count}; expected 1 to the number of servers, "
             f"{self.server_count}",
+        )
+        _require(
+            1 <= self.min_in_sync <= self.replica_count,
+            f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
+            f"{self.replica_count}",
         )
         _require(
             self.max_workers == 0
@@ -252,17 +264,42 @@ class TableCreated:
 
 @dataclass(frozen=True, slots=True)
 class RangesPlaced:
-    """Ranges got their servers; `counts` says how many each server got, by node id."""
+    """Ranges got their servers; `counts` says how many each server got."""
 
-    counts: tuple[tuple[NodeId, int], ...]
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
-class RangesReconfigured:
-    """Ranges have other primaries or backups; `joining_count` others are being given a backup."""
+class RangesFailedOver:
+    """A server is silent or has left: its backups are primaries of its ranges now; `counts` says of
+    how many each.
+    """
 
+    lost: Node
     range_ids: tuple[RangeId, ...]
-    joining_count: int
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class BackupsSet:
+    """A primary has the backups of these ranges that it asked for; `left_out` and `let_in` say of
+    how many ranges each server is a backup no more, and has become one.
+    """
+
+    primary: NodeId
+    range_ids: tuple[RangeId, ...]
+    left_out: Counts
+    let_in: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class JoinersNamed:
+    """Ranges have too few backups: of how many each server has to become one now; of how many it
+    had to, and fell silent before it was.
+    """
+
+    named: Counts
+    dropped: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +340,9 @@ Transition = (
     | WorkerGone
     | TableCreated
     | RangesPlaced
-    | RangesReconfigured
+    | RangesFailedOver
+    | BackupsSet
+    | JoinersNamed
     | ChangeProposed
     | ChangeCommitted
     | ChangeWithdrawn

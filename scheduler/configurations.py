@@ -9,8 +9,9 @@ The scheduler decides configurations and nothing else. Whether a primary may ser
 (`ps_server.range_log`, `ps_server.replica`).
 
 Rules:
-    - A request names the epoch that it starts from; if another configuration came first, it is
-      void. So of a primary that lost its backup and a scheduler that lost the primary one wins.
+    - A wish names the epoch that it starts from; if another configuration came first, it is void.
+      So of a primary that lost its backup and a scheduler that lost the primary one wins. Each of a
+      call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
     - A promoted backup is alone: another one may be a batch behind or ahead of it, and joins anew.
 
 Invariants:
@@ -23,13 +24,20 @@ What it deliberately does not do: move ranges for balance, or know what they hol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ps_core.cluster_view import NodeState, RangeAssignment, Role
-from ps_core.errors import StaleAssignment, check
+from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role
+from ps_core.errors import InvalidConfig, InvalidKeys, check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
-from scheduler.cluster_state import ClusterState, RangesReconfigured, Transition
+from scheduler.cluster_state import (
+    BackupsSet,
+    ClusterState,
+    Counts,
+    JoinersNamed,
+    RangesFailedOver,
+    Transition,
+)
 
 
 class Configurations:
@@ -46,113 +54,144 @@ class Configurations:
 
     def place_backups(self, range_ids: Iterable[RangeId]) -> None:
         """Ranges that hold nothing yet have got their primaries: give them backups."""
-        for range_id in range_ids:
-            assignment = self._state.ranges[range_id]
-            others = self._free_servers(assignment)[: self._backup_count]
-            self._state.ranges[range_id] = replace(assignment, backups=tuple(others))
+        servers = _Servers(self._state)
+        for range_id in range_ids if self._backup_count else ():
+            old = self._state.ranges[range_id]
+            new = replace(old, backups=tuple(servers.free_for(old)[: self._backup_count]))
+            servers.move(old, new)
+            self._state.ranges[range_id] = new
 
     def look(self) -> list[Transition]:
         """Promote where a primary is silent; name servers that shall join where there are too few.
 
-        To be called when servers have fallen silent, were heard again, or came.
+        To be called when servers have fallen silent, were heard again, came or left.
         """
-        promoted = [r for r in self._state.ranges if self._promote(r)]
-        joining = [r for r in self._state.ranges if self._fill(r)]
-        if not promoted and not joining:
+        if not self._backup_count:
             return []
-        return [RangesReconfigured(tuple(r.range_id for r in promoted), len(joining))]
+        servers = _Servers(self._state)
+        return self._promoted(servers) + self._filled(servers)
 
-    def request(
-        self,
-        primary: NodeId,
-        range_id: RangeId,
-        assignment_epoch: AssignmentEpoch,
-        backups: set[NodeId],
-    ) -> list[Transition]:
-        """The primary wants these backups.
+    def set_backups(
+        self, primary: NodeId, wishes: Sequence[BackupWish]
+    ) -> tuple[tuple[RangeId, ...], list[Transition]]:
+        """A server wishes for backups of its ranges: the ranges whose wishes are void, and what the
+        others led to.
 
         Raises:
-            StaleAssignment: another configuration came first; the caller may not be primary.
+            InvalidKeys: a range does not exist, or comes twice.
+            InvalidConfig: a backup was never a node, is no server, or is the caller.
         """
-        assignment = self._state.ranges[range_id]
-        known = {*assignment.backups, *assignment.joining}
-        if (assignment.primary, assignment.assignment_epoch) != (
-            primary,
-            assignment_epoch,
-        ) or backups - known:
-            raise StaleAssignment(
-                f"range {range_id} is at assignment_epoch {assignment.assignment_epoch} with "
-                f"primary {assignment.primary}; {primary} asked for {sorted(backups)} at "
-                f"{assignment_epoch}"
+        self._check(primary, wishes)
+        refused = []
+        left_out: Counter[NodeId] = Counter()
+        let_in: Counter[NodeId] = Counter()
+        for wish in wishes:
+            old = self._state.ranges[wish.range_id]
+            is_present = (old.primary, old.assignment_epoch) == (primary, wish.assignment_epoch)
+            if not is_present or wish.backups - {*old.backups, *old.joining}:
+                refused.append(wish.range_id)
+                continue
+            # The same set too: who asks has asked for another before, which is void from now on.
+            joining = tuple(node_id for node_id in old.joining if node_id not in wish.backups)
+            self._commit(replace(old, backups=tuple(sorted(wish.backups)), joining=joining))
+            left_out.update(set(old.backups) - wish.backups)
+            let_in.update(wish.backups - set(old.backups))
+        granted = tuple(w.range_id for w in wishes if w.range_id not in refused)
+        if not granted:
+            return tuple(refused), []
+        transition = BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in))
+        return tuple(refused), [transition]
+
+    def _check(self, primary: NodeId, wishes: Sequence[BackupWish]) -> None:
+        ranges = self._state.ranges
+        counts = Counter(wish.range_id for wish in wishes)
+        for wish in wishes:
+            if not 0 <= wish.range_id < len(ranges):
+                raise InvalidKeys(f"range_id is {wish.range_id}; expected 0 to {len(ranges) - 1}")
+            if counts[wish.range_id] > 1:
+                raise InvalidKeys(f"range {wish.range_id} comes twice; expected each range once")
+            for node_id in sorted(wish.backups):
+                self._check_backup(primary, wish.range_id, node_id)
+
+    def _check_backup(self, primary: NodeId, range_id: RangeId, node_id: NodeId) -> None:
+        wanted = f"range {range_id}: node {node_id} is wanted as a backup"
+        if node_id == primary:
+            raise InvalidConfig(f"{wanted} by itself; a primary is never its own backup")
+        if not 1 <= node_id < self._state.next_node_id:
+            raise InvalidConfig(f"{wanted}; no such node was ever registered")
+        member = self._state.members.get(node_id)  # None: it has left, and is forgotten
+        if member is not None and member.node.role is not Role.SERVER:
+            raise InvalidConfig(f"{wanted}; it is a {member.node.role.value}, expected a server")
+
+    def _promoted(self, servers: _Servers) -> list[Transition]:
+        """The ranges whose primary is silent have another, if a backup lives."""
+        taken: dict[NodeId, dict[RangeId, NodeId]] = {}
+        for old in self._state.ranges:
+            if old.primary is None or old.primary in servers.living:
+                continue
+            living = [node_id for node_id in old.backups if node_id in servers.living]
+            if not living:
+                continue
+            chosen = min(living, key=servers.load)
+            new = replace(old, primary=chosen, backups=(), joining=())
+            servers.move(old, new)
+            self._commit(new)
+            taken.setdefault(old.primary, {})[old.range_id] = chosen
+        return [
+            RangesFailedOver(
+                self._state.members[lost].node, tuple(ranges), _sorted(Counter(ranges.values()))
             )
-        # The same set too: whoever asks has asked for another before, which is void from now on.
-        joining = tuple(node_id for node_id in assignment.joining if node_id not in backups)
-        self._commit(assignment, primary, tuple(sorted(backups)), joining)
-        return [RangesReconfigured((range_id,), 0)]
-
-    def _promote(self, assignment: RangeAssignment) -> bool:
-        """Whether the primary is silent, and a backup took its place."""
-        if assignment.primary is None or self._is_alive(assignment.primary):
-            return False
-        living = [node_id for node_id in assignment.backups if self._is_alive(node_id)]
-        if not living:
-            return False
-        counts = self._counts()
-        chosen = min(living, key=lambda node_id: (counts[node_id], node_id))
-        self._commit(assignment, chosen, (), ())
-        return True
-
-    def _commit(
-        self,
-        assignment: RangeAssignment,
-        primary: NodeId,
-        backups: tuple[NodeId, ...],
-        joining: tuple[NodeId, ...],
-    ) -> None:
-        all_of_them = (primary, *backups, *joining)
-        check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
-        self._state.ranges[assignment.range_id] = replace(
-            assignment,
-            assignment_epoch=AssignmentEpoch(assignment.assignment_epoch + 1),
-            primary=primary,
-            backups=backups,
-            joining=joining,
-        )
-
-    def _fill(self, old: RangeAssignment) -> bool:
-        """Whether another server was named as joining, or one that joined is no more."""
-        assignment = self._state.ranges[old.range_id]
-        if assignment.primary is None or not self._is_alive(assignment.primary):
-            return False
-        joining = [node_id for node_id in assignment.joining if self._is_alive(node_id)]
-        missing = self._backup_count - len(assignment.backups) - len(joining)
-        if missing > 0:
-            joining += self._free_servers(assignment)[:missing]
-        if tuple(joining) == assignment.joining:
-            return False
-        self._state.ranges[old.range_id] = replace(assignment, joining=tuple(joining))
-        return True
-
-    def _free_servers(self, assignment: RangeAssignment) -> list[NodeId]:
-        """Living servers that hold nothing of the range, who hold least first."""
-        taken = {assignment.primary, *assignment.backups, *assignment.joining}
-        counts = self._counts()
-        free = [
-            node.node_id
-            for node in self._state.nodes_of(Role.SERVER)
-            if node.state is NodeState.ALIVE and node.node_id not in taken
+            for lost, ranges in taken.items()
         ]
-        return sorted(free, key=lambda node_id: (counts[node_id], node_id))
 
-    def _counts(self) -> Counter[NodeId]:
-        """How many ranges each server holds, as whatever."""
-        return Counter(
-            node_id
-            for r in self._state.ranges
-            for node_id in (r.primary, *r.backups, *r.joining)
-            if node_id is not None
-        )
+    def _commit(self, assignment: RangeAssignment) -> None:
+        """The configuration holds, under the next epoch."""
+        all_of_them = assignment.holders
+        check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
+        next_epoch = AssignmentEpoch(assignment.assignment_epoch + 1)
+        self._state.ranges[assignment.range_id] = replace(assignment, assignment_epoch=next_epoch)
 
-    def _is_alive(self, node_id: NodeId) -> bool:
-        member = self._state.members.get(node_id)
-        return member is not None and member.node.state is NodeState.ALIVE
+    def _filled(self, servers: _Servers) -> list[Transition]:
+        """Ranges with too few backups have others that join; who joined and is silent does not."""
+        named: Counter[NodeId] = Counter()
+        dropped: Counter[NodeId] = Counter()
+        for old in self._state.ranges:
+            if old.primary is None or old.primary not in servers.living:
+                continue
+            joining = [node_id for node_id in old.joining if node_id in servers.living]
+            missing = self._backup_count - len(old.backups) - len(joining)
+            added = servers.free_for(old)[:missing] if missing > 0 else []
+            if not added and len(joining) == len(old.joining):
+                continue
+            new = replace(old, joining=(*joining, *added))
+            servers.move(old, new)
+            self._state.ranges[old.range_id] = new
+            named.update(added)
+            dropped.update(set(old.joining) - set(joining))
+        return [JoinersNamed(_sorted(named), _sorted(dropped))] if named or dropped else []
+
+
+class _Servers:
+    """Who lives, and how many ranges each holds, while configurations are decided."""
+
+    def __init__(self, state: ClusterState) -> None:
+        nodes = state.nodes_of(Role.SERVER)
+        self.living = {node.node_id for node in nodes if node.state is NodeState.ALIVE}
+        self._counts = Counter(node_id for r in state.ranges for node_id in r.holders)
+
+    def load(self, node_id: NodeId) -> tuple[int, NodeId]:
+        """In the order of this: who holds least first, then by id."""
+        return self._counts[node_id], node_id
+
+    def free_for(self, assignment: RangeAssignment) -> list[NodeId]:
+        """Living servers that hold nothing of the range, who hold least first."""
+        return sorted(self.living.difference(assignment.holders), key=self.load)
+
+    def move(self, old: RangeAssignment, new: RangeAssignment) -> None:
+        """A range goes from one configuration to another."""
+        self._counts.subtract(old.holders)
+        self._counts.update(new.holders)
+
+
+def _sorted(counts: Counter[NodeId]) -> Counts:
+    return tuple(sorted(counts.items()))

@@ -99,6 +99,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             lease_ms=round(settings.lease_s * 1000),
             token_key=settings.token_key if session.role is Role.SERVER else b"",
             features=settings.features,
+            replica_count=settings.replica_count,
+            min_in_sync=settings.min_in_sync,
         )
 
     @translated
@@ -188,12 +190,29 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.PromiseChangeResponse()
 
     @translated
+    async def SetBackups(
+        self, request: scheduler_pb2.SetBackupsRequest, context: Context
+    ) -> scheduler_pb2.SetBackupsResponse:
+        """Sets backups of a server's ranges."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            wishes = [wire.wish_from_proto(wish) for wish in request.requests]
+            refused = self._carry_out(self._cluster.set_backups(session, wishes))
+        return scheduler_pb2.SetBackupsResponse(
+            refused_range_ids=refused, view_number=self._cluster.view.view_number
+        )
+
+    @translated
     async def GetClusterStatus(
         self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
     ) -> scheduler_pb2.GetClusterStatusResponse:
         """Says how the cluster does."""
         now_s = clock.now_s()
-        response = scheduler_pb2.GetClusterStatusResponse(view=self._view_message)
+        response = scheduler_pb2.GetClusterStatusResponse(
+            view=self._view_message,
+            replica_count=self._cluster.settings.replica_count,
+            min_in_sync=self._cluster.settings.min_in_sync,
+        )
         for node in self._cluster.view.nodes:
             said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
             response.nodes.add(

@@ -17,7 +17,7 @@ from ps_core import limits
 from ps_core.change import Join
 from ps_core.errors import InvalidConfig, TableExists
 from ps_core.keys import TableId
-from ps_core.tables import Table, TableSpec
+from ps_core.tables import OptimizerKind, Table, TableSpec
 from scheduler import placement, view_size
 from scheduler.cluster_state import ClusterSettings, ClusterState, TableCreated, Transition
 from scheduler.ownership import Ownership
@@ -56,6 +56,20 @@ class Tables:
         if difference is not None:
             raise TableExists(f"table '{spec.name}' exists and differs: its {difference}")
         return existing
+
+    def check_replicable(self, spec: TableSpec) -> None:
+        """Refuse a table that the cluster's servers cannot replicate.
+
+        Raises:
+            InvalidConfig: it has a custom update, and there are replicas.
+        """
+        replica_count = self._settings.replica_count
+        if spec.optimizer.kind is OptimizerKind.CUSTOM and replica_count > 1:
+            raise InvalidConfig(
+                f"table '{spec.name}' has the custom update '{spec.optimizer.custom_update}', and "
+                f"replicas is {replica_count}; custom updates are not replicated: expected one of "
+                "the built-in optimizers, or replicas=1"
+            )
 
     def create(
         self, spec: TableSpec, joins: tuple[Join, ...], now_s: float

@@ -7,16 +7,19 @@ from ps_core.cluster_view import Node
 from ps_core.tables import Table
 from ps_runtime import logs
 from scheduler.cluster_state import (
+    BackupsSet,
     ChangeCommitted,
     ChangeProposed,
     ChangeWithdrawn,
     ClusterFinished,
+    Counts,
+    JoinersNamed,
     NodeHeardAgain,
     NodeLeft,
     NodeRegistered,
     NodeSilent,
+    RangesFailedOver,
     RangesPlaced,
-    RangesReconfigured,
     TableCreated,
     Transition,
     WorkerGone,
@@ -47,11 +50,17 @@ def log_transition(transition: Transition) -> None:
                 consistency=str(table.spec.consistency),
             )
         case RangesPlaced(counts):
-            shares = ",".join(f"{node_id}:{count}" for node_id, count in counts)
-            logs.info("ranges_placed", ranges_by_node=shares)
-        case RangesReconfigured(range_ids, joining_count):
-            ranges = ",".join(map(str, range_ids))
-            logs.warning("ranges_reconfigured", ranges=ranges, joining=joining_count)
+            logs.info("ranges_placed", ranges_by_node=_shares(counts))
+        case RangesFailedOver(lost, range_ids, counts):
+            taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
+            logs.warning("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
+        case BackupsSet():
+            _log_backups(transition)
+        case JoinersNamed(named, dropped):
+            for node_id, count in named:
+                logs.info("backup_joins", node_id=node_id, ranges=count)
+            for node_id, count in dropped:
+                logs.warning("backup_joins_no_more", node_id=node_id, ranges=count)
         case ChangeProposed(table, change, reason):
             because = {"reason": reason} if reason else {}
             logs.info("change_proposed", **_change(table, change), **because)
@@ -61,6 +70,21 @@ def log_transition(transition: Transition) -> None:
             logs.warning("change_withdrawn", table=table.spec.name, reason=reason)
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _log_backups(transition: BackupsSet) -> None:
+    primary = transition.primary
+    for node_id, count in transition.left_out:
+        logs.warning("backup_left_out", node_id=node_id, primary=primary, ranges=count)
+    for node_id, count in transition.let_in:
+        logs.info("backup_let_in", node_id=node_id, primary=primary, ranges=count)
+    if not transition.left_out and not transition.let_in:
+        logs.info("backups_confirmed", primary=primary, ranges=len(transition.range_ids))
+
+
+def _shares(counts: Counts) -> str:
+    """Numbers of ranges by node, "1:128,3:128"."""
+    return ",".join(f"{node_id}:{count}" for node_id, count in counts)
 
 
 def _change(table: Table, change: Change) -> dict[str, object]:

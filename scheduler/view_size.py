@@ -26,6 +26,9 @@ _FIELD_BYTES = 11
 _LENGTH_BYTES = 6
 """A tag and the length of a field that has one."""
 
+_NODE_ID_BYTES = 5
+"""The widest varint of 32 bits."""
+
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 8
 """A hyperparameter beside its name: a double."""
 
@@ -56,12 +59,15 @@ def node_bytes(node: Node) -> int:
     return 7 * _FIELD_BYTES + len(node.address.encode())
 
 
-def fixed_bytes(cluster_id: str, range_count: int) -> int:
+def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
     """The most bytes that a view takes beside its nodes and tables."""
-    return 8 * _FIELD_BYTES + len(cluster_id.encode()) + range_count * 6 * _FIELD_BYTES
+    range_bytes = 6 * _FIELD_BYTES
+    if replica_count > 1:  # who backs it up and who joins it: together never more than should
+        range_bytes += 2 * _LENGTH_BYTES + (replica_count - 1) * _NODE_ID_BYTES
+    return 8 * _FIELD_BYTES + len(cluster_id.encode()) + range_count * range_bytes
 
 
 def room_bytes(settings: ClusterSettings, state: ClusterState) -> int:
     """How much the view of a cluster may grow."""
-    taken_bytes = fixed_bytes(settings.cluster_id, len(state.ranges)) + state.view_bytes
-    return MAX_VIEW_BYTES - taken_bytes
+    fixed = fixed_bytes(settings.cluster_id, len(state.ranges), settings.replica_count)
+    return MAX_VIEW_BYTES - fixed - state.view_bytes

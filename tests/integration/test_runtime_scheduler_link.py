@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, NodeState, Role
-from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, TableExists, WaitExpired
+from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
+from ps_core.errors import (
+    Fenced,
+    Internal,
+    InvalidConfig,
+    NotPermitted,
+    PushpullError,
+    TableExists,
+    WaitExpired,
+)
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import channels, clock
@@ -275,6 +283,41 @@ def test_another_cluster_at_the_address_fences_the_node() -> None:
                 await link.create_table(SPEC, DEADLINE_S)
             assert not await link.deregister("too late")
             await other.close()
+
+    run(main())
+
+
+def test_backups_are_set_by_their_primary_and_what_came_too_late_is_named() -> None:
+    async def main() -> None:
+        settings = replace(SETTINGS, server_count=2, replica_count=2, min_in_sync=2)
+        other = scheduler_pb2.RegisterNodeRequest()
+        other.CopyFrom(SERVER)
+        other.address = "server.test:7001"
+        async with (
+            opened(settings) as (_, address),
+            linked(address) as worker,
+            linked(address, register=SERVER) as primary,
+            linked(address, register=other) as backup,
+        ):
+            assert (backup.replica_count, backup.min_in_sync, backup.lease_s) == (2, 2, 2.0)
+            _, number = await worker.create_table(SPEC, DEADLINE_S)
+            view = await primary.view_at_least(number, DEADLINE_S)
+            mine = [r for r in view.ranges if r.primary == primary.session.node_id]
+            assert {r.backups for r in mine} == {(backup.session.node_id,)}
+            wishes = [BackupWish(r.range_id, r.assignment_epoch, frozenset()) for r in mine]
+            first, *rest = wishes
+            assert await primary.set_backups([first], DEADLINE_S) == []
+            assert await primary.set_backups([first, *rest], DEADLINE_S) == [first.range_id]
+            await primary.view_where(
+                lambda v: all(not v.ranges[w.range_id].backups for w in wishes),
+                "the ranges without backups",
+                DEADLINE_S,
+            )
+            itself = replace(first, backups=frozenset({primary.session.node_id}))
+            with pytest.raises(InvalidConfig, match="never its own backup"):
+                await primary.set_backups([itself], DEADLINE_S)
+            with pytest.raises(NotPermitted, match="a worker sets backups"):
+                await worker.set_backups([first], DEADLINE_S)
 
     run(main())
 

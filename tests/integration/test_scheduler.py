@@ -117,6 +117,7 @@ def test_registration_is_idempotent_and_gives_the_settings() -> None:
         assert first == again
         assert wire.session_from_proto(first.session).is_genuine(b"k" * 32)
         assert (first.worker_count, first.lease_ms, first.heartbeat_interval_ms) == (2, 3000, 1000)
+        assert (first.replica_count, first.min_in_sync) == (1, 1)
         assert first.token_key == b""
         assert (await scheduler.register(Role.SERVER)).token_key == b"k" * 32
         assert len((await scheduler.status()).nodes) == 2

@@ -124,11 +124,27 @@ def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> Non
     asyncio.run(test())
 
 
-def test_a_wrong_setting_ends_the_process_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("--workers=0", "--servers=1"), "workers is 0; expected 1 to 5000"),
+        (
+            ("--workers=1", "--servers=2", "--replicas=3"),
+            "replicas is 3; expected 1 to the number of servers, 2",
+        ),
+        (
+            ("--workers=1", "--servers=2", "--replicas=2", "--min-in-sync=3"),
+            "min_in_sync is 3; expected 1 to the number of replicas, 2",
+        ),
+    ],
+)
+def test_a_wrong_setting_ends_the_process_with_its_name(
+    tmp_path: Path, wrong: tuple[str, ...], message: str
+) -> None:
     async def test() -> None:
-        async with process(tmp_path, "--workers=0", "--servers=1") as scheduler:
+        async with process(tmp_path, *wrong) as scheduler:
             status, log = await scheduler.end()
         assert status == 2
-        assert log.endswith('event=cannot_serve error="workers is 0; expected 1 to 5000"\n')
+        assert log.endswith(f'event=cannot_serve error="{message}"\n')
 
     asyncio.run(test())

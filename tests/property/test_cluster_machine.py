@@ -402,7 +402,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
     def the_view_survives_the_wire(self) -> None:
         message = wire.view_to_proto(self.cluster.view)
         assert wire.view_from_proto(message) == self.cluster.view
-        fixed_bytes = view_size.fixed_bytes("c", RANGE_COUNT)
+        fixed_bytes = view_size.fixed_bytes("c", RANGE_COUNT, 1)
         assert message.ByteSize() <= fixed_bytes + self.cluster._state.view_bytes
 
 

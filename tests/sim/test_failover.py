@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, Session
-from ps_core.errors import Fenced, StaleAssignment
+from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.errors import Fenced
 from ps_core.keys import NodeId, RangeId
 from scheduler.cluster_state import (
+    BackupsSet,
     ClusterSettings,
     NodeSilent,
-    RangesReconfigured,
+    RangesFailedOver,
     Transition,
 )
 from tests.sim.actors import Layout, SimWorker
@@ -129,17 +130,19 @@ class FailoverSimulation(ScheduledSimulation):
             for request in () if self._is_down(server.node_id) else server.asked:
 
                 def arrive(session: Session = session, request: object = request) -> None:
+                    wish = BackupWish(
+                        request.range_id,  # type: ignore[attr-defined]
+                        request.assignment_epoch,  # type: ignore[attr-defined]
+                        frozenset(request.backups),  # type: ignore[attr-defined]
+                    )
                     try:
-                        decision = self.scheduler.set_backups(
-                            session,
-                            request.range_id,  # type: ignore[attr-defined]
-                            request.assignment_epoch,  # type: ignore[attr-defined]
-                            set(request.backups),  # type: ignore[attr-defined]
-                        )
-                    except (StaleAssignment, Fenced) as error:
+                        decision = self.scheduler.set_backups(session, [wish])
+                    except Fenced as error:
                         self.world.say(f"refused: {error}")
-                    else:
-                        self._publish(decision.transitions)
+                        return
+                    for range_id in decision.reply:
+                        self.world.say(f"void: range {range_id}")
+                    self._publish(decision.transitions)
 
                 self.world.send(f"request {session.node_id}: {request}", arrive)
             server.asked = []
@@ -147,7 +150,7 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
-        if isinstance(transition, RangesReconfigured):
+        if isinstance(transition, RangesFailedOver | BackupsSet):
             self.world.counts["reconfigured"] += len(transition.range_ids)
         self.world.counts["silent servers"] += isinstance(transition, NodeSilent) and (
             transition.node.node_id in self.servers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
-from ps_core.errors import InvariantViolation, StaleAssignment
+from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role, Session
+from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_server.changes import Put
@@ -436,12 +436,17 @@ def test_a_request_that_came_too_late_is_void() -> None:
     assignment = harness.cluster.view.ranges[0]
     (primary,) = [s for s in servers if s.node_id == assignment.primary]
     epoch = assignment.assignment_epoch
-    harness.cluster.set_backups(primary, RANGE, epoch, set())
-    with pytest.raises(StaleAssignment):
-        harness.cluster.set_backups(primary, RANGE, epoch, set(assignment.backups))
+    alone, as_it_was = frozenset[NodeId](), frozenset(assignment.backups)
+    granted = harness.cluster.set_backups(primary, [BackupWish(RANGE, epoch, alone)])
+    assert granted.reply == ()
+    before = harness.cluster.view
+    late = harness.cluster.set_backups(primary, [BackupWish(RANGE, epoch, as_it_was)])
     (other,) = [s for s in servers if s.node_id == assignment.backups[0]]
-    with pytest.raises(StaleAssignment):
-        harness.cluster.set_backups(other, RANGE, AssignmentEpoch(epoch + 1), set())
+    next_epoch = AssignmentEpoch(epoch + 1)
+    foreign = harness.cluster.set_backups(other, [BackupWish(RANGE, next_epoch, alone)])
+    assert (late.reply, foreign.reply) == ((RANGE,), (RANGE,))
+    assert late.transitions == foreign.transitions == ()
+    assert harness.cluster.view == before
 
 
 # --- the worker

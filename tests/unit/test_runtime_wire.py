@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import (
+    BackupWish,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+    Session,
+)
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
@@ -33,7 +41,7 @@ from ps_core.tables import (
     TensorSpec,
 )
 from ps_runtime import wire
-from pushpull.v1 import types_pb2
+from pushpull.v1 import scheduler_pb2, types_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
@@ -109,12 +117,21 @@ NODES = st.builds(
     state=st.sampled_from(NodeState),
     silence_ms=UINT64,
 )
+NODE_IDS = st.integers(1, 2**32 - 1).map(NodeId)
 RANGES = st.builds(
     RangeAssignment,
     range_id=UINT32.map(RangeId),
     slots=st.builds(KeyRange, begin=UINT32.map(Slot), end=UINT32.map(Slot)),
     assignment_epoch=UINT64.map(AssignmentEpoch),
-    primary=st.one_of(st.none(), st.integers(1, 2**32 - 1).map(NodeId)),
+    primary=st.one_of(st.none(), NODE_IDS),
+    backups=st.lists(NODE_IDS, max_size=3).map(tuple),
+    joining=st.lists(NODE_IDS, max_size=3).map(tuple),
+)
+WISHES = st.builds(
+    BackupWish,
+    range_id=UINT32.map(RangeId),
+    assignment_epoch=UINT64.map(AssignmentEpoch),
+    backups=st.frozensets(NODE_IDS, max_size=3),
 )
 VIEWS = st.builds(
     ClusterView,
@@ -149,6 +166,18 @@ def test_a_view_comes_back_as_it_was(view: ClusterView) -> None:
 def test_a_session_comes_back_as_it_was(session: Session) -> None:
     sent = wire.session_to_proto(session).SerializeToString()
     assert wire.session_from_proto(types_pb2.SessionIdentity.FromString(sent)) == session
+
+
+@given(WISHES)
+def test_a_wish_for_backups_comes_back_as_it_was(wish: BackupWish) -> None:
+    sent = wire.wish_to_proto(wish).SerializeToString()
+    assert wire.wish_from_proto(scheduler_pb2.BackupRequest.FromString(sent)) == wish
+
+
+def test_a_backup_that_is_wished_for_twice_is_named() -> None:
+    twice = scheduler_pb2.BackupRequest(range_id=7, backup_node_ids=[3, 2, 3])
+    with pytest.raises(InvalidConfig, match=r"of range 7 is \[3, 2, 3\]; expected each node once"):
+        wire.wish_from_proto(twice)
 
 
 @pytest.mark.parametrize("codec", Codec)

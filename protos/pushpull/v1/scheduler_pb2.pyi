@@ -42,20 +42,24 @@ class CustomUpdate(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features")
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_KEY_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     worker_count: int
     heartbeat_interval_ms: int
     lease_ms: int
     token_key: bytes
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    replica_count: int
+    min_in_sync: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
 
 class TableProgress(_message.Message):
     __slots__ = ("table_id", "clock")
@@ -205,6 +209,32 @@ class PromiseChangeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class BackupRequest(_message.Message):
+    __slots__ = ("range_id", "assignment_epoch", "backup_node_ids")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    assignment_epoch: int
+    backup_node_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SetBackupsRequest(_message.Message):
+    __slots__ = ("session", "requests")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    requests: _containers.RepeatedCompositeFieldContainer[BackupRequest]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[BackupRequest, _Mapping]]] = ...) -> None: ...
+
+class SetBackupsResponse(_message.Message):
+    __slots__ = ("refused_range_ids", "view_number")
+    REFUSED_RANGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    refused_range_ids: _containers.RepeatedScalarFieldContainer[int]
+    view_number: int
+    def __init__(self, refused_range_ids: _Optional[_Iterable[int]] = ..., view_number: _Optional[int] = ...) -> None: ...
+
 class GetClusterStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -222,9 +252,13 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_types_pb2.Node, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., last_heard_ms: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("view", "nodes")
+    __slots__ = ("view", "nodes", "replica_count", "min_in_sync")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.ClusterView
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
-    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
+    replica_count: int
+    min_in_sync: int
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...

@@ -70,6 +70,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.FromString,
                 _registered_method=True)
+        self.SetBackups = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/SetBackups',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.FromString,
+                _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/pushpull.v1.SchedulerService/GetClusterStatus',
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.SerializeToString,
@@ -136,6 +141,17 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBackups(self, request, context):
+        """Servers only: as primary, asks for other backups of its ranges. Each range is judged by itself:
+        a request that names an old assignment_epoch, or is not the primary's, is void and does not hinder
+        the others. What is wrong in itself (a range that does not exist or comes twice, a node that was
+        never registered or is no server, the primary as its own backup) fails the call, and nothing has
+        changed. May be repeated: what was granted is at another epoch then, and void.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetClusterStatus(self, request, context):
         """What `pushpull status` shows. Reads only; needs no session.
         """
@@ -180,6 +196,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.PromiseChange,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.SerializeToString,
+            ),
+            'SetBackups': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBackups,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
@@ -377,6 +398,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/PromiseChange',
             pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.PromiseChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBackups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/SetBackups',
+            pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,115 @@
+"""How a node comes to the scheduler: the addresses to try, one call's answer, the registration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ps_core.errors import PushpullError, WaitExpired
+from ps_runtime import clock, logs
+from ps_runtime.channels import aio_channel
+from ps_runtime.errors import from_rpc_error
+from ps_runtime.retry import Backoff, is_retryable
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+AnswerT = TypeVar("AnswerT")
+
+ATTEMPT_DEADLINE_S = 5.0
+"""The longest that one attempt at a short call may take before the next address is tried."""
+
+LEAST_ATTEMPT_S = 0.2
+"""The shortest: less would fail for want of a round trip."""
+
+
+class Addresses:
+    """The scheduler's addresses, each with its channel; one of them is the present one."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._present = 0
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    @property
+    def present(self) -> str:
+        """The address that is tried next."""
+        return self._addresses[self._present]
+
+    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
+        """Calls to the present address."""
+        channel = self._channels.get(self.present)
+        if channel is None:
+            channel = self._channels[self.present] = aio_channel(self.present)
+        return scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+    def leave(self, address: str) -> None:
+        """Go on to the next address, unless another task has left this one already."""
+        if self.present == address:
+            self._present = (self._present + 1) % len(self._addresses)
+
+    async def close(self) -> None:
+        """End the connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def registered(
+    book: Addresses,
+    request: scheduler_pb2.RegisterNodeRequest,
+    deadline_s: float,
+) -> scheduler_pb2.RegisterNodeResponse:
+    """Register, at whichever address answers, going on for `deadline_s`.
+
+    Raises:
+        WaitExpired: no scheduler answered; names the addresses and the last failure.
+        PushpullError: a scheduler answered and refused.
+    """
+    end_s = clock.now_s() + deadline_s
+    backoff = Backoff()
+    has_failed = False
+    while True:
+        address = book.present
+        attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
+        try:
+            answer: scheduler_pb2.RegisterNodeResponse = await answer_of(
+                book.stub().RegisterNode(request, timeout=attempt_s)
+            )
+        except PushpullError as error:
+            if not (is_retryable(error) or isinstance(error, WaitExpired)):
+                raise
+            book.leave(address)
+            if not has_failed:
+                has_failed = True
+                logs.warning("waiting_for_scheduler", addresses=str(book), error=error.message)
+            wait_s = backoff.next_s(error)
+            if clock.now_s() + wait_s >= end_s:
+                raise WaitExpired(
+                    f"no scheduler answered at {book} within {deadline_s:.1f} s; last failure: "
+                    f"{error.message}"
+                ) from error
+            await asyncio.sleep(wait_s)
+        else:
+            session = answer.session
+            logs.info(
+                "registered",
+                scheduler=address,
+                cluster_id=session.cluster_id,
+                node_id=session.node_id,
+                incarnation=session.incarnation,
+            )
+            return answer
+
+
+async def answer_of(call: Awaitable[AnswerT]) -> AnswerT:
+    """The answer of a call, its failure told by the catalogue."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error

@@ -1,0 +1,231 @@
+"""Who is primary of each range, who backs it up and who joins: the scheduler's decisions (S8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ps_core import errors
+from ps_core.cluster_view import BackupWish, RangeAssignment, Role, Session
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId
+from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_core.update_offer import UpdateOffer
+from scheduler.cluster_state import BackupsSet, ClusterSettings, JoinersNamed, RangesFailedOver
+from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
+
+
+class Replicated(Harness):
+    """Three servers with a table whose ranges are each on two of them."""
+
+    def __init__(self) -> None:
+        super().__init__(server_count=3, replica_count=2, range_count=8)
+        self.servers = [self.join(Role.SERVER) for _ in range(3)]
+        self.worker = self.join(Role.WORKER)
+        self.create(self.worker)
+        self.transitions.clear()
+
+    @property
+    def ranges(self) -> tuple[RangeAssignment, ...]:
+        return self.cluster.view.ranges
+
+    def of_primary(self, session: Session) -> list[RangeAssignment]:
+        return [r for r in self.ranges if r.primary == session.node_id]
+
+    def others(self, *sessions: Session) -> list[Session]:
+        return [s for s in self.servers if s not in sessions]
+
+    def set_backups(self, session: Session, *wishes: BackupWish) -> tuple[RangeId, ...]:
+        decision = self.cluster.set_backups(session, wishes)
+        self.transitions += decision.transitions
+        return decision.reply
+
+
+def wish(assignment: RangeAssignment, *backups: int) -> BackupWish:
+    wanted = frozenset(map(NodeId, backups))
+    return BackupWish(assignment.range_id, assignment.assignment_epoch, wanted)
+
+
+def old(one: BackupWish) -> BackupWish:
+    return replace(one, assignment_epoch=AssignmentEpoch(one.assignment_epoch - 1))
+
+
+@pytest.fixture
+def cluster() -> Replicated:
+    return Replicated()
+
+
+class TestWishes:
+    def test_each_of_a_call_is_judged_by_itself(self, cluster: Replicated) -> None:
+        primary = cluster.servers[0]
+        first, second, third, *_ = cluster.of_primary(primary) + cluster.of_primary(
+            cluster.servers[1]
+        )
+        foreign = cluster.of_primary(cluster.servers[1])[-1]
+        number = cluster.cluster.view.view_number
+        refused_ids = cluster.set_backups(
+            primary, wish(first), old(wish(second)), wish(foreign), wish(third)
+        )
+        granted = {r.range_id for r in (first, third) if r.primary == primary.node_id}
+        assert set(refused_ids) == {second.range_id, foreign.range_id, third.range_id} - granted
+        assert cluster.cluster.view.view_number == number + 1
+        for before in (first, second, third, foreign):
+            now = cluster.ranges[before.range_id]
+            if before.range_id in granted:
+                assert now.backups == ()
+                assert now.assignment_epoch == before.assignment_epoch + 1
+            else:
+                assert now == before
+
+    def test_who_is_let_in_joins_no_more_and_is_told_by_server(self, cluster: Replicated) -> None:
+        primary = cluster.servers[0]
+        mine = cluster.of_primary(primary)
+        cluster.set_backups(primary, *(wish(r) for r in mine))
+        cluster.pass_time(1, *cluster.servers)
+        joining = cluster.of_primary(primary)
+        assert all(len(r.joining) == 1 for r in joining)
+        assert cluster.set_backups(primary, *(wish(r, *r.joining) for r in joining)) == ()
+        assert all(r.joining == () for r in cluster.of_primary(primary))
+        assert [r.backups for r in cluster.of_primary(primary)] == [r.joining for r in joining]
+        left_out, named, let_in = cluster.transitions
+        assert isinstance(left_out, BackupsSet)
+        assert isinstance(named, JoinersNamed)
+        assert isinstance(let_in, BackupsSet)
+        assert left_out.let_in == let_in.left_out == ()
+        for counts in (left_out.left_out, named.named, let_in.let_in):
+            assert sum(count for _, count in counts) == len(mine)
+
+    def test_the_set_that_is_there_voids_what_was_asked_before(self, cluster: Replicated) -> None:
+        primary = cluster.servers[0]
+        mine = cluster.of_primary(primary)[0]
+        assert cluster.set_backups(primary, wish(mine, *mine.backups)) == ()
+        assert cluster.set_backups(primary, wish(mine)) == (mine.range_id,)
+        now = cluster.ranges[mine.range_id]
+        assert now == replace(mine, assignment_epoch=AssignmentEpoch(mine.assignment_epoch + 1))
+
+    def test_a_server_that_neither_backs_up_nor_joins_is_no_choice(
+        self, cluster: Replicated
+    ) -> None:
+        primary = cluster.servers[0]
+        mine = cluster.of_primary(primary)[0]
+        (stranger,) = [s.node_id for s in cluster.others(primary) if s.node_id not in mine.backups]
+        assert cluster.set_backups(primary, wish(mine, stranger)) == (mine.range_id,)
+        assert cluster.transitions == []
+
+    @pytest.mark.parametrize(
+        ("range_id", "backups", "kind", "words"),
+        [
+            (8, (), errors.InvalidKeys, "range_id is 8; expected 0 to 7"),
+            (0, (1,), errors.InvalidConfig, "node 1 is wanted as a backup by itself"),
+            (0, (0,), errors.InvalidConfig, "no such node was ever registered"),
+            (0, (99,), errors.InvalidConfig, "no such node was ever registered"),
+            (0, (4,), errors.InvalidConfig, "it is a worker, expected a server"),
+        ],
+    )
+    def test_what_is_wrong_in_itself_fails_the_call_and_nothing_is_applied(
+        self,
+        cluster: Replicated,
+        range_id: int,
+        backups: tuple[int, ...],
+        kind: type[errors.PushpullError],
+        words: str,
+    ) -> None:
+        primary = cluster.servers[0]
+        assert primary.node_id == 1
+        good = cluster.of_primary(primary)[-1]
+        bad = BackupWish(RangeId(range_id), AssignmentEpoch(2), frozenset(map(NodeId, backups)))
+        refused(kind, words, by=lambda: cluster.set_backups(primary, wish(good), bad), of=cluster)
+
+    def test_a_range_that_comes_twice_fails_the_call(self, cluster: Replicated) -> None:
+        primary = cluster.servers[0]
+        mine = wish(cluster.of_primary(primary)[0])
+        refused(
+            errors.InvalidKeys,
+            "comes twice",
+            by=lambda: cluster.set_backups(primary, mine, mine),
+            of=cluster,
+        )
+
+    def test_only_members_that_are_servers_wish(self, cluster: Replicated) -> None:
+        mine = wish(cluster.ranges[0])
+        refused(
+            errors.NotPermitted,
+            "a worker sets backups; only servers do",
+            by=lambda: cluster.set_backups(cluster.worker, mine),
+            of=cluster,
+        )
+        primary = cluster.servers[0]
+        cluster.leave(primary)
+        refused(
+            errors.Fenced,
+            "node 1 has left",
+            by=lambda: cluster.set_backups(primary, mine),
+            of=cluster,
+        )
+
+
+class TestFailover:
+    def test_it_is_one_transition_for_a_server(self, cluster: Replicated) -> None:
+        victim = cluster.servers[0]
+        lost = [r.range_id for r in cluster.of_primary(victim)]
+        cluster.pass_time(4, *cluster.others(victim))
+        (failed_over,) = [t for t in cluster.transitions if isinstance(t, RangesFailedOver)]
+        assert failed_over.lost.node_id == victim.node_id
+        assert list(failed_over.range_ids) == lost
+        assert sum(count for _, count in failed_over.counts) == len(lost)
+        (named,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
+        assert sum(count for _, count in named.named) == len(lost)
+
+    def test_who_joins_and_falls_silent_is_dropped_for_another(self, cluster: Replicated) -> None:
+        primary = cluster.servers[0]
+        cluster.set_backups(primary, *(wish(r) for r in cluster.of_primary(primary)))
+        cluster.pass_time(1, *cluster.servers)
+        before = cluster.of_primary(primary)
+        victim = next(s for s in cluster.servers if s.node_id == before[0].joining[0])
+        cluster.transitions.clear()
+        cluster.pass_time(4, *cluster.others(victim))
+        left = 6 - primary.node_id - victim.node_id
+        for was, now in zip(before, cluster.of_primary(primary), strict=False):
+            assert now.joining == ((left,) if victim.node_id in was.joining else was.joining)
+        (told,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
+        dropped_count = sum(victim.node_id in was.joining for was in before)
+        assert dict(told.dropped)[victim.node_id] == dropped_count
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"replica_count": 3}, "replicas is 3; expected 1 to the number of servers, 2"),
+            ({"replica_count": 0}, "replicas is 0"),
+            ({"min_in_sync": 2}, "min_in_sync is 2; expected 1 to the number of replicas, 1"),
+            ({"replica_count": 2, "min_in_sync": 0}, "min_in_sync is 0"),
+        ],
+    )
+    def test_bounds_are_named(self, given: dict[str, int], words: str) -> None:
+        with pytest.raises(errors.InvalidConfig, match=words):
+            replace(SETTINGS, **given)  # type: ignore[arg-type]
+
+    def test_the_defaults_replicate_nothing(self) -> None:
+        assert (SETTINGS.replica_count, SETTINGS.min_in_sync) == (1, 1)
+        assert ClusterSettings.__dataclass_fields__["replica_count"].default == 1
+
+    def test_custom_updates_are_not_replicated(self) -> None:
+        custom = OptimizerSpec(OptimizerKind.CUSTOM, custom_update="mine")
+        offer = UpdateOffer("mine", (), "v1", "")
+        for replica_count in (2, 1):
+            harness = Harness(replica_count=replica_count)
+            for _ in range(2):
+                harness.join(Role.SERVER, custom_updates=(offer,))
+            worker = harness.join(Role.WORKER)
+            spec = replace(SPEC, optimizer=custom)
+            if replica_count == 1:
+                harness.create(worker, spec)
+                assert harness.cluster.view.tables
+                continue
+            refused(
+                errors.InvalidConfig,
+                "table 'model' has the custom update 'mine', and replicas is 2",
+                by=lambda h=harness, w=worker, s=spec: h.create(w, s),  # type: ignore[misc]
+                of=harness,
+            )
