@@ -119,6 +119,11 @@ class RangeLog:
         return not self._acked and not self._entries and not self.is_short
 
     @property
+    def released(self) -> int:
+        """What was decided up to it has been done, and may have been seen."""
+        return self._released
+
+    @property
     def is_settled(self) -> bool:
         """Whether all that was decided has been released."""
         return not self._entries
@@ -192,6 +197,10 @@ class RangeLog:
             check(number <= self.number, "RL-2", f"{backup} acknowledges {number}: not decided yet")
             self._acked[backup] = max(self._acked[backup], number)
 
+    def acked_by(self, backup: NodeId) -> int:
+        """Up to where the backup, whose word counts, has everything."""
+        return self._acked[backup]
+
     def unacked(self, backup: NodeId) -> list[Batch]:
         """What the backup is not known to have, to be sent again."""
         return self.after(self._acked.get(backup, self.number))
@@ -229,7 +238,12 @@ class RangeLog:
             self._granted_s.pop(backup, None)
 
     def include(self, backup: NodeId, number: int) -> None:
-        """The scheduler is about to be asked for this backup too, which has everything up to
-        `number`: from now on its word counts as well, until that has been answered.
+        """The scheduler may be asked for this backup too, which has everything up to `number`: from
+        now on its word counts as well. Nothing more is released without it, so that it catches up.
         """
         self._acked.setdefault(backup, number)
+
+    def exclude(self, backup: NodeId) -> None:
+        """One that was included, and of which the scheduler has not been told."""
+        self._acked.pop(backup, None)
+        self._granted_s.pop(backup, None)

@@ -8,8 +8,9 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
-    - A backup from which nothing came for a lease is asked to be left out; a joining one counts
-      from when it was sent its snapshot, and is asked to be let in when it has all that is decided.
+    - A backup from which nothing came for a lease is asked to be left out.
+    - The word of one that joins counts when it is nearly there, so that it can catch up while steps
+      go on; the scheduler is asked for it when it has all that anybody may have seen.
 
 Invariants:
     RN-1  A server serves what some view gives it.
@@ -19,11 +20,11 @@ What it deliberately does not do: carry messages or values (the edge does, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.changes import Change
@@ -32,6 +33,12 @@ from ps_server.part_copy import Delta, PartCopy, copy_of
 from ps_server.range_log import Batch, RangeLog
 from ps_server.replica import Replica
 from ps_server.server_machine import ServerMachine
+
+_NEAR_COUNT = 64
+"""One that joins and misses so many batches at most is waited for, so that it catches up."""
+
+_SNAPSHOT_LEASES = 5
+"""So long may a range take to get there."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
 """Of a range that has just been placed: it holds nothing, so nobody has to be told what."""
@@ -71,14 +78,6 @@ class Snapshot(NamedTuple):
     held: tuple[Change, ...] = ()
 
 
-class Request(NamedTuple):
-    """The scheduler is asked for another set of backups."""
-
-    range_id: RangeId
-    assignment_epoch: AssignmentEpoch
-    backups: frozenset[NodeId]
-
-
 @dataclass(slots=True)
 class _Joining:
     """A server that is being brought up to date."""
@@ -108,8 +107,8 @@ class Replication:
         self._min_in_sync = min_in_sync
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
-        self._joining: dict[tuple[RangeId, NodeId], _Joining] = {}
-        self._heard_s: dict[tuple[RangeId, NodeId], float] = {}
+        self._joining: dict[RangeId, dict[NodeId, _Joining]] = {}
+        self._heard_s: dict[RangeId, dict[NodeId, float]] = {}
         self._configured: dict[RangeId, frozenset[NodeId]] = {}
         self._asked: dict[RangeId, frozenset[NodeId]] = {}
 
@@ -133,7 +132,7 @@ class Replication:
                 effects += self._machine.give_up(range_id)
                 effects += [self._refused(e) for e in log.held if isinstance(e, AnswerPull)]
                 lost.append(range_id)
-                self._forget_joining(range_id)
+                self._forget(range_id)
             replica = self.replicas.get(range_id)
             if self._node_id in assignment.backups:
                 assignment_epoch = assignment.assignment_epoch
@@ -159,14 +158,12 @@ class Replication:
             if log.assignment_epoch < assignment_epoch:
                 log.reconfigure(assignment_epoch, assignment.backups)
                 self._asked.pop(range_id, None)
-            for key in [k for k in self._joining if k[0] == range_id]:
-                if key[1] not in assignment.joining:
-                    del self._joining[key]
+            self._forget_joiners(assignment, log)
         elif replica is not None:
             replica.promote(assignment_epoch)
         elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
             self.logs[range_id] = self._log(assignment)
-            self._heard_s |= {(range_id, node_id): now_s for node_id in assignment.backups}
+            self._heard_s[range_id] = dict.fromkeys(assignment.backups, now_s)
 
     def serve(self, now_s: float) -> ClusterView:
         """The newest view as the machine shall see it: ranges whose old lease may still hold are
@@ -208,7 +205,7 @@ class Replication:
     def decides_alone(self, range_id: RangeId) -> bool:
         """Whether nobody else has to hear of what is decided in the range, which then is done."""
         log = self.logs.get(range_id)
-        if log is None or not log.is_alone or self._joiners(range_id):
+        if log is None or not log.is_alone or self._joining.get(range_id):
             return False
         log.decide_alone()
         return True
@@ -227,10 +224,8 @@ class Replication:
     def holders(self, range_id: RangeId) -> tuple[NodeId, ...]:
         """Who gets the batches of a range."""
         # One that joins and was asked for is both.
-        return tuple(dict.fromkeys((*self.logs[range_id].backups, *self._joiners(range_id))))
-
-    def _joiners(self, range_id: RangeId) -> list[NodeId]:
-        return [node_id for at, node_id in self._joining if at == range_id]
+        joiners = self._joining.get(range_id, ())
+        return tuple(dict.fromkeys((*self.logs[range_id].backups, *joiners)))
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
         """What may be done now, range by range."""
@@ -244,8 +239,8 @@ class Replication:
         log = self.logs.get(ack.range_id)
         if log is None:
             return
-        self._heard_s[ack.range_id, backup] = now_s
-        joining = self._joining.get((ack.range_id, backup))
+        self._heard(ack.range_id, backup, now_s)
+        joining = self._joining.get(ack.range_id, {}).get(backup)
         if joining is not None and ack.number > joining.number:
             joining.number, joining.since_s = ack.number, now_s
         if ack.number <= log.number:
@@ -253,16 +248,20 @@ class Replication:
 
     def lost(self, node_id: NodeId) -> None:
         """What was on its way to a server is lost: if it joins it is given all again."""
-        for range_id, joiner in list(self._joining):
-            if joiner == node_id and joiner not in self.logs[range_id].backups:
-                del self._joining[range_id, joiner]
+        for range_id, joiners in self._joining.items():
+            if node_id in joiners and node_id not in self._asked.get(range_id, ()):
+                self.logs[range_id].exclude(node_id)
+                del joiners[node_id]
 
     def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
         """A backup has answered a beat."""
         for range_id in grant.range_ids:
             if range_id in self.logs:
                 self.logs[range_id].granted(backup, grant.sent_s)
-                self._heard_s[range_id, backup] = now_s
+                self._heard(range_id, backup, now_s)
+
+    def _heard(self, range_id: RangeId, backup: NodeId, now_s: float) -> None:
+        self._heard_s.setdefault(range_id, {})[backup] = now_s
 
     def beats(self, now_s: float) -> dict[NodeId, Beat]:
         """What to ask each backup for."""
@@ -272,14 +271,17 @@ class Replication:
                 asked.setdefault(backup, []).append((range_id, log.assignment_epoch))
         return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
 
-    def resends(self) -> Iterable[tuple[NodeId, Batch]]:
-        """Batches that were not acknowledged."""
-        for range_id, log in self.logs.items():
+    def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
+        """Batches that these have not acknowledged."""
+        for log in self.logs.values():
             for backup in log.backups:
-                for batch in log.unacked(backup):
-                    yield backup, batch._replace(assignment_epoch=log.assignment_epoch)
-            for (at, node_id), joining in self._joining.items():
-                if at == range_id:
+                if backup in peers:
+                    for batch in log.unacked(backup):
+                        yield backup, batch._replace(assignment_epoch=log.assignment_epoch)
+        for range_id, joiners in self._joining.items():
+            log = self.logs[range_id]
+            for node_id, joining in joiners.items():
+                if node_id in peers and node_id not in log.backups:
                     for batch in log.after(joining.number):
                         yield node_id, batch._replace(assignment_epoch=log.assignment_epoch)
 
@@ -296,14 +298,14 @@ class Replication:
             for node_id in assignment.joining:
                 if not has_room(node_id):
                     continue
-                joining = self._joining.get((range_id, node_id))
+                joining = self._joining.get(range_id, {}).get(node_id)
                 if joining is not None and (
-                    joining.number == log.number or now_s < joining.since_s + self._lease_s
+                    joining.number == log.number or not self._stands(joining, now_s)
                 ):
                     continue  # it has all, or is getting on
                 if node_id in log.backups:
                     continue  # asked for already
-                self._joining[range_id, node_id] = _Joining(-1, now_s)
+                self._joining.setdefault(range_id, {})[node_id] = _Joining(-1, now_s)
                 yield node_id, self._snapshot(range_id, log)
 
     def _snapshot(self, range_id: RangeId, log: RangeLog) -> Snapshot:
@@ -316,7 +318,7 @@ class Replication:
         number = log.begin_snapshot()
         return Snapshot(range_id, log.assignment_epoch, log.tenure, number, copies, held)
 
-    def requests(self, now_s: float) -> list[Request]:
+    def wishes(self, now_s: float) -> list[BackupWish]:
         """What to ask the scheduler for: without those who are silent, with those who caught up.
 
         Until it has answered, with the set that it was asked for or with another, the word of both
@@ -324,36 +326,53 @@ class Replication:
         """
         found = []
         for range_id, log in self.logs.items():
-            if range_id not in self._asked:
-                wanted = self._wanted(range_id, log, now_s)
+            heard_s = self._heard_s.get(range_id, {})
+            living = {n for n, at_s in heard_s.items() if now_s < at_s + self._lease_s}
+            if range_id in self._asked:
+                self._asked[range_id] &= living
+            else:
+                self._include(range_id, log, living, now_s)
+                ready = {n for n in log.backups if log.acked_by(n) >= log.released}
+                wanted = frozenset((self._configured[range_id] | ready) & living)
                 if wanted == self._configured[range_id]:
                     continue
                 self._asked[range_id] = wanted
-                for node_id in wanted - set(log.backups):
-                    log.include(node_id, self._joining[range_id, node_id].number)
-            elif not self._asked[range_id] <= self._living(range_id, now_s):
-                self._asked[range_id] &= self._living(range_id, now_s)
-            found.append(Request(range_id, log.assignment_epoch, self._asked[range_id]))
+            found.append(BackupWish(range_id, log.assignment_epoch, self._asked[range_id]))
         return found
 
-    def _wanted(self, range_id: RangeId, log: RangeLog, now_s: float) -> frozenset[NodeId]:
-        caught_up = {
-            node_id
-            for (at, node_id), joining in self._joining.items()
-            if at == range_id and joining.number == log.number
-        }
-        return (self._configured[range_id] | caught_up) & self._living(range_id, now_s)
+    def _include(
+        self, range_id: RangeId, log: RangeLog, living: set[NodeId], now_s: float
+    ) -> None:
+        """Let the word of those count who join and are nearly there, while they live and get on:
+        what was done already is not kept to be sent again.
+        """
+        joiners = self._joining.get(range_id, {})
+        for node_id, joining in list(joiners.items()):
+            lacks = joining.number < log.released
+            if self._stands(joining, now_s) and (lacks or node_id not in living):
+                log.exclude(node_id)
+                del joiners[node_id]
+            elif joining.number >= log.number - _NEAR_COUNT:
+                log.include(node_id, joining.number)
 
-    def _living(self, range_id: RangeId, now_s: float) -> frozenset[NodeId]:
-        return frozenset(
-            node_id
-            for (at, node_id), heard_s in self._heard_s.items()
-            if at == range_id and now_s < heard_s + self._lease_s
-        )
+    def _stands(self, joining: _Joining, now_s: float) -> bool:
+        """Whether one that joins does not get on."""
+        leases = _SNAPSHOT_LEASES if joining.number < 0 else 1
+        return now_s >= joining.since_s + leases * self._lease_s
 
-    def _forget_joining(self, range_id: RangeId) -> None:
-        for key in [key for key in self._joining if key[0] == range_id]:
-            del self._joining[key]
+    def _forget_joiners(self, assignment: RangeAssignment, log: RangeLog) -> None:
+        """Those whom the scheduler does not name any more."""
+        range_id = assignment.range_id
+        joiners = self._joining.get(range_id, {})
+        for node_id in [n for n in joiners if n not in assignment.joining]:
+            del joiners[node_id]
+            if node_id not in (*assignment.backups, *self._asked.get(range_id, ())):
+                log.exclude(node_id)
+
+    def _forget(self, range_id: RangeId) -> None:
+        """This server is primary of the range no more."""
+        for kept in (self._joining, self._heard_s, self._asked, self._configured):
+            kept.pop(range_id, None)  # type: ignore[attr-defined]
 
     # --- a backup
 
@@ -364,6 +383,10 @@ class Replication:
             return False, None
         is_next = replica.take(batch, fresh)
         return is_next, Ack(batch.range_id, replica.number)
+
+    def leave(self, range_id: RangeId) -> None:
+        """What is here of the range is of no use: be taken for dead, and join anew."""
+        self.replicas.pop(range_id, None)
 
     def join(self, snapshot: Snapshot) -> Ack | None:
         """All of a range came, which the newest view has this server join."""

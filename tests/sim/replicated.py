@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ps_core.cluster_view import ClusterView
+from ps_core.cluster_view import BackupWish, ClusterView
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.changes import Assigned, Dropped, Kept, Put
 from ps_server.events import Effect, EntryEvent, Fold, Record
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.range_log import Batch
-from ps_server.replication import Ack, Beat, Grant, Replication, Request, Snapshot
+from ps_server.replication import Ack, Beat, Grant, Replication, Snapshot
 from ps_server.server_machine import Promise
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.truth import Grad, Settings
@@ -28,7 +28,7 @@ class ReplicatedServer(SimServer):
         self.is_cut_off = False
         """From the scheduler and the other servers; workers still reach it."""
         self.peers: dict[NodeId, ReplicatedServer] = {}
-        self.asked: list[Request] = []
+        self.asked: list[BackupWish] = []
         self._view: ClusterView | None = None
         super().__init__(world, node_id, worker_count, settings)
         self.replication = Replication(node_id, self.machine, LEASE_S)
@@ -94,10 +94,10 @@ class ReplicatedServer(SimServer):
             self.carry_out(self.machine.tick(now_s))
             for peer, beat in self.replication.beats(now_s).items():
                 self._send(peer, beat)
-            for peer, batch in list(self.replication.resends()):
+            for peer, batch in list(self.replication.resends(self.peers)):
                 self._send(peer, batch)
             self._give_snapshots()
-            self.asked = self.replication.requests(now_s)
+            self.asked = self.replication.wishes(now_s)
         self.world.after(TICK_S, self._tick)
 
     def entry(self, event: EntryEvent) -> None:

@@ -310,13 +310,13 @@ def test_who_has_nothing_to_serve_does_not_serve() -> None:
 
 def test_a_silent_backup_is_asked_to_be_left_out() -> None:
     one = _primary(ONE, TWO)
-    assert one.requests(LEASE_S / 2) == []
-    (request,) = one.requests(LEASE_S)
+    assert one.wishes(LEASE_S / 2) == []
+    (request,) = one.wishes(LEASE_S)
     assert request.backups == frozenset()
     assert one.logs[RANGE].backups == (TWO,), "its word counts until it has been left out"
     one.observe(view(2, (3, ONE, (), ())), LEASE_S)
     assert one.logs[RANGE].backups == ()
-    assert one.requests(LEASE_S) == []
+    assert one.wishes(LEASE_S) == []
 
 
 def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
@@ -324,15 +324,46 @@ def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ((peer, snapshot),) = one.snapshots(0.0)
     assert (peer, snapshot.number) == (THREE, 0)
-    assert one.requests(0.0) == []
+    assert one.wishes(0.0) == []
     three = replication(THREE)
     three.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ack = three.join(snapshot)
     assert ack == Ack(RANGE, 0)
     one.acked(THREE, ack, 0.1)
-    (request,) = one.requests(0.1)
+    (request,) = one.wishes(0.1)
     assert request.backups == {THREE}
     assert one.logs[RANGE].backups == (THREE,)
+
+
+def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> None:
+    """What was seen already it must have, or a failover to it would take that back."""
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    list(one.snapshots(0.0))
+    log = one.logs[RANGE]
+    log.decide(TABLE, delta(), (), ["seen"])
+    assert log.release(0.0) == ["seen"]
+    one.acked(THREE, Ack(RANGE, 0), 0.1)
+    assert one.wishes(0.1) == []
+    log.decide(TABLE, delta(), (), ["held"])
+    one.granted(THREE, Grant(0.1, (RANGE,)), 0.1)
+    assert log.release(0.1) == []
+    one.acked(THREE, Ack(RANGE, 1), 0.2)
+    assert [wish.backups for wish in one.wishes(0.2)] == [{THREE}]
+
+
+def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    list(one.snapshots(0.0))
+    log = one.logs[RANGE]
+    log.decide(TABLE, delta(), (), [])
+    log.release(0.0)
+    one.acked(THREE, Ack(RANGE, 0), 0.1)
+    one.wishes(0.1)
+    assert log.backups == (THREE,)
+    one.wishes(0.1 + LEASE_S)
+    assert log.backups == ()
 
 
 def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
@@ -343,7 +374,7 @@ def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
     assert list(one.snapshots(0.1)) == []
-    ((_, snapshot),) = one.snapshots(LEASE_S)
+    ((_, snapshot),) = one.snapshots(5 * LEASE_S)
     assert snapshot.number == 1
 
 
