@@ -7,16 +7,19 @@ the rest. What is on the wire is ordinary protobuf either way.
 
 Rules:
     - The outer message has one set field of a message type (a oneof); the payload is a bytes field
-      of that inner message, and the last to be written.
+      of that inner message, and the last to be written. Or each of several messages inside of that
+      one has a payload.
     - Reading accepts any order of fields, as protobuf demands; the last of several payloads counts.
 
 Invariants:
-    ENV-1  split(join(rest, payload)) gives rest and payload again.
+    ENV-1  split(join(rest, payload)) gives rest and payload again; so do the two for several.
 
 What it deliberately does not do: know any message of the contract; groups, which proto3 lacks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ps_core.errors import InvalidTensor
 
@@ -73,6 +76,44 @@ def join(
     return b"".join((outer, rest, padding, head, view))
 
 
+def join_several(
+    outer_field: int,
+    rest: bytes,
+    inner_field: int,
+    parts: Sequence[tuple[bytes, bytes | memoryview]],
+    payload_field: int,
+    padding_field: int,
+) -> bytes:
+    """The outer message whose field `outer_field` holds `rest` and, behind it, one message for each
+    of `parts`.
+
+    Args:
+        outer_field: the number of the field that holds it all.
+        rest: its other fields, serialized.
+        inner_field: the number of the repeated field that holds the parts.
+        parts: of each the fields beside the payload, serialized, and the payload, which is copied
+            once, into the result.
+        payload_field: the number of the payload in a part.
+        padding_field: as in `join`; at most 15.
+    """
+    views = [memoryview(payload).cast("B") for _, payload in parts]
+    about = len(rest) + sum(view.nbytes + 2 * ALIGNMENT_BYTES for view in views)
+    begin = at = len(_head(outer_field, about))
+    pieces: list[bytes | memoryview] = [b"", rest]
+    at += len(rest)
+    for (beside, _), view in zip(parts, views, strict=True):
+        tail = _head(payload_field, view.nbytes)
+        length = len(beside) + 2 + len(tail) + view.nbytes
+        # As in `join`: where the padding makes a length's varint longer, the payload is unaligned.
+        inner = _head(inner_field, length)
+        missing = -(at + len(inner) + length - view.nbytes) % ALIGNMENT_BYTES
+        inner = _head(inner_field, length + missing)
+        pieces += inner, beside, _head(padding_field, missing), bytes(missing), tail, view
+        at += len(inner) + length + missing
+    pieces[0] = _head(outer_field, at - begin)
+    return b"".join(pieces)
+
+
 def _head(field: int, size: int) -> bytes:
     return varint(field << 3 | _BYTES) + varint(size)
 
@@ -88,6 +129,38 @@ def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, 
     Raises:
         InvalidTensor: the message is cut off or is no protobuf.
     """
+    inner = _inside(message, outer_field)
+    return None if inner is None else _split_inner(inner, payload_field)
+
+
+def split_several(
+    message: bytes, outer_field: int, inner_field: int, payload_field: int
+) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
+    """What `join_several` joined: the rest, and of each part what is beside its payload, and a view
+    of the payload. None for another outer field.
+
+    Raises:
+        InvalidTensor: the message is cut off or is no protobuf.
+    """
+    view = _inside(message, outer_field)
+    if view is None:
+        return None
+    rest: list[memoryview] = []
+    parts: list[tuple[bytes, memoryview]] = []
+    at = 0
+    while at < len(view):
+        begin = at
+        key, at = _read_varint(view, at)
+        value, at = _skip(view, at, key & 7)
+        if key == (inner_field << 3 | _BYTES):
+            parts.append(_split_inner(view[value:at], payload_field))
+        else:
+            rest.append(view[begin:at])
+    return b"".join(rest), parts
+
+
+def _inside(message: bytes, outer_field: int) -> memoryview | None:
+    """The only field of a message, if it is that one."""
     view = memoryview(message)
     key, at = _read_varint(view, 0)
     if key != (outer_field << 3 | _BYTES):
@@ -95,8 +168,13 @@ def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, 
     length, at = _read_varint(view, at)
     if at + length != len(view):
         raise InvalidTensor(f"a message of {len(view)} bytes announces {at + length}")
+    return view[at:]
+
+
+def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryview]:
     rest: list[memoryview] = []
     payload = view[:0]
+    at = 0
     while at < len(view):
         begin = at
         key, at = _read_varint(view, at)

@@ -21,10 +21,12 @@ seen" is not enough: a parked push at 5 beside an applied one at 6 would be lost
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
-from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
+from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation, PushpullError
 from ps_core.limits import MAX_LEDGER_GAP_COUNT
 
 
@@ -93,6 +95,36 @@ class Ledger:
         twin._low_water, twin._confirmed = self._low_water, self._confirmed
         twin._endings = dict(self._endings)
         return twin
+
+    @classmethod
+    def of(cls, low_water: int, confirmed: int, kept: Mapping[int, Ending]) -> Ledger:
+        """The ledger that another server has.
+
+        Raises:
+            InvalidConfig: there is none that keeps these outcomes, and no others.
+        """
+        is_whole = all(map(kept.__contains__, range(confirmed + 1, low_water + 1)))
+        first, last = min(kept, default=confirmed + 1), max(kept, default=low_water)
+        if not (
+            0 <= confirmed <= low_water <= confirmed + MAX_LEDGER_GAP_COUNT
+            and is_whole
+            and low_water + 1 not in kept
+            and confirmed < first
+            and last <= low_water + MAX_LEDGER_GAP_COUNT
+        ):
+            raise InvalidConfig(
+                f"a ledger has ended up to {low_water}, was confirmed up to {confirmed} and keeps "
+                f"{len(kept)} outcomes of {first} to {last}; expected all between the first two, "
+                f"none before, and not the next"
+            )
+        twin = cls()
+        twin._low_water, twin._confirmed, twin._endings = low_water, confirmed, dict(kept)
+        return twin
+
+    @property
+    def kept(self) -> Mapping[int, Ending]:
+        """The outcomes that are kept for a resend, by sequence."""
+        return MappingProxyType(self._endings)
 
     @property
     def kept_count(self) -> int:

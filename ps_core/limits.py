@@ -35,6 +35,10 @@ FOREIGN_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """gRPC's default limit; a block of the default size stays below it, so foreign clients need no
 option."""
 
+REPLICATION_MESSAGE_BYTES = 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
+"""What servers send each other is cut into messages of about so much: a block of the default size
+and what was decided with it."""
+
 MAX_INLINE_INITIALIZER_BYTES = 1024 * 1024
 MAX_TABLE_NAME_BYTES = 200
 MAX_TABLE_COUNT = 10_000

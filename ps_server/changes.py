@@ -6,8 +6,8 @@
     Assigned   initial values
 
 A total is what was summed for an update, detached from the sums in the making, and opaque here. On
-its way to a backup it is a tuple of `Elements`: before it is averaged (after, where it was kept),
-in the table's own arithmetic. Both ends run the same arithmetic on the same numbers.
+its way to a backup it is a `SentTotal`: before it is averaged (after it, where it was kept), in the
+table's own arithmetic. Both ends run the same arithmetic on the same numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,22 @@ class Elements(NamedTuple):
     block: int
     presence: bytes
     payload: bytes | memoryview
+
+
+def fixed_elements(blocks: tuple[Elements, ...]) -> tuple[Elements, ...]:
+    """The same, in memory that does not change."""
+    return tuple([each._replace(payload=bytes(each.payload)) for each in blocks])
+
+
+class SentTotal(NamedTuple):
+    """A total on its way to a backup, block by block; `is_reduced`: it is only to be scaled."""
+
+    blocks: tuple[Elements, ...]
+    is_reduced: bool = False
+
+    def fixed(self) -> SentTotal:
+        """The same, in memory that does not change."""
+        return self._replace(blocks=fixed_elements(self.blocks))
 
 
 class Put(NamedTuple):

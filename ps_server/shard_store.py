@@ -23,8 +23,6 @@ Invariants:
     STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
     STO-2  The result depends on the parts, their order and their scales only, not on the block size
            or the other blocks (with OPT-1: DESIGN's G4).
-    STO-3  An update that something was folded for has contributors.
-    STO-5  A store has a custom update exactly if its table names one.
 
 What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
 """
@@ -37,14 +35,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation, check
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation
 from ps_core.keys import Incarnation
 from ps_core.tables import (
     NATIVE_CODEC,
     Codec,
     Hyperparameters,
-    OptimizerKind,
-    Reduction,
     Table,
 )
 from ps_server import contributions, delay
@@ -56,20 +52,20 @@ from ps_server.block_values import (
     received,
 )
 from ps_server.buffer_pool import BufferPool
-from ps_server.changes import Elements
+from ps_server.changes import SentTotal
 from ps_server.contributions import TORCH_DTYPE, Contribution
-from ps_server.custom_updates import CheckedUpdate, CustomOptimizer
+from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Compensation
-from ps_server.optimizers import BlockState, Optimizer
-from ps_server.sums import KeptSums, Total
-
-_WITHOUT_ARITHMETIC = (
-    OptimizerKind.AGGREGATE,
-    OptimizerKind.ASSIGN,
-    OptimizerKind.ADD,
-    OptimizerKind.CUSTOM,
+from ps_server.optimizers import BlockState
+from ps_server.store_copy import (
+    StoreCopy,
+    SumCopy,
+    check_block,
+    copy_of_block,
+    restore_block,
 )
-"""Optimizers that are no kernels of `ps_server.optimizers`."""
+from ps_server.sums import KeptSums, Total
+from ps_server.update_arithmetic import UpdateArithmetic
 
 
 class ShardStore:
@@ -106,12 +102,7 @@ class ShardStore:
         self._kept = delay.KeptValues(self._pool)
         self._forming: dict[int, Total] = {}
         self._sums = KeptSums(self._name, self._pool)
-        self._is_mean = spec.reduction is Reduction.MEAN
-        self._is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
-        self._adds = spec.optimizer.kind is OptimizerKind.ADD
-        self._custom = _custom_optimizer(table, update)
-        has_kernel = spec.optimizer.kind not in _WITHOUT_ARITHMETIC
-        self._optimizer = Optimizer(spec.optimizer, self._pool) if has_kernel else None
+        self._arithmetic = UpdateArithmetic(table, self._pool, update)
 
     @property
     def state_bytes(self) -> int:
@@ -243,10 +234,7 @@ class ShardStore:
             in float64; absent tensors count as zeros.
         """
         total = self._forming_total(clock)
-        check(contributor_count >= 1 or not total.parts, "STO-3", "a sum without contributors")
-        total.is_reduced = True
-        if self._is_mean:
-            total.average(contributor_count, self._pool)
+        self._arithmetic.reduce(total, contributor_count)
         return total.squares(self._states, self._pool)
 
     def apply(
@@ -260,7 +248,7 @@ class ShardStore:
 
         Args, Raises: as `apply_total`; what was folded is still there after an InvalidConfig.
         """
-        numbers = self._numbers(hyperparameters)
+        numbers = self._arithmetic.numbers(hyperparameters)
         return self._apply(clock, self.take(clock), numbers, contributor_count, update_scale)
 
     def apply_total(
@@ -284,7 +272,7 @@ class ShardStore:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
             UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
-        numbers = self._numbers(hyperparameters)
+        numbers = self._arithmetic.numbers(hyperparameters)
         return self._apply(clock, total, numbers, contributor_count, update_scale)
 
     def take(self, clock: int) -> Total:
@@ -302,16 +290,12 @@ class ShardStore:
         self.drop(clock)
         self._forming[clock] = total
 
-    def received(self, elements: Sequence[Elements], *, is_reduced: bool = False) -> Total:
+    def received(self, sent: SentTotal) -> Total:
         """A sum that came from another server, checked. Changes nothing.
 
-        Args:
-            elements: the blocks of the sum.
-            is_reduced: whether it is averaged already.
-
         Shapes:
-            elements: as `Total.elements` gives them. Payloads are not copied but kept alive by the
-                result; they must not change any more.
+            sent: as `Total.sent` gives it. Payloads are not copied but kept alive by the result;
+                they must not change any more.
 
         Raises:
             InvalidKeys: a block is not here, or comes twice, or its presence bitmap has the wrong
@@ -319,17 +303,65 @@ class ShardStore:
             InvalidTensor: a payload has the wrong length.
         """
         parts = {
-            each.block: received(self._table, self._state(each.block), each) for each in elements
+            each.block: received(self._table, self._state(each.block), each) for each in sent.blocks
         }
-        if len(parts) != len(elements):
+        if len(parts) != len(sent.blocks):
             raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
-        return Total(parts, is_reduced)
+        return Total(parts, sent.is_reduced)
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
         total = self._forming.pop(clock, None)
         if total is not None:
             total.release(self._pool)
+
+    def snapshot(self) -> StoreCopy:
+        """All that is here for good: values, optimizer state, versions, kept sums, sums that wait
+        for their scale. Shares nothing with the store.
+        """
+        blocks = [
+            copy_of_block(block, self._versions[block], state)
+            for block, state in self._states.items()
+        ]
+        sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]
+        for clock, total in self._forming.items():
+            if total.is_reduced:
+                sums.append(SumCopy(clock, True, total.copied()))
+        return StoreCopy(tuple(blocks), tuple(sums))
+
+    def check(self, copy: StoreCopy) -> None:
+        """Refuse a copy of anything else than these blocks. Changes nothing.
+
+        Raises:
+            InvalidKeys: it is of other blocks, or a sum is.
+            InvalidTensor: something in it has the wrong length.
+        """
+        blocks = [each.block for each in copy.blocks]
+        if sorted(blocks) != list(self._states):
+            raise InvalidKeys(
+                f"a copy of table '{self._name}' has {len(blocks)} blocks, the first {blocks[:3]}; "
+                f"expected the {len(self._states)} of its range, {list(self._states)[:3]} first"
+            )
+        for each in copy.blocks:
+            check_block(f"block {each.block} of '{self._name}'", each, self._states[each.block])
+        for kept in copy.sums:
+            self.received(kept.total)
+
+    def restore(self, copy: StoreCopy) -> None:
+        """Become what `copy` says, in the memory that the values have: of what was here before,
+        nothing is left. Sums stay in the memory of `copy`.
+
+        Raises:
+            As `check`; then nothing has changed.
+        """
+        self.check(copy)
+        self.abandon()
+        for block in copy.blocks:
+            restore_block(block, self._states[block.block])
+            self._versions[block.block] = block.version
+        sums = [(each, self.received(each.total)) for each in copy.sums]
+        self._sums.restore({each.clock: total for each, total in sums if not each.waits})
+        self._forming.update((each.clock, total) for each, total in sums if each.waits)
 
     def abandon(self) -> None:
         """Nothing more comes of what is in the making, nor of what readers were given."""
@@ -372,7 +404,7 @@ class ShardStore:
         state = self._state(block)
         codec = NATIVE_CODEC[self._table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
-        if not self._is_aggregate:
+        if not self._arithmetic.is_aggregate:
             if TORCH_DTYPE[codec] is self._dtype:
                 return self._payloads[block], b""
             return encoded(state.values, state.length, codec, self._pool), b""
@@ -426,9 +458,6 @@ class ShardStore:
             total = self._forming[clock] = Total()
         return total
 
-    def _numbers(self, hyperparameters: Hyperparameters) -> dict[str, float]:
-        return dict(self._table.numbers.merged(hyperparameters))
-
     def _apply(
         self,
         clock: int,
@@ -437,50 +466,11 @@ class ShardStore:
         contributor_count: int,
         update_scale: float,
     ) -> tuple[int, ...]:
-        parts = total.parts
-        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
-        blocks = tuple(sorted(parts))
-        is_whole = self._is_aggregate or self._custom is not None
-        for block in blocks:
-            part = parts[block]
-            if self._is_mean and not total.is_reduced:
-                part = contributions.averaged(part, contributor_count, self._pool)
-            part = contributions.scaled(part, update_scale, self._pool)
-            if is_whole:
-                parts[block] = part
-            else:
-                self._apply_block(self._states[block], part, numbers)
-        if self._custom is not None:
-            try:
-                changed = [(self._states[block], parts[block]) for block in blocks]
-                self._custom.apply(clock, changed, numbers)
-            finally:
-                total.release(self._pool)
+        blocks = self._arithmetic.apply(
+            self._states, clock, total, numbers, contributor_count, update_scale
+        )
         for block in blocks:
             self._versions[block] += 1
-        if self._is_aggregate:
+        if self._arithmetic.is_aggregate:
             self._sums.keep(clock, total)
-        else:
-            parts.clear()
         return blocks
-
-    def _apply_block(
-        self, state: BlockState, total: Contribution, numbers: dict[str, float]
-    ) -> None:
-        if self._adds:
-            contributions.add_present(total, state.values)
-        elif self._optimizer is None:
-            contributions.copy_present(total, state.values)
-        else:
-            total = contributions.padded(total, self._pool)
-            self._optimizer.apply(state, total.values, total.present, numbers)
-        contributions.release(total, self._pool)
-
-
-def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptimizer | None:
-    spec = table.spec
-    expected = spec.optimizer.custom_update
-    check(expected == ("" if update is None else update.name), "STO-5", f"'{expected}' is not here")
-    if update is None:
-        return None
-    return CustomOptimizer(update, spec.name, allow_non_finite=spec.allow_non_finite)

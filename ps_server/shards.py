@@ -21,14 +21,16 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
-from ps_server.changes import Assigned, Change, Dropped, Kept, Put
+from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal, fixed_elements
 from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
+from ps_server.replication import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import ShardStore
+from ps_server.store_copy import RangeCopy
 from ps_server.sums import Total
 from pushpull.v1 import parameters_pb2
 
@@ -219,17 +221,51 @@ class Shards:
         store = self._store(record.table_id, record.range_id)
         match change:
             case Put():
-                received = None if change.total is None else _received(store, record, change.total)
-                return self.apply(record, received)
+                total = None if change.total is None else _received(store, record, change.total)
+                return self.apply(record, total)
             case Kept():
-                kept = _received(store, record, change.total, is_reduced=True)
-                store.put_total(record.clock, kept)
+                sent = change.total._replace(is_reduced=True)
+                store.put_total(record.clock, _received(store, record, sent))
             case Dropped():
                 store.drop(record.clock)
             case Assigned():
-                values = _received(store, record, change.parts)
+                values = _received(store, record, SentTotal(change.parts))
                 self.assign(Assign(record, tuple(values.parts.items())))
         return None
+
+    # --- for servers that join
+
+    def copy(self, snapshot: Snapshot) -> RangeCopy:
+        """The values of a range as they are now, beside what `snapshot` knows; shares nothing with
+        them.
+        """
+        range_id = snapshot.range_id
+        held = tuple(_fixed(for_backup(change)) for change in snapshot.held)
+        stores = {
+            table_id: self.stores[table_id, range_id].snapshot() for table_id in snapshot.copies
+        }
+        return RangeCopy(snapshot._replace(held=held), stores)
+
+    def restore(self, copy: RangeCopy) -> None:
+        """Make the stores of a range, which are here, what the copy says.
+
+        Raises:
+            InvalidKeys: the copy has a table that is not here, or other blocks.
+            InvalidTensor: something in it has the wrong length.
+        """
+        range_id = copy.snapshot.range_id
+        for table_id, each in copy.stores.items():
+            self._store(table_id, range_id).check(each)
+        for table_id, each in copy.stores.items():
+            lent = self._lent.get((table_id, range_id))
+            blocks = [block.block for block in each.blocks]
+            if lent is not None:
+                lent.begin_change(blocks)
+            self.stores[table_id, range_id].restore(each)
+            if lent is not None:
+                lent.end_change(blocks)
+        for change in copy.snapshot.held:
+            self.make(change)
 
     def forget(self, effect: Forget) -> None:
         """What was kept for a reader is of no use any more."""
@@ -278,20 +314,25 @@ def for_backup(change: Change) -> Change:
     """The change as backups are told it: with views of what its total, or its values, are now."""
     match change:
         case Put(record, Total() as total):
-            return Put(record, total.elements())
+            return Put(record, total.sent())
         case Kept(record, Total() as total):
-            return Kept(record, total.elements())
+            return Kept(record, total.sent())
         case Assigned(record, parts):
             values = _contributions(parts)
             return Assigned(record, tuple(contributions.elements(part) for _, part in values))
     return change
 
 
-def _received(
-    store: ShardStore, record: Record, found: object, *, is_reduced: bool = False
-) -> Total:
-    elements = found if isinstance(found, tuple) else ()
-    total = store.received(elements, is_reduced=is_reduced)
+def _fixed(change: Change) -> Change:
+    if isinstance(change, Put | Kept) and change.total is not None:
+        return change._replace(total=change.total.fixed())
+    if isinstance(change, Assigned):
+        return change._replace(parts=fixed_elements(change.parts))
+    return change
+
+
+def _received(store: ShardStore, record: Record, sent: SentTotal) -> Total:
+    total = store.received(sent)
     beyond = total.parts.keys() - set(record.blocks)
     if beyond:
         raise InvalidKeys(

@@ -10,8 +10,9 @@ What it deliberately does not do: know optimizers, or decide what takes part (se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -20,7 +21,7 @@ from ps_core.tables import Codec, presence_bytes
 from ps_server import contributions
 from ps_server.block_values import encoded
 from ps_server.buffer_pool import BufferPool
-from ps_server.changes import Elements
+from ps_server.changes import SentTotal
 from ps_server.contributions import Contribution
 from ps_server.optimizers import BlockState
 
@@ -66,13 +67,18 @@ class Total:
             contributions.release(part, pool)
         self.parts.clear()
 
-    def elements(self) -> tuple[Elements, ...]:
+    def sent(self) -> SentTotal:
         """The sums as they go to another server, blocks ascending.
 
         Shapes:
             payload: a view of the sum's memory, without padding; what is absent may be anything.
         """
-        return tuple(contributions.elements(self.parts[block]) for block in sorted(self.parts))
+        blocks = [contributions.elements(self.parts[block]) for block in sorted(self.parts)]
+        return SentTotal(tuple(blocks), self.is_reduced)
+
+    def copied(self) -> SentTotal:
+        """As `sent`, sharing nothing."""
+        return self.sent().fixed()
 
 
 class KeptSums:
@@ -100,6 +106,17 @@ class KeptSums:
         self._sums[clock] = total
         for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:
             self._sums.pop(old).release(self._pool)
+
+    @property
+    def all(self) -> Mapping[int, Total]:
+        """Those that are kept, by clock."""
+        return MappingProxyType(self._sums)
+
+    def restore(self, sums: Mapping[int, Total]) -> None:
+        """Keep these instead."""
+        for total in self._sums.values():
+            total.release(self._pool)
+        self._sums = dict(sums)
 
     def read(
         self, state: BlockState, block: int, codec: Codec, clock: int | None

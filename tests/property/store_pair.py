@@ -21,9 +21,10 @@ from ps_core.tables import (
     Reduction,
     Table,
 )
-from ps_server.changes import Change, Elements, Kept, Put
+from ps_server.changes import Change, Kept, Put, SentTotal
 from ps_server.events import Contributor, Record
 from ps_server.shard_store import ShardStore
+from ps_server.sums import Total
 from tests.property.shard_twin import table
 
 RANGE = RangeId(3)
@@ -75,15 +76,17 @@ def record_of(
     )  # fmt: skip
 
 
-def copied(elements: tuple[Elements, ...]) -> tuple[Elements, ...]:
-    return tuple(each._replace(payload=bytes(each.payload)) for each in elements)
+def copied(total: Total) -> SentTotal:
+    sent = total.sent()
+    blocks = tuple(each._replace(payload=bytes(each.payload)) for each in sent.blocks)
+    return sent._replace(blocks=blocks)
 
 
 def told(store: ShardStore, change: Change) -> None:
     """What a backup makes of a change, as `ps_server.shards` does."""
     record = change.record
     if isinstance(change, Kept):
-        store.put_total(record.clock, store.received(change.total, is_reduced=True))
+        store.put_total(record.clock, store.received(change.total))
     elif isinstance(change, Put):
         total = change.total
         taken = store.take(record.clock) if total is None else store.received(total)

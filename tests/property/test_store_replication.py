@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys, InvalidTensor
-from ps_core.tables import Codec, OptimizerKind
-from ps_server.changes import Dropped, Elements, Kept, Put
+from ps_core.keys import Incarnation
+from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
+from ps_server.changes import Dropped, Elements, Kept, Put, SentTotal
 from ps_server.shard_store import ShardStore
+from ps_server.store_copy import StoreCopy, SumCopy
 from ps_server.sums import Total
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
 from tests.property.store_pair import any_tables, check_equal, copied, record_of, told
@@ -35,9 +40,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
         if is_kept:
             scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
             primary.reduce(clock, count)
-            kept = Kept(
-                record_of(clock, blocks, count), copied(primary.kept_total(clock).elements())
-            )
+            kept = Kept(record_of(clock, blocks, count), copied(primary.kept_total(clock)))
             told(backup, kept)
         if data.draw(st.integers(0, 4)) == 0:
             primary.drop(clock)
@@ -46,7 +49,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
         total = primary.take(clock)
         put = Put(
             record_of(clock, blocks, count, scale),
-            None if is_kept else copied(total.elements()),
+            None if is_kept else copied(total),
         )
         told(backup, put)
         waiting.append((put, total))
@@ -58,6 +61,103 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
     if subject.spec.optimizer.kind is not OptimizerKind.AGGREGATE:
         assert not pools[0].out
         assert not pools[1].out
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_store_that_was_restored_goes_on_bit_for_bit(data: st.DataObject) -> None:
+    """Sums in the making are lost, those that wait for their scale are not."""
+    subject = data.draw(any_tables())
+    blocks = range(subject.block_count)
+    first, other = (ShardStore(subject, blocks, PoisonedPool()) for _ in range(2))
+    memory = {block: state.values.data_ptr() for block, state in other._states.items()}
+    clock = train(data, first, 1, data.draw(st.integers(0, 4)))
+    train(data, other, 1, data.draw(st.integers(0, 3)))
+    is_waiting = data.draw(st.booleans())
+    fold(data, first, clock)
+    if is_waiting:
+        first.reduce(clock, 2)
+    copy = first.snapshot()
+    if not is_waiting:
+        first.drop(clock)
+    train_a_copy(data, copy, first, other, clock)
+    check_equal(first, other)
+    assert memory == {block: state.values.data_ptr() for block, state in other._states.items()}
+
+
+def train_a_copy(
+    data: st.DataObject, copy: StoreCopy, first: ShardStore, other: ShardStore, clock: int
+) -> None:
+    """The store goes on while its copy is on its way; the restored one does the same later."""
+    steps = data.draw(st.lists(worker_steps(first._table), max_size=4))
+    scale = data.draw(st.sampled_from([1.0, 0.375]))
+    for store in (first, other):
+        if store is other:
+            store.restore(copy)
+            assert store.snapshot() == copy
+        store.apply(clock, (), 2, scale)
+        for later, (parts, _) in enumerate(steps, clock + 1):
+            store.fold(later, [decoded(store, part) for part in parts], 1.0)
+            store.apply(later, (), 1)
+
+
+def fold(data: st.DataObject, store: ShardStore, clock: int) -> None:
+    parts, scale = data.draw(worker_steps(store._table))
+    store.fold(clock, [decoded(store, part) for part in parts], scale)
+
+
+def train(data: st.DataObject, store: ShardStore, clock: int, count: int) -> int:
+    for now in range(clock, clock + count):
+        fold(data, store, now)
+        store.apply(now, (), 1)
+    return clock + count
+
+
+def spoiled(copy: StoreCopy, **changes: Any) -> StoreCopy:
+    return copy._replace(blocks=(copy.blocks[0]._replace(**changes), *copy.blocks[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (lambda c: c._replace(blocks=c.blocks[1:]), InvalidKeys, "has 1 blocks"),
+        (lambda c: c._replace(blocks=c.blocks[:1] * 2), InvalidKeys, "has 2 blocks"),
+        (lambda c: spoiled(c, block=5), InvalidKeys, "the first \\[5, 1\\]"),
+        (lambda c: spoiled(c, values=bytes(8)), InvalidTensor, "values has 8 bytes; expected 256"),
+        (lambda c: spoiled(c, slots=(("a", b""),)), InvalidTensor, "a has 0 bytes"),
+        (lambda c: spoiled(c, slots=(("a", bytes(256)),) * 2), InvalidTensor, "a, a; expected"),
+        (lambda c: spoiled(c, steps=()), InvalidTensor, "0 counts of steps"),
+        (lambda c: spoiled(c, steps=(1, 2, 3)), InvalidTensor, "expected 1 or 2"),
+        (lambda c: spoiled(c, steps=(1, 2**64)), InvalidTensor, "2 counts of steps"),
+        (
+            lambda c: c._replace(
+                sums=(SumCopy(1, True, SentTotal((Elements(9, b"", bytes(256)),))),)
+            ),
+            InvalidKeys,
+            "block 9",
+        ),
+    ],
+)
+def test_a_copy_of_another_store_is_refused_and_changes_nothing(
+    spoil: Callable[[StoreCopy], StoreCopy], error: type[Exception], text: str
+) -> None:
+    adam = OptimizerSpec(OptimizerKind.ADAM)
+    store = ShardStore(table([20, 108], optimizer=adam), range(2))
+    store.fold(1, [(0, store.decode(0, Codec.FP32, b"\0\0\x80\x3f" * 64, b""))], 1.0)
+    store.apply(1, (), 1)
+    before = store.snapshot()
+    other = ShardStore(table([20, 108], optimizer=adam), range(2)).snapshot()
+    with pytest.raises(error, match=text):
+        store.restore(spoil(other))
+    assert store.snapshot() == before
+
+
+def test_what_is_restored_is_not_what_was_kept_for_readers() -> None:
+    """A gradient of somebody who was given values by another server is not compensated."""
+    store = ShardStore(table([64]), range(1))
+    store.keep(Incarnation(7), 0)
+    store.restore(ShardStore(table([64]), range(1)).snapshot())
+    assert not store._kept
 
 
 def apply(store: ShardStore, put: Put, total: Total) -> None:
@@ -94,13 +194,13 @@ def test_a_sum_that_is_none_is_refused(
     elements: tuple[Elements, ...], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        ShardStore(table([64, 64]), [0]).received(elements)
+        ShardStore(table([64, 64]), [0]).received(SentTotal(elements))
 
 
 def test_a_received_sum_is_read_where_it_lies() -> None:
     store = ShardStore(table([64]), range(1))
     payload = bytes(256)
-    part = store.received((Elements(0, b"", payload),)).parts[0]
+    part = store.received(SentTotal((Elements(0, b"", payload),))).parts[0]
     assert not part.is_owned
 
     assert part.values.data_ptr() == np.frombuffer(payload, np.uint8).ctypes.data

@@ -36,7 +36,9 @@ PURE_MODULES = {
     "ps_server.schedule",
     "ps_server.server_machine",
     "ps_server.shard_store",
+    "ps_server.store_copy",
     "ps_server.sums",
+    "ps_server.update_arithmetic",
     "ps_server.update_check",
     "ps_server.forming",
     "ps_server.update_gate",
@@ -74,6 +76,7 @@ PURE_MODULES = {
 
 EDGE_MODULES = {
     "ps_server",
+    "ps_server.decision_wire",
     "ps_server.frames",
     "ps_server.installed_updates",
     "ps_server.intake",
@@ -82,7 +85,10 @@ EDGE_MODULES = {
     "ps_server.node",
     "ps_server.shards",
     "ps_server.promises",
+    "ps_server.replication_reader",
+    "ps_server.replication_wire",
     "ps_server.servicer",
+    "ps_server.snapshot_wire",
     "ps_server.sessions",
     "ps_server.stats",
     "ps_server.stream_reads",

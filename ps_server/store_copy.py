@@ -1,0 +1,121 @@
+"""All that a store holds for good, copied for a server that joins its range (SEMANTICS S9).
+
+What is volatile is not in it: sums in the making, whose steps their workers send again, and what
+delay compensation remembers for readers.
+
+Invariants:
+    COPY-1  A store that was restored from a copy goes on bit for bit as the one that was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core.errors import InvalidTensor
+from ps_core.keys import TableId
+from ps_server.changes import SentTotal
+from ps_server.optimizers import BlockState
+from ps_server.replication import Snapshot
+
+_MAX_STEP_COUNT = 2**53
+"""What counts as broken: a float64 would lose steps there, and no training gets so far."""
+
+
+class BlockCopy(NamedTuple):
+    """A block.
+
+    Shapes:
+        steps: one number if all tensors have taken as many, else one for each.
+        values: little-endian, in the dtype of the table's arithmetic, with the padding.
+        slots: (name, as values).
+    """
+
+    block: int
+    version: int
+    steps: tuple[int, ...]
+    values: bytes | memoryview
+    slots: tuple[tuple[str, bytes | memoryview], ...]
+
+
+class SumCopy(NamedTuple):
+    """A sum: one that waits for its scale, or one that the table reads as (AGGREGATE)."""
+
+    clock: int
+    waits: bool
+    total: SentTotal
+
+
+class StoreCopy(NamedTuple):
+    """One table's blocks in one range."""
+
+    blocks: tuple[BlockCopy, ...]
+    sums: tuple[SumCopy, ...]
+
+
+class RangeCopy(NamedTuple):
+    """All of a range: what is known of it, and its values. The changes that the snapshot holds are
+    still to be made to them.
+    """
+
+    snapshot: Snapshot
+    stores: Mapping[TableId, StoreCopy]
+
+
+def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
+    """The block as it is now; shares nothing with it."""
+    steps = state.steps
+    return BlockCopy(
+        block,
+        version,
+        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
+        state.values.numpy().tobytes(),
+        tuple((name, slot.numpy().tobytes()) for name, slot in sorted(state.slots.items())),
+    )
+
+
+def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
+    """Refuse a copy of another block than this.
+
+    Raises:
+        InvalidTensor: a length is wrong, a name comes twice, or steps are no steps.
+    """
+    expected = state.values.nbytes
+    for name, payload in (("values", copy.values), *copy.slots):
+        if len(payload) != expected:
+            raise InvalidTensor(f"{what}: {name} has {len(payload)} bytes; expected {expected}")
+    names = [name for name, _ in copy.slots]
+    if len(set(names)) != len(names):
+        raise InvalidTensor(f"{what} has state {', '.join(names)}; expected each once")
+    is_count = len(copy.steps) in (1, state.segment_count)
+    if not is_count or not all(0 <= steps < _MAX_STEP_COUNT for steps in copy.steps):
+        raise InvalidTensor(
+            f"{what} has {len(copy.steps)} counts of steps, the first {copy.steps[:3]}; expected 1 "
+            f"or {state.segment_count}, from 0"
+        )
+
+
+def restore_block(copy: BlockCopy, state: BlockState) -> None:
+    """Make the block what the copy says, in its own memory."""
+    _overwrite(state.values, copy.values)
+    slots = dict(copy.slots)
+    state.slots = {
+        name: _overwrite(state.slots.get(name, torch.empty_like(state.values)), payload)
+        for name, payload in slots.items()
+    }
+    state.steps = _steps(copy.steps)
+
+
+def _overwrite(target: Tensor, payload: bytes | memoryview) -> Tensor:
+    target.numpy().view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
+    return target
+
+
+def _steps(steps: Sequence[int]) -> int | np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if len(set(steps)) == 1:
+        return steps[0]
+    return np.array(steps, dtype=np.int64)
