@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,16 @@ from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
-from ps_server import frames
+from ps_server import frames, replication_service
+from ps_server.backup_wishes import BackupWishes
 from ps_server.installed_updates import installed_updates
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
 from ps_server.promises import Promises
 from ps_server.read_gate import WaitCause
-from ps_server.servicer import FEATURES, ParameterServicer
+from ps_server.replicated_ranges import ReplicationSetting
+from ps_server.replication_service import ReplicationServicer
+from ps_server.servicer import FEATURES, ParameterServicer, ViewAtLeast
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
@@ -93,7 +97,7 @@ def main() -> None:
 
 async def _serve(settings: ServerConfig) -> None:
     registry = new_registry()
-    servicer = ParameterServicer()
+    servicer, backups = ParameterServicer(), ReplicationServicer()
     server = await NodeServer.start(
         settings.listen,
         advertise=settings.advertise,
@@ -102,14 +106,21 @@ async def _serve(settings: ServerConfig) -> None:
             (
                 frames.SERVICE,
                 lambda grpc_server: frames.add_to_server(servicer, grpc_server),
-            )
+            ),
+            (
+                replication_service.SERVICE,
+                lambda grpc_server: replication_service.add_to_server(backups, grpc_server),
+            ),
         ],
         registry=registry,
     )
     stop = asyncio.create_task(shutdown.wait_for_stop_signal())
-    running = asyncio.create_task(
-        _run(settings, server, servicer, ServerMetrics(registry), registry)
-    )
+
+    def attach(node: ParameterNode, view_at_least: ViewAtLeast) -> None:
+        servicer.attach(node, view_at_least)
+        backups.attach(node)
+
+    running = asyncio.create_task(_run(settings, server, attach, registry))
     try:
         await asyncio.wait((stop, running), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -126,8 +137,7 @@ async def _serve(settings: ServerConfig) -> None:
 async def _run(
     settings: ServerConfig,
     server: NodeServer,
-    servicer: ParameterServicer,
-    metrics: ServerMetrics,
+    attach: Callable[[ParameterNode, ViewAtLeast], None],
     registry: CollectorRegistry,
 ) -> None:
     """Register, serve, and end when the cluster has finished or replaced this server."""
@@ -142,7 +152,8 @@ async def _run(
         custom_updates=installed.to_proto(),
     )
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
-    stack = contextlib.ExitStack()
+    stack = contextlib.AsyncExitStack()
+    metrics = ServerMetrics(registry)
     try:
         node = ParameterNode(
             link.session,
@@ -152,6 +163,9 @@ async def _run(
             clock.now_s,
             installed.updates,
         )
+        if link.replica_count > 1:
+            replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync))
+            stack.push_async_callback(replicas.close)
         _watch(link, node, metrics, registry)
         stack.callback(node.lanes.close)
         if settings.lane != "grpc":
@@ -162,9 +176,11 @@ async def _run(
         )
         stack.callback(promises.close)
         link.on_view.append(node.observe)
-        link.on_view.append(lambda _: promises.stand(node.machine.promises))
+        link.on_view.append(lambda _: promises.stand(node.promises))
+        wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
+        stack.callback(wishes.close)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
-        servicer.attach(node, link.view_at_least)
+        attach(node, link.view_at_least)
         await link.view_at_least(1, settings.connect_deadline_s)
         # What has been imported stays: the collector need not look at it again and again.
         gc.collect()
@@ -172,12 +188,18 @@ async def _run(
         server.set_serving(True)
         if settings.ready_file is not None:
             write_ready_file(settings.ready_file, server.address, server.http_address)
-        await _until(finished, link.fenced, node)
+
+        def tick() -> None:
+            node.tick()
+            promises.stand(node.promises)
+            wishes.stand(node.replicas.wishes if node.replicas is not None else ())
+
+        await _until(finished, link.fenced, tick)
         if link.fenced_by is not None:
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
     finally:
-        stack.close()
+        await stack.aclose()
         await link.deregister("the server stops", deadline_s=1.0)
         await link.close()
 
@@ -218,12 +240,12 @@ def _watch(
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
 
 
-async def _until(finished: asyncio.Event, fenced: asyncio.Event, node: ParameterNode) -> None:
+async def _until(finished: asyncio.Event, fenced: asyncio.Event, tick: Callable[[], None]) -> None:
     ends = [asyncio.create_task(finished.wait()), asyncio.create_task(fenced.wait())]
     try:
         while not any(task.done() for task in ends):
             await asyncio.wait(ends, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            node.tick()
+            tick()
     finally:
         for task in ends:
             task.cancel()

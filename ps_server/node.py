@@ -3,6 +3,9 @@ loop.
 
 One thread owns everything here, so there is no lock: an event and all its effects are one stretch
 without an await, and a read is answered between two updates, never in one.
+
+Invariants:
+    ND-1  What backups have applied can be applied here: custom updates, which may fail, have none.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import logs, wire
 from ps_runtime.metrics import ServerMetrics
+from ps_server.changes import Assigned, Dropped, Kept, Put
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import (
     AnswerPull,
@@ -45,12 +49,15 @@ from ps_server.events import (
 )
 from ps_server.frames import block_answer, range_error
 from ps_server.lanes import SharedLanes
+from ps_server.output_commit import Deed
 from ps_server.read_gate import WaitCause
 from ps_server.read_waits import ReadWaits
-from ps_server.server_machine import PartAdded, ServerMachine
+from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
+from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.sessions import Sessions
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
+from ps_server.sums import Total
 from pushpull.v1 import parameters_pb2
 
 _DRAIN_RETRY_MS = 500
@@ -110,6 +117,7 @@ class ParameterNode:
         self.sent_bytes = 0
         self.applied_count = 0
         self.read_waits = ReadWaits(self.machine)
+        self.replicas: ReplicatedRanges | None = None
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
@@ -119,10 +127,23 @@ class ParameterNode:
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
+    def replicate(self, setting: ReplicationSetting) -> ReplicatedRanges:
+        """Its ranges have backups from now on, and it backs up others'. Before the first view."""
+        self.replicas = ReplicatedRanges(self.session, self.machine, self.shards, setting, self.now)
+        self.replicas.do = self._do
+        return self.replicas
+
     # --- views
 
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
+        if self.replicas is None:
+            self._serve(view)
+        elif view.view_number >= self.machine.view_number:
+            self._do(self.replicas.observe(view))
+            self._serve(self.replicas.serve())
+
+    def _serve(self, view: ClusterView) -> None:
         added = self.machine.observe(view)
         self.read_waits.observe(view)
         before = {node.node_id for node in self.sessions.gone}
@@ -146,7 +167,14 @@ class ParameterNode:
                 self._fence(node)
         self.carry_out(self.machine.ended(view.ended_workers, self.now()))
         self.carry_out(self.machine.settle(self.now()))
+        if self.replicas is not None:
+            self._do(self.replicas.settle())
         self._arm()
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What this server has promised, and would still hold if it died."""
+        return self.machine.promises if self.replicas is None else self.replicas.promises
 
     def _fence(self, node: Node) -> None:
         """The worker was declared gone: its streams end with that."""
@@ -247,8 +275,12 @@ class ParameterNode:
 
     def tick(self) -> None:
         """Reads whose deadline has passed are told whom they waited for; updates that gave slow
-        workers time are formed.
+        workers time are formed; backups are heard and told.
         """
+        if self.replicas is not None:
+            if self.replicas.waits:
+                self._serve(self.replicas.serve())
+            self.replicas.tick()
         self.carry_out(self.machine.tick(self.now()))
 
     def _arm(self) -> None:
@@ -266,33 +298,46 @@ class ParameterNode:
     # --- effects
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """Do what the machine wants done, in order; then answer."""
+        """Do what the machine wants done, in order: what others must have first, when they do."""
+        self._do(effects if self.replicas is None else self.replicas.decide(effects))
+
+    def _do(self, deeds: Sequence[Deed]) -> None:
+        """Do it now; then answer."""
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
-        for done_count, effect in enumerate(effects, 1):
-            match effect:
+        for done_count, deed in enumerate(deeds, 1):
+            match deed:
                 case ReplyTo():
-                    replies.append(effect)
+                    replies.append(deed)
                 case Fold():
-                    self.shards.fold(effect)
+                    self.shards.fold(deed)
                 case Apply():
-                    failure = self._apply(effect.record)
+                    failure = self._apply(deed.record)
                     if failure is not None:
-                        rest = [*replies, *effects[done_count:]]
-                        self.carry_out(self._failed(effect.record, failure, rest))
+                        rest = [*replies, *_effects(deeds[done_count:])]
+                        self.carry_out(self._failed(deed.record, failure, rest))
                         return
+                case Put():
+                    failure = self._apply(deed.record, deed.total)
+                    if failure is not None:
+                        raise InvariantViolation("ND-1", f"a replicated update: {failure.message}")
                 case Reduce():
-                    reduced.append((effect.record, self.shards.reduce(effect.record)))
+                    reduced.append((deed.record, self.shards.reduce(deed.record)))
                 case Drop():
-                    self._drop(effect)
+                    self.shards.drop(deed.record)
+                    self._dropped(deed.record)
+                case Dropped():
+                    self._dropped(deed.record)
                 case Assign():
-                    self.shards.assign(effect)
+                    self.shards.assign(deed)
+                case Assigned():
+                    self.shards.assign(Assign(deed.record, deed.parts))
                 case AnswerPull():
-                    self._answer(effect)
+                    self._answer(deed)
                 case Forget():
-                    self.shards.forget(effect)
+                    self.shards.forget(deed)
                 case RefusePull():
-                    self._refuse(effect)
+                    self._refuse(deed)
         for reply in replies:
             self._reply(reply)
         for record, squares in reduced:
@@ -333,10 +378,10 @@ class ParameterNode:
             if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
-    def _apply(self, record: Record) -> UpdateFailed | None:
+    def _apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
         """Why the update could not be computed, if so; then nothing has changed."""
         begun_s = self.now()
-        failure = self.shards.apply(record)
+        failure = self.shards.apply(record, total)
         self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
         if failure is None:
             self.applied_count += 1
@@ -344,14 +389,13 @@ class ParameterNode:
             self.metrics.short_updates.inc(bool(record.gone_count))
         return failure
 
-    def _drop(self, effect: Drop) -> None:
-        self.shards.drop(effect.record)
+    def _dropped(self, record: Record) -> None:
         self.metrics.short_updates.inc()
         logs.warning(
             "update_dropped",
-            table_id=effect.record.table_id,
-            range_id=effect.record.range_id,
-            clock=effect.record.clock,
+            table_id=record.table_id,
+            range_id=record.range_id,
+            clock=record.clock,
             reason="every worker that took part died before it said the update's scale",
         )
 
@@ -400,3 +444,8 @@ class ParameterNode:
         read = self._take_read(effect.waiter)
         if read is not None:
             read.on_answer([range_error(effect.range_id, effect.error)])
+
+
+def _effects(deeds: Sequence[Deed]) -> list[Effect]:
+    """Those that are no changes of values: what replication held is of no table that can fail."""
+    return [deed for deed in deeds if not isinstance(deed, Put | Kept | Dropped | Assigned)]

@@ -28,7 +28,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     number: int
     table_id: TableId
     delta: Delta
-    changes: tuple[object, ...]
+    changes: tuple[Any, ...]
 
 
 @dataclass(slots=True)

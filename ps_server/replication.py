@@ -340,9 +340,7 @@ class Replication:
             found.append(BackupWish(range_id, log.assignment_epoch, self._asked[range_id]))
         return found
 
-    def _include(
-        self, range_id: RangeId, log: RangeLog, living: set[NodeId], now_s: float
-    ) -> None:
+    def _include(self, range_id: RangeId, log: RangeLog, living: set[NodeId], now_s: float) -> None:
         """Let the word of those count who join and are nearly there, while they live and get on:
         what was done already is not kept to be sent again.
         """
@@ -372,7 +370,7 @@ class Replication:
     def _forget(self, range_id: RangeId) -> None:
         """This server is primary of the range no more."""
         for kept in (self._joining, self._heard_s, self._asked, self._configured):
-            kept.pop(range_id, None)  # type: ignore[attr-defined]
+            kept.pop(range_id, None)
 
     # --- a backup
 

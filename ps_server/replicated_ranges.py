@@ -1,0 +1,271 @@
+"""One server's part in replication: its machines, its values and the streams to other servers.
+
+`node` asks it what may be done of what its machines decided, and does that; this file carries
+batches, beats, snapshots and their answers between the machines of replication and the wire.
+
+Everything belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.errors import PushpullError
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import Table
+from ps_runtime import logs, wire
+from ps_server.events import Effect
+from ps_server.output_commit import Deed, OutputCommit
+from ps_server.part_copy import PartCopy, fresh_copy
+from ps_server.peer_links import PeerLinks
+from ps_server.range_log import Batch
+from ps_server.replication import Ack, Beat, Grant, Replication
+from ps_server.replication_wire import answers_from, batch_messages, beat_message
+from ps_server.server_machine import PartAdded, Promise, ServerMachine
+from ps_server.shards import Shards, for_backup
+from ps_server.snapshot_wire import snapshot_messages
+from ps_server.store_copy import RangeCopy
+
+_BEATS_A_LEASE = 10
+_RESEND_LEASES = 0.5
+"""A backup that has acknowledged nothing for so long is sent all again that it is not known to
+have: it may have got it before it knew that it was to take it."""
+
+_SNAPSHOT_ROOM_BYTES = 8 * 1024 * 1024
+"""No range is copied for a server that so much waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationSetting:
+    """What the scheduler says of replication."""
+
+    lease_s: float
+    min_in_sync: int = 1
+
+
+class ReplicatedRanges:
+    """The replication of one server.
+
+    Args:
+        session: the server's.
+        machine: its machine.
+        shards: its values.
+        setting: as the scheduler gave it.
+        now: the clock, in seconds; one that counts suspended time.
+
+    Attributes:
+        do: called with what may be done when something came that others had to have first.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        machine: ServerMachine,
+        shards: Shards,
+        setting: ReplicationSetting,
+        now: Callable[[], float],
+    ) -> None:
+        node_id = NodeId(session.node_id)
+        self.replication = Replication(node_id, machine, setting.lease_s, setting.min_in_sync)
+        self.output = OutputCommit(machine, self.replication, shards, self._send)
+        self.do: Callable[[Sequence[Deed]], None] = _nothing
+        self._node_id = node_id
+        self._shards = shards
+        self._lease_s = setting.lease_s
+        self._now = now
+        self._links = PeerLinks(wire.session_to_proto(session), self)
+        self._tables: dict[TableId, Table] = {}
+        self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
+        self._encoded: tuple[Batch, Sequence[bytes]] | None = None
+        self._beat_s = 0.0
+        self._heard_s: dict[NodeId, float] = {}
+
+    # --- views
+
+    def observe(self, view: ClusterView) -> list[Effect]:
+        """A newer view: what it means for those who wait. `serve` must follow."""
+        self._links.observe(view)
+        lost, effects = self.replication.observe(view, self._now())
+        for range_id in lost:
+            self._shards.remove(range_id)
+            self.output.forget(range_id)
+        self._make_room(view)
+        if lost:
+            logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
+        return effects
+
+    def _make_room(self, view: ClusterView) -> None:
+        """Stores for what this server backs up, or is about to."""
+        self._tables = view.tables_by_id
+        held = {
+            a.range_id
+            for a in view.ranges
+            if self._node_id in (*a.backups, *a.joining) or a.range_id in self.replication.replicas
+        }
+        self._blocks = {}
+        for table in view.tables if held else ():
+            parts = [
+                PartAdded(table, range_id, blocks)
+                for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
+                if range_id in held
+            ]
+            for part in parts:
+                self._blocks[table.table_id, part.range_id] = part.blocks
+            if parts:
+                self._shards.add(parts)
+
+    def serve(self) -> ClusterView:
+        """The newest view as the machine shall see it; see `Replication.serve`."""
+        before = set(self.replication.logs)
+        view = self.replication.serve(self._now())
+        taken = sum(1 for r in view.ranges if r.range_id in set(self.replication.logs) - before)
+        if taken:
+            logs.info("ranges_served", view=view.view_number, ranges=taken)
+        return view
+
+    @property
+    def waits(self) -> bool:
+        """Whether an old lease keeps this server from serving: `serve` is to be called again."""
+        return self.replication.waits
+
+    # --- what was decided
+
+    def decide(self, effects: Iterable[Effect]) -> list[Deed]:
+        """See `OutputCommit.decide`."""
+        return self.output.decide(effects, self._now())
+
+    def settle(self) -> list[Deed]:
+        """See `OutputCommit.settle`."""
+        return self.output.settle(self._now())
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """See `OutputCommit.promises`."""
+        return self.output.promises
+
+    def tick(self) -> None:
+        """Ask for the lease, send again what was not acknowledged, and copy ranges for those who
+        join; to be called ten times a lease at least.
+        """
+        now_s = self._now()
+        if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
+            self._beat_s = now_s
+            for peer, beat in self.replication.beats(now_s).items():
+                link = self._links.find(peer)
+                if link is not None:
+                    link.send_first(beat_message(beat))
+        self._send_again(now_s)
+        self._give_snapshots(now_s)
+        self.do(self.output.release(now_s, self.replication.logs))
+
+    @property
+    def wishes(self) -> list[BackupWish]:
+        """What the scheduler is to be asked for."""
+        return self.replication.wishes(self._now())
+
+    def _send(self, peer: NodeId, batch: Batch) -> None:
+        link = self._links.find(peer)
+        if link is None:
+            return
+        if self._encoded is None or self._encoded[0] is not batch:
+            told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
+            self._encoded = batch, batch_messages(told)
+        link.send(self._encoded[1])
+
+    def _send_again(self, now_s: float) -> None:
+        silent = [
+            p for p, at_s in self._heard_s.items() if now_s > at_s + _RESEND_LEASES * self._lease_s
+        ]
+        wanted = {peer: link for peer in silent if (link := self._links.find(peer)) is not None}
+        idle = {peer for peer, link in wanted.items() if link.is_open and not link.queued_bytes}
+        for peer, batch in self.replication.resends(idle):
+            self._heard_s[peer] = now_s
+            self._send(peer, batch)
+
+    def _give_snapshots(self, now_s: float) -> None:
+        for peer, snapshot in self.output.snapshots(now_s, self._has_room):
+            link = self._links.find(peer)
+            if link is not None:
+                link.send(snapshot_messages(self._shards.copy(snapshot)))
+
+    def _has_room(self, peer: NodeId) -> bool:
+        link = self._links.find(peer)
+        if link is None:
+            return False
+        link.send(())  # opens it
+        return link.is_open and link.queued_bytes < _SNAPSHOT_ROOM_BYTES
+
+    # --- what other servers say of this one's ranges
+
+    def peer_opened(self, peer: NodeId) -> None:
+        """See `PeerListener`."""
+        self.replication.lost(peer)
+        for node_id, batch in self.replication.resends({peer}):
+            self._send(node_id, batch)
+        self._heard_s[peer] = self._now()
+
+    def peer_said(self, peer: NodeId, response: bytes) -> None:
+        """See `PeerListener`."""
+        now_s = self._now()
+        freed: dict[RangeId, None] = {}
+        for answer in answers_from(response):
+            if isinstance(answer, Ack):
+                self._heard_s[peer] = now_s
+                self.replication.acked(peer, answer, now_s)
+                freed[answer.range_id] = None
+            else:
+                self.replication.granted(peer, answer, now_s)
+                freed |= dict.fromkeys(answer.range_ids)
+        self.do(self.output.release(now_s, freed))
+
+    # --- what this server says of others'
+
+    def take(self, batch: Batch) -> Ack | None:
+        """A batch of a primary came."""
+        is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
+        if is_taken:
+            try:
+                for change in batch.changes:
+                    self._shards.make(change)
+            except PushpullError as error:
+                self._lost_track(batch.range_id, error)
+                return None
+        return ack
+
+    def join(self, copy: RangeCopy) -> Ack | None:
+        """All of a range came from its primary."""
+        range_id = copy.snapshot.range_id
+        before = self.replication.replicas.get(range_id)
+        ack = self.replication.join(copy.snapshot)
+        if ack is None or self.replication.replicas.get(range_id) is before:
+            return ack
+        try:
+            self._shards.restore(copy)
+        except PushpullError as error:
+            self._lost_track(range_id, error)
+            return None
+        logs.debug("range_joined", range_id=range_id, number=ack.number)
+        return ack
+
+    def _lost_track(self, range_id: RangeId, error: PushpullError) -> None:
+        """It cannot follow the range any more, and must not say that it does."""
+        logs.error("replica_broken", range_id=range_id, error=error.message)
+        self.replication.leave(range_id)
+
+    def _fresh(self, batch: Batch) -> PartCopy | None:
+        blocks = self._blocks.get((batch.table_id, batch.range_id))
+        return None if blocks is None else fresh_copy(self._tables[batch.table_id], blocks)
+
+    def grant(self, beat: Beat) -> Grant:
+        """A primary asks for the lease."""
+        return self.replication.beat(beat, self._now())
+
+    async def close(self) -> None:
+        """End the streams."""
+        await self._links.close()
+
+
+def _nothing(deeds: Sequence[Deed]) -> None:
+    del deeds
