@@ -139,6 +139,7 @@ class Cluster:
             Fenced: it means another cluster, or its node has left.
             Draining: the cluster is finished.
             Overloaded: the cluster is full.
+            Recovering: another has its place, which may be dead, and it waits.
         """
         known = self._members.registered(request)
         if known is not None:

@@ -149,6 +149,7 @@ class Registration:
     kernel_fingerprint: str = ""
     cluster_id: str = ""
     custom_updates: tuple[UpdateOffer, ...] = ()
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

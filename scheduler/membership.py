@@ -152,16 +152,18 @@ class Membership:
             InvalidConfig: the request contradicts the cluster; the message says how.
             Draining: the cluster is finished.
             Overloaded: the cluster is full.
+            Recovering: another has its place, which may be dead, and it waits.
         """
         state = self._state
-
-        def describe(node: Node) -> str:
-            return self.describe(node, now_s)
-
-        admission.check_place(request, state, describe)
+        heard = admission.Heard(
+            describe=lambda node: self.describe(node, now_s),
+            quiet_s=lambda node_id: self._detector.quiet_s(node_id, now_s),
+            interval_s=self._settings.heartbeat_interval_s,
+        )
+        admission.check_place(request, state, heard)
         rank = 0
         if request.role is Role.WORKER:
-            rank = admission.choose_rank(request, self._settings, state, describe)
+            rank = admission.choose_rank(request, self._settings, state, heard)
         return Node(
             node_id=NodeId(state.next_node_id),
             incarnation=state.next_incarnation,

@@ -339,6 +339,7 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         kernel_fingerprint=request.kernel_fingerprint,
         cluster_id=request.cluster_id,
         custom_updates=tuple(map(_offer, request.custom_updates)),
+        waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
     )
 
 
