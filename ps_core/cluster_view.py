@@ -201,6 +201,16 @@ class ClusterView:
         return {n.rank for n in self.nodes if n.role is Role.WORKER and n.state.is_member}
 
     @cached_property
+    def living_servers(self) -> frozenset[NodeId]:
+        """The servers that are alive."""
+        alive = (n for n in self.nodes if n.role is Role.SERVER and n.state is NodeState.ALIVE)
+        return frozenset(node.node_id for node in alive)
+
+    def in_sync_count(self, assignment: RangeAssignment) -> int:
+        """How many living servers hold all of a range that is committed."""
+        return sum(node_id in self.living_servers for node_id in assignment.in_sync)
+
+    @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:
         """The nodes by their id."""
         return {node.node_id: node for node in self.nodes}
