@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TextIO
 
 from ps_core.errors import Internal, InvalidConfig, WaitExpired
-from ps_runtime.launcher import role_environment
+from ps_runtime.role_environment import role_environment
 from ps_runtime.shutdown import die_with_parent_if_asked
 
 ANSWER_DEADLINE_S = 300.0

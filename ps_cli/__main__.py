@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from ps_cli.compare_options import CompareOptions
-from ps_cli.options import MaxWorkerCount, ServerCount, WorkerCount, options_of
+from ps_cli.options import options_of
 from ps_cli.output import Output
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
@@ -24,6 +24,7 @@ from ps_cli.tables import SchedulerAddress, list_tables, matching_tables, set_co
 from ps_cli.train import ALL_KINDS, TrainRun, TrainSettings
 from ps_cli.train_options import TrainOptions
 from ps_cli.up import UpSettings, run_up
+from ps_cli.up_options import UpOptions
 from ps_core.errors import InvalidConfig, PushpullError
 
 USAGE_EXIT_CODE = 2
@@ -69,8 +70,11 @@ def train(options: TrainOptions) -> None:
     `client.rank` and `client.world_size`. Its output appears behind its worker's name. The run ends
     when the workers that it started have finished.
 
-    Exit code: 0 when every worker has finished; 1 when a role died, with the reason; 130 after
-    Ctrl-C.
+    With --replicas 2 a server may die, and the run goes on at its backups; with --max-restarts a
+    dead worker or server is started again.
+
+    Exit code: 0 when every worker has finished; 1 when a role died that the run cannot do without,
+    with the reason; 130 after Ctrl-C.
 
     Example: `pushpull train examples/digits_cnn.py --workers 2 --servers 2 -- --epochs 5`
     """
@@ -80,6 +84,10 @@ def train(options: TrainOptions) -> None:
         worker_count=options.workers,
         max_workers=options.max_workers,
         server_count=options.servers,
+        replica_count=options.replicas,
+        min_in_sync=options.min_in_sync,
+        lease_s=options.lease_s,
+        max_restarts=options.max_restarts,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
@@ -109,20 +117,22 @@ def compare(options: CompareOptions) -> None:
 
 
 @app.command()
-def up(
-    workers: WorkerCount = 1,
-    max_workers: MaxWorkerCount = 0,
-    servers: ServerCount = 1,
-    listen: Annotated[
-        str,
-        typer.Option(help="Where the scheduler listens; port 0 takes a free one."),
-    ] = "127.0.0.1:0",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
-    ] = False,
-) -> None:
-    """Run a cluster alone and print its address; start workers beside it by hand."""
-    settings = UpSettings(workers, servers, listen, quiet, max_workers)
+@options_of(UpOptions)
+def up(options: UpOptions) -> None:
+    """Run a cluster alone and print its address; start workers beside it by hand.
+
+    With --replicas 2 a server may die, and the cluster goes on at its backups.
+    """
+    settings = UpSettings(
+        worker_count=options.workers,
+        server_count=options.servers,
+        listen=options.listen,
+        is_quiet=options.quiet,
+        max_workers=options.max_workers,
+        replica_count=options.replicas,
+        min_in_sync=options.min_in_sync,
+        lease_s=options.lease_s,
+    )
     _guarded(lambda output: run_up(settings, output))
 
 

@@ -32,6 +32,7 @@ from ps_cli.compare_figures import (
 )
 from ps_cli.compare_options import CompareOptions
 from ps_cli.compare_records import WorkerRecord, read_records
+from ps_cli.exit_rules import Ending
 from ps_cli.output import Output
 from ps_cli.report_document import (
     FAILED,
@@ -43,7 +44,6 @@ from ps_cli.report_document import (
 )
 from ps_cli.report_html import page_of
 from ps_cli.report_table import measure_text, table_of
-from ps_cli.supervisor import Ending
 from ps_cli.train import TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig

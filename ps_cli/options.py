@@ -37,6 +37,35 @@ ServerCount = Annotated[
     int,
     typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
 ]
+ReplicaCount = Annotated[
+    int,
+    typer.Option(
+        "--replicas",
+        min=1,
+        envvar="PUSHPULL_REPLICAS",
+        help="Servers that hold each range, at most --servers. 1: a server that dies ends the run, "
+        "its values are lost; 2: the run goes on.",
+    ),
+]
+MinInSync = Annotated[
+    int,
+    typer.Option(
+        "--min-in-sync",
+        min=1,
+        envvar="PUSHPULL_MIN_IN_SYNC",
+        help="Of the replicas of a range, how many must hold a push before it counts; a range with "
+        "fewer waits. 1: it goes on with the last one.",
+    ),
+]
+LeaseS = Annotated[
+    float,
+    typer.Option(
+        "--lease-s",
+        min=0.0,
+        help="A server that is not heard for so many seconds is replaced by its backups; its "
+        "heartbeats come three times as often. 0: the scheduler's own setting.",
+    ),
+]
 
 
 def options_of(

@@ -6,6 +6,7 @@ known (a server that does not answer) is null, never 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypedDict
@@ -48,12 +49,16 @@ class NodeEntry(TypedDict):
 
 
 class ServerEntry(TypedDict):
-    """What one server serves; `error` says why the other values are null."""
+    """What one server serves; `error` says why the other values are null. `backup_count` and
+    `joining_count` are numbers of ranges that it backs up, and that it is brought up to date on.
+    """
 
     node_id: int
     address: str
     ranges: list[str]
     range_count: int
+    backup_count: int
+    joining_count: int
     block_count: int | None
     state_bytes: int | None
     gate_bytes: int | None
@@ -92,7 +97,9 @@ class WaitEntry(TypedDict):
 
 class StatusDocument(TypedDict):
     """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
-    with the workers that came beyond these.
+    with the workers that came beyond these. `ranges_by_in_sync` has the numbers of ranges, of those
+    that hold anything, by how many living replicas hold all that is committed;
+    `degraded_range_count` is of those with fewer than `replica_count`.
     """
 
     cluster_id: str
@@ -101,6 +108,10 @@ class StatusDocument(TypedDict):
     world_size: int
     server_count: int
     is_finished: bool
+    replica_count: int
+    min_in_sync: int
+    ranges_by_in_sync: dict[str, int]
+    degraded_range_count: int
     unserved_ranges: list[str]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
@@ -125,8 +136,12 @@ def status_document(
         for entry in answer.ranges
     ]
     knows_all = all(
-        isinstance(answer, parameters_pb2.GetRangeStatsResponse) for answer in answers.values()
+        isinstance(answers.get(r.primary), parameters_pb2.GetRangeStatsResponse)
+        for r in view.ranges
+        if r.primary is not None
     )
+    in_sync = Counter(view.in_sync_count(r) for r in view.ranges if r.primary is not None)
+    replica_count = max(1, response.replica_count)
     unserved = (int(r.range_id) for r in view.ranges if r.primary is None)
     return StatusDocument(
         cluster_id=view.cluster_id,
@@ -135,6 +150,10 @@ def status_document(
         world_size=view.world_size,
         server_count=view.server_count,
         is_finished=view.finished,
+        replica_count=replica_count,
+        min_in_sync=max(1, response.min_in_sync),
+        ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},
+        degraded_range_count=sum(n for count, n in in_sync.items() if count < replica_count),
         unserved_ranges=spans(unserved),
         nodes=[_node(status, view) for status in response.nodes],
         servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
@@ -183,24 +202,27 @@ def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
 
 def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntry:
     served = [int(r.range_id) for r in view.ranges if r.primary == node_id]
-    address = next((node.address for node in view.nodes if node.node_id == node_id), "")
-    if isinstance(answer, PushpullError):
-        return ServerEntry(
-            node_id=node_id, address=address, ranges=spans(served), range_count=len(served),
-            block_count=None, state_bytes=None, gate_bytes=None, update_count=None,
-            error=answer.message,
-        )  # fmt: skip
-    return ServerEntry(
+    entry = ServerEntry(
         node_id=node_id,
-        address=address,
+        address=next((node.address for node in view.nodes if node.node_id == node_id), ""),
         ranges=spans(served),
         range_count=len(served),
-        block_count=sum(entry.block_count for entry in answer.ranges),
-        state_bytes=sum(entry.state_bytes for entry in answer.ranges),
-        gate_bytes=answer.gate_bytes,
-        update_count=sum(entry.update_count for entry in answer.ranges),
+        backup_count=sum(node_id in r.backups for r in view.ranges),
+        joining_count=sum(node_id in r.joining for r in view.ranges),
+        block_count=None,
+        state_bytes=None,
+        gate_bytes=None,
+        update_count=None,
         error=None,
     )
+    if isinstance(answer, PushpullError):
+        entry["error"] = answer.message
+        return entry
+    entry["block_count"] = sum(part.block_count for part in answer.ranges)
+    entry["state_bytes"] = sum(part.state_bytes for part in answer.ranges)
+    entry["gate_bytes"] = answer.gate_bytes
+    entry["update_count"] = sum(part.update_count for part in answer.ranges)
+    return entry
 
 
 def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: bool) -> TableEntry:

@@ -20,8 +20,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def status_view(document: StatusDocument) -> RenderableType:
     """The document as tables."""
     parts: list[RenderableType] = [_head(document)]
+    are_replicated = document["replica_count"] > 1
+    servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
     sections = (
-        ("servers", _servers(document["servers"], document["nodes"])),
+        ("servers", servers),
         ("workers and readers", _clients(document["nodes"])),
         ("tables", _tables(document["tables"])),
     )
@@ -51,11 +53,29 @@ def _head(document: StatusDocument) -> Text:
         f"  servers {counts['server']} of {document['server_count']}",
         f"  workers {counts['worker']} of {document['world_size']}",
     )
+    replica_count = document["replica_count"]
+    if replica_count > 1:
+        text.append(f"  replicas {replica_count} (at least {document['min_in_sync']} in sync)")
     if document["is_finished"]:
         text.append("  finished", style="green")
+    if document["degraded_range_count"]:
+        text.append(f"\n{_degraded(document)}", style="yellow")
     if document["tables"] and document["unserved_ranges"]:
         text.append(f"\nnobody serves ranges {', '.join(document['unserved_ranges'])}", "yellow")
     return text
+
+
+def _degraded(document: StatusDocument) -> str:
+    """One line: how many ranges miss replicas, and how many of them wait for one."""
+    count, replica_count = document["degraded_range_count"], document["replica_count"]
+    in_sync = {int(n): ranges for n, ranges in document["ranges_by_in_sync"].items()}
+    line = f"degraded: {count} ranges have fewer than {replica_count} replicas"
+    waiting_count = sum(n for at, n in in_sync.items() if 0 < at < document["min_in_sync"])
+    if waiting_count:
+        line += f"; {waiting_count} take no pushes until {document['min_in_sync']} are in sync"
+    if in_sync.get(0):
+        line += f"; {in_sync[0]} have none that lives"
+    return line
 
 
 def _grid(*columns: str) -> Table:
@@ -65,15 +85,23 @@ def _grid(*columns: str) -> Table:
     return table
 
 
-def _servers(servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry]) -> Table:
+def _servers(
+    servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry], *, are_replicated: bool
+) -> Table:
     states = {node["node_id"]: node["state"] for node in nodes}
-    table = _grid("  node", "address", "state", "ranges", "blocks", "parameters", "gate", "updates")
+    copies = ("backs up", "joins") if are_replicated else ()
+    table = _grid(
+        *("  node", "address", "state", "ranges", *copies),
+        *("blocks", "parameters", "gate", "updates"),
+    )
     for server in servers:
+        counts = (server["backup_count"], server["joining_count"]) if are_replicated else ()
         table.add_row(
             f"  {server['node_id']}",
             server["address"],
             states.get(server["node_id"], _UNKNOWN),
             _spans(server),
+            *map(str, counts),
             _count(server["block_count"]),
             size(server["state_bytes"]),
             size(server["gate_bytes"]),

@@ -1,8 +1,8 @@
 """Watches the roles of a local cluster while something goes on, and ends them all when it ends.
 
 Rules:
-    - The run ends at the first of: a signal; a role that ends without being asked, unless it is a
-      worker that finished; all workers finished; the work itself failing.
+    - The run ends at the first of: a signal; the end of a role that nobody asked to end, where the
+      rules (`ps_cli.exit_rules`) say so; the work itself failing.
     - Whatever ends it, every role is stopped before `run` returns. A second signal kills at once.
 """
 
@@ -12,22 +12,12 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
+from ps_cli.exit_rules import FAILURE_EXIT_CODE, Ending, ExitRules, StartAgain
 from ps_cli.output import Output
 from ps_core.errors import PushpullError
-from ps_runtime.launcher import Launcher, RoleExit, RoleProcess, describe_exit
-
-FAILURE_EXIT_CODE = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a run ended: the tool's exit code, and why, for a person."""
-
-    exit_code: int
-    message: str = ""
+from ps_runtime.launcher import Launcher, RoleExit, RoleProcess
 
 
 class Supervisor:
@@ -47,19 +37,19 @@ class Supervisor:
         self._is_stopping = False
         self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
 
-    async def run(self, work: Coroutine[Any, Any, None], worker_count: int) -> Ending:
+    async def run(self, work: Coroutine[Any, Any, None], rules: ExitRules) -> Ending:
         """Do `work` until the run ends, then stop every role.
 
         Args:
             work: starts the roles and shows what they do; it is cancelled at the end.
-            worker_count: the workers that `work` starts; when all have finished the run ends well.
+            rules: what the end of a role means.
 
         Returns:
             How it ended; the caller tells the user.
         """
         self._catch_signals()
         working = asyncio.create_task(work)
-        watching = asyncio.create_task(self._first_ending(worker_count))
+        watching = asyncio.create_task(self._first_ending(rules))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             return watching.result() if watching.done() else _failure(working)
@@ -73,18 +63,19 @@ class Supervisor:
         self._is_stopping = True
         self.launcher.stop()
 
-    async def _first_ending(self, worker_count: int) -> Ending:
-        finished_count = 0
+    async def _first_ending(self, rules: ExitRules) -> Ending:
         while True:
             event = await self._events.get()
             if isinstance(event, signal.Signals):
                 return Ending(128 + event, f"stopped by {event.name}")
-            if event.command.kind != "worker" or event.returncode != 0:
-                message = describe_exit(event, "and the run cannot go on")
-                return Ending(FAILURE_EXIT_CODE, message)
-            finished_count += 1
-            if finished_count == worker_count:
-                return Ending(0)
+            servers = (p for p in self.launcher.processes if p.command.kind == "server")
+            meaning = rules.judge(event, sum(server.is_serving for server in servers))
+            if isinstance(meaning, Ending):
+                return meaning
+            if meaning.message:
+                self._output.say(meaning.message)
+            if isinstance(meaning, StartAgain):
+                await asyncio.to_thread(self.launcher.start, event.command)
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ps_cli.exit_rules import Ending, ExitRules
 from ps_cli.output import Output
 from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worker_samples
 from ps_cli.scheduler_query import SchedulerQuery
-from ps_cli.supervisor import Ending, Supervisor
+from ps_cli.supervisor import Supervisor
 from ps_core.errors import PushpullError
 from ps_runtime.launcher import (
     ClusterShape,
     start_scheduler,
     start_servers,
-    thread_count,
-    usable_core_count,
     worker_command,
 )
+from ps_runtime.role_environment import thread_count, usable_core_count
 
 LIVE_INTERVAL_S = 0.5
 """The workers report each second; half of that keeps the table at most half a second behind."""
@@ -45,6 +45,10 @@ class TrainSettings:
         shown_kinds: the kinds of role whose lines are shown.
         environment: variables for the workers alone.
         max_workers: workers that there may be with those that are started by hand; 0: the copies.
+        replica_count: servers that hold each range.
+        min_in_sync: replicas that must hold a push before it counts.
+        lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
+        max_restarts: how many dead roles may be started again, all in all.
     """
 
     script: Path
@@ -55,6 +59,10 @@ class TrainSettings:
     shown_kinds: frozenset[str] = frozenset({"worker"})
     environment: Mapping[str, str] = field(default_factory=dict)
     max_workers: int = 0
+    replica_count: int = 1
+    min_in_sync: int = 1
+    lease_s: float = 0.0
+    max_restarts: int = 0
 
 
 class TrainRun:
@@ -82,27 +90,39 @@ class TrainRun:
         """Train to the end.
 
         Returns:
-            Exit code 0 if every worker finished, 1 if a role died, 128 + the number of the signal
-            that ended it.
-        """
-        supervisor = Supervisor(self._output, self._settings.shown_kinds)
-        ending = await supervisor.run(self._work(supervisor), self._settings.worker_count)
-        self._output.close()
-        return ending
+            Exit code 0 if every worker finished, 1 if a role died that the run cannot do without,
+            128 + the number of the signal that ended it.
 
-    async def _work(self, supervisor: Supervisor) -> None:
-        settings, launcher = self._settings, supervisor.launcher
+        Raises:
+            InvalidConfig: there is no such cluster.
+        """
+        settings = self._settings
         environment, remark = thread_environment(
             os.environ, usable_core_count(), settings.worker_count
         )
+        shape = self._shape(environment)
         if remark:
             self._output.say(remark)
-        shape = ClusterShape(
+        supervisor = Supervisor(self._output, settings.shown_kinds)
+        rules = ExitRules(settings.worker_count, settings.replica_count, settings.max_restarts)
+        ending = await supervisor.run(self._work(supervisor, shape), rules)
+        self._output.close()
+        return ending
+
+    def _shape(self, environment: Mapping[str, str]) -> ClusterShape:
+        settings = self._settings
+        return ClusterShape(
             settings.server_count,
             settings.worker_count,
             environment=environment,
             max_workers=settings.max_workers,
+            replica_count=settings.replica_count,
+            min_in_sync=settings.min_in_sync,
+            lease_s=settings.lease_s,
         )
+
+    async def _work(self, supervisor: Supervisor, shape: ClusterShape) -> None:
+        settings, launcher = self._settings, supervisor.launcher
         scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
         await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
         self._output.say(
@@ -110,7 +130,7 @@ class TrainRun:
             f"on {settings.server_count} servers"
         )
         script = (str(settings.script), *settings.arguments)
-        environment = {**environment, **settings.environment}
+        environment = {**shape.environment, **settings.environment}
         for rank in range(settings.worker_count):
             command = worker_command(rank, scheduler.address, script, environment)
             await asyncio.to_thread(launcher.start, command)

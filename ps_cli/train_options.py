@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.options import MaxWorkerCount, Script, ServerCount, WorkerCount
+from ps_cli.options import (
+    LeaseS,
+    MaxWorkerCount,
+    MinInSync,
+    ReplicaCount,
+    Script,
+    ServerCount,
+    WorkerCount,
+)
 from ps_cli.train import DEFAULT_LINE_INTERVAL_S
 
 
@@ -23,6 +31,16 @@ class TrainOptions:
     workers: WorkerCount = 2
     max_workers: MaxWorkerCount = 0
     servers: ServerCount = 1
+    replicas: ReplicaCount = 1
+    min_in_sync: MinInSync = 1
+    lease_s: LeaseS = 0.0
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How many workers and servers that died may be started again, all in all.",
+        ),
+    ] = 0
     interval: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),

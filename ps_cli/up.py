@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ps_cli.exit_rules import ExitRules
 from ps_cli.output import Output
 from ps_cli.supervisor import Supervisor
 from ps_runtime.launcher import ClusterShape, ReadyRole, start_scheduler, start_servers
@@ -12,8 +14,17 @@ from ps_runtime.launcher import ClusterShape, ReadyRole, start_scheduler, start_
 
 @dataclass(frozen=True, slots=True)
 class UpSettings:
-    """The cluster to run; `listen` is the scheduler's "host:port", port 0 for a free one;
-    `max_workers` is how many workers there may be in the end, 0 for `worker_count`.
+    """The cluster to run.
+
+    Attributes:
+        worker_count: the workers that clock 1 of a BSP table waits for.
+        server_count: its servers.
+        listen: the scheduler's "host:port", port 0 for a free one.
+        is_quiet: whether what the roles say is not shown.
+        max_workers: how many workers there may be in the end; 0: `worker_count`.
+        replica_count: servers that hold each range.
+        min_in_sync: replicas that must hold a push before it counts.
+        lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
     """
 
     worker_count: int
@@ -21,34 +32,47 @@ class UpSettings:
     listen: str
     is_quiet: bool = False
     max_workers: int = 0
+    replica_count: int = 1
+    min_in_sync: int = 1
+    lease_s: float = 0.0
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
-    """Run a cluster until a signal or a role's death ends it.
+    """Run a cluster until a signal ends it, or the death of a role that it cannot do without.
 
     Returns:
         The exit code: 128 + the signal's number, or 1 if a role died.
+
+    Raises:
+        InvalidConfig: there is no such cluster.
     """
-    kinds = () if settings.is_quiet else ("server", "scheduler")
-    supervisor = Supervisor(output, frozenset(kinds))
-    ending = await supervisor.run(_work(supervisor, settings, output), worker_count=0)
-    output.complain(ending.message)
-    return ending.exit_code
-
-
-async def _work(supervisor: Supervisor, settings: UpSettings, output: Output) -> None:
-    launcher = supervisor.launcher
     shape = ClusterShape(
         settings.server_count,
         settings.worker_count,
         listen=settings.listen,
         max_workers=settings.max_workers,
+        replica_count=settings.replica_count,
+        min_in_sync=settings.min_in_sync,
+        lease_s=settings.lease_s,
     )
+    kinds = () if settings.is_quiet else ("server", "scheduler")
+    supervisor = Supervisor(output, frozenset(kinds))
+    rules = ExitRules(worker_count=0, replica_count=settings.replica_count)
+    work = _work(supervisor, shape, lambda scheduler: output.say(how_to_use(scheduler, settings)))
+    ending = await supervisor.run(work, rules)
+    output.complain(ending.message)
+    return ending.exit_code
+
+
+async def _work(
+    supervisor: Supervisor, shape: ClusterShape, tell: Callable[[ReadyRole], None]
+) -> None:
+    launcher = supervisor.launcher
     scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
     servers = await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
     for server in servers:
         await asyncio.to_thread(launcher.wait_ready, server)
-    output.say(how_to_use(scheduler, settings))
+    tell(scheduler)
     await asyncio.Event().wait()
 
 

@@ -83,7 +83,7 @@ class Node:
     address: str
     state: NodeState
     silence_ms: int = 0
-    """GONE: the silence after which it was declared so."""
+    """The silence after which it was declared GONE, or given up as LEFT."""
 
     @property
     def gone_words(self) -> str:
@@ -101,8 +101,15 @@ class Node:
     @property
     def fence_words(self) -> str:
         """What it is told when it comes back after all."""
+        if self.state is not NodeState.GONE and not self.silence_ms:
+            return f"node {self.node_id} has left the cluster; register again to come back"
         if self.state is not NodeState.GONE:
-            return f"node {self.node_id} has left the cluster: register again"
+            silence_s = round(self.silence_ms / 1000, 1)
+            return (
+                f"node {self.node_id} ({self.role.value}) has left the cluster: it was given up "
+                f"after {silence_s:g} s of silence, and nobody waits for it. To come back, start "
+                "this process again: register again, as a new node"
+            )
         return (
             f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "
             "go on without it, and nothing that it sends counts any more. End this process and "
@@ -192,6 +199,16 @@ class ClusterView:
     @property
     def _ranks_here(self) -> set[int]:
         return {n.rank for n in self.nodes if n.role is Role.WORKER and n.state.is_member}
+
+    @cached_property
+    def living_servers(self) -> frozenset[NodeId]:
+        """The servers that are alive."""
+        alive = (n for n in self.nodes if n.role is Role.SERVER and n.state is NodeState.ALIVE)
+        return frozenset(node.node_id for node in alive)
+
+    def in_sync_count(self, assignment: RangeAssignment) -> int:
+        """How many living servers hold all of a range that is committed."""
+        return sum(node_id in self.living_servers for node_id in assignment.in_sync)
 
     @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:

@@ -10,7 +10,8 @@ Rules:
       the *thread* that forked.
     - Nothing is polled at a fixed rate, and every wait is bounded and ends early if the child dies.
 
-What it deliberately does not do: restart a role, or know what the roles say to each other.
+What it deliberately does not do: decide what a role's end means, or know what roles say to each
+other.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Self
 
-import ps_core
+from ps_core import limits
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
-from ps_runtime.shutdown import DIE_WITH_PARENT, PARENT_PID
-from pushpull.v1 import types_pb2
+from ps_runtime.role_environment import role_environment
 
 RECENT_LINE_COUNT = 40
 """Lines of each role's output kept for the message about its end."""
@@ -54,21 +54,6 @@ _DRAIN_GRACE_S = 1.0
 _READER_JOIN_S = 1.0
 _FIRST_POLL_S = 0.005
 _MAX_POLL_S = 0.1
-
-_ADDRESSING = (
-    "ADVERTISE",
-    "CLUSTER_ID",
-    "HTTP_LISTEN",
-    "LISTEN",
-    "RANK",
-    "READY_FILE",
-    "ROLE",
-    "SCHEDULER",
-    "SERVERS",
-    "STOP_WHEN_DONE",
-    "WORKERS",
-)
-"""PUSHPULL_ variables that say who a process is: never inherited by a role of a local cluster."""
 
 LineSink = Callable[["RoleProcess", str], None]
 """Called with each line of output, from a thread of the launcher's, one line at a time a role."""
@@ -95,23 +80,37 @@ class RoleCommand:
 
 @dataclass(frozen=True, slots=True)
 class RoleExit:
-    """How a role ended: `returncode` as subprocess has it, negative for a signal."""
+    """How a role ended: `returncode` as subprocess has it, negative for a signal; `was_ready` says
+    whether it had come to serve.
+    """
 
     command: RoleCommand
     returncode: int
     was_stopped: bool
     recent_lines: tuple[str, ...]
+    was_ready: bool = False
 
     @property
     def how(self) -> str:
         """For a person: "exit code 1", "signal 9 (SIGKILL)"."""
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
-        number = -self.returncode
-        try:
-            return f"signal {number} ({signal.Signals(number).name})"
-        except ValueError:
-            return f"signal {number}"
+        name = _signal_name(-self.returncode)
+        return f"signal {-self.returncode}" + (f" ({name})" if name else "")
+
+    @property
+    def fate(self) -> str:
+        """In a sentence: "ended with exit code 1", "was killed by SIGKILL"."""
+        name = _signal_name(-self.returncode)
+        return f"was killed by {name}" if name else f"ended with {self.how}"
+
+
+def _signal_name(number: int) -> str:
+    """The signal's name; empty if it is none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +125,14 @@ class RoleProcess:
     """One running role. Made by `Launcher.start`."""
 
     def __init__(
-        self, command: RoleCommand, popen: subprocess.Popen[bytes], output: IO[bytes]
+        self,
+        command: RoleCommand,
+        popen: subprocess.Popen[bytes],
+        output: IO[bytes],
+        ready_file: Path,
     ) -> None:
         self.command = command
+        self._ready_file = ready_file
         self.pid = popen.pid
         self._popen = popen
         self._output = output
@@ -155,6 +159,11 @@ class RoleProcess:
     def exit(self) -> RoleExit | None:
         """How it ended, or None while it runs."""
         return self._exit
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it runs, and has written its addresses."""
+        return self._exit is None and self._ready_file.exists()
 
     def wait(self, timeout_s: float) -> RoleExit | None:
         """Wait for its end.
@@ -208,7 +217,8 @@ class RoleProcess:
             # What the role wrote last says why it ended. Bounded: a process that left the group may
             # hold the pipe open.
             self._reader.join(_READER_JOIN_S)
-        self._exit = RoleExit(self.command, returncode, self._was_stopped, self.recent_lines)
+        was_stopped, was_ready = self._was_stopped, self._ready_file.exists()
+        self._exit = RoleExit(self.command, returncode, was_stopped, self.recent_lines, was_ready)
         self._ended.set()
         on_exit(self._exit)
 
@@ -256,7 +266,7 @@ class Launcher:
         return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
 
     def start(self, command: RoleCommand) -> RoleProcess:
-        """Start a role.
+        """Start a role; one that has ended may be started again.
 
         Raises:
             InvalidConfig: the launcher has been stopped.
@@ -273,6 +283,8 @@ class Launcher:
     def _fork(self, command: RoleCommand) -> RoleProcess:
         with self._lock:
             self._check_open(command)
+            ready_file = self.ready_file(command)
+            ready_file.unlink(missing_ok=True)  # of the one that ended
             read_end, write_end = os.pipe()
             output = os.fdopen(read_end, "rb")
             try:
@@ -287,7 +299,7 @@ class Launcher:
                 )
             finally:
                 os.close(write_end)
-            process = RoleProcess(command, popen, output)
+            process = RoleProcess(command, popen, output, ready_file)
             self._processes.append(process)
         process.watch(self._on_line, self._on_exit)
         return process
@@ -367,45 +379,19 @@ def describe_exit(role_exit: RoleExit, when: str) -> str:
     return f"{head}; its last lines:\n{lines}"
 
 
-def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: what the caller has, less who the caller is, plus `added`.
-
-    Our packages come from where this process has them, whatever the working directory: a relative
-    PYTHONPATH of the caller's is put into absolute terms.
-    """
-    dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
-    environment = {name: value for name, value in inherited.items() if name not in dropped}
-    given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
-    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment[DIE_WITH_PARENT] = "1"
-    environment[PARENT_PID] = str(os.getpid())
-    # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    environment.update(added)
-    return environment
-
-
-def _package_roots() -> list[Path]:
-    """The folders that hold our packages, less those that Python finds by itself."""
-    found = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
-    return [root for root in found if root.name not in ("site-packages", "dist-packages")]
-
-
-def thread_count(core_count: int, process_count: int) -> int:
-    """Threads for each of `process_count` processes that share `core_count` cores; at least 1."""
-    return max(1, core_count // max(1, process_count))
-
-
-def usable_core_count() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """A local cluster: how many servers and workers, where the scheduler listens, and how many
-    workers there may be in the end; 0 leaves that to the scheduler's own setting.
+    """A local cluster. Of what is 0 the scheduler's own setting decides.
+
+    Attributes:
+        server_count: its servers.
+        worker_count: the workers that clock 1 of a BSP table waits for.
+        listen: where the scheduler listens.
+        environment: variables of all roles.
+        max_workers: how many workers there may be in the end.
+        replica_count: servers that hold each range.
+        min_in_sync: replicas that must hold a push before it counts.
+        lease_s: when a node counts as silent, in seconds.
     """
 
     server_count: int
@@ -413,11 +399,43 @@ class ClusterShape:
     listen: str = "127.0.0.1:0"
     environment: Mapping[str, str] = field(default_factory=dict)
     max_workers: int = 0
+    replica_count: int = 0
+    min_in_sync: int = 0
+    lease_s: float = 0.0
 
     def __post_init__(self) -> None:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
             if count < 1:
                 raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
+        if self.replica_count > self.server_count:
+            raise InvalidConfig(
+                f"replicas is {self.replica_count}; expected 1 to the number of servers, "
+                f"{self.server_count}"
+            )
+        if self.min_in_sync > max(self.replica_count, 1):
+            raise InvalidConfig(
+                f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
+                f"{max(self.replica_count, 1)}"
+            )
+
+    @property
+    def scheduler_arguments(self) -> tuple[str, ...]:
+        """What the scheduler is told of it."""
+        given: dict[str, float] = {
+            "max-workers": self.max_workers,
+            "replicas": self.replica_count,
+            "min-in-sync": self.min_in_sync,
+            "lease-s": self.lease_s,
+        }
+        if self.lease_s:
+            # As many heartbeats to a lease as by default: one may be lost, and one late.
+            shortened_s = self.lease_s * limits.HEARTBEAT_INTERVAL_S / limits.LEASE_S
+            given["heartbeat-interval-s"] = min(limits.HEARTBEAT_INTERVAL_S, shortened_s)
+        return (
+            f"--workers={self.worker_count}",
+            f"--servers={self.server_count}",
+            *(f"--{name}={value:g}" for name, value in given.items() if value),
+        )
 
 
 def start_scheduler(
@@ -435,11 +453,9 @@ def start_scheduler(
     arguments = (
         f"--listen={shape.listen}",
         "--http-listen=127.0.0.1:0",
-        f"--workers={shape.worker_count}",
-        f"--servers={shape.server_count}",
+        *shape.scheduler_arguments,
         f"--ready-file={launcher.ready_file(bare)}",
         f"--drain-grace-s={_DRAIN_GRACE_S}",
-        *((f"--max-workers={shape.max_workers}",) if shape.max_workers else ()),
     )
     return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
 

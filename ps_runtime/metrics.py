@@ -114,6 +114,18 @@ class SchedulerMetrics:
             ("role",),
             registry=registry,
         )
+        self.ranges = Gauge(
+            "pushpull_scheduler_ranges",
+            "Ranges that hold anything, by how many of their replicas are missing: 0 is as it "
+            "should be, the number of replicas means that nobody serves them.",
+            ("missing_replicas",),
+            registry=registry,
+        )
+        self.failovers = Counter(
+            "pushpull_scheduler_failovers_total",
+            "Times that a range got a backup for its primary, counted by range.",
+            registry=registry,
+        )
         self.staleness_bound = Gauge(
             "pushpull_scheduler_staleness_bound",
             "Where the bound of staleness is, of tables whose bound moves (ssp:LEAST..MOST).",

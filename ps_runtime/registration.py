@@ -9,7 +9,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from ps_core.errors import PushpullError, WaitExpired
+from ps_core.errors import PushpullError, Recovering, WaitExpired
 from ps_runtime import clock, logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
@@ -67,15 +67,20 @@ async def registered(
 ) -> scheduler_pb2.RegisterNodeResponse:
     """Register, at whichever address answers, going on for `deadline_s`.
 
+    A place (a rank, an address) that another node has is waited for while that node may be dead.
+
     Raises:
-        WaitExpired: no scheduler answered; names the addresses and the last failure.
+        WaitExpired: no scheduler answered, or the place was not free in time; names the addresses
+            and the last failure.
         PushpullError: a scheduler answered and refused.
     """
-    end_s = clock.now_s() + deadline_s
+    begun_s = clock.now_s()
+    end_s = begun_s + deadline_s
     backoff = Backoff()
-    has_failed = False
+    told = ""
     while True:
         address = book.present
+        request.waiting_ms = round((clock.now_s() - begun_s) * 1000)
         attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
         try:
             answer: scheduler_pb2.RegisterNodeResponse = await answer_of(
@@ -84,15 +89,18 @@ async def registered(
         except PushpullError as error:
             if not (is_retryable(error) or isinstance(error, WaitExpired)):
                 raise
-            book.leave(address)
-            if not has_failed:
-                has_failed = True
-                logs.warning("waiting_for_scheduler", addresses=str(book), error=error.message)
+            has_answered = isinstance(error, Recovering) and error.retry_after_ms > 0
+            if not has_answered:
+                book.leave(address)
+            event = "waiting_for_place" if has_answered else "waiting_for_scheduler"
+            if event != told:
+                told = event
+                logs.warning(event, addresses=str(book), error=error.message)
             wait_s = backoff.next_s(error)
             if clock.now_s() + wait_s >= end_s:
+                what = "not registered" if has_answered else "no scheduler answered"
                 raise WaitExpired(
-                    f"no scheduler answered at {book} within {deadline_s:.1f} s; last failure: "
-                    f"{error.message}"
+                    f"{what} at {book} within {deadline_s:.1f} s; last failure: {error.message}"
                 ) from error
             await asyncio.sleep(wait_s)
         else:

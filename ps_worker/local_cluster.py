@@ -24,19 +24,24 @@ class LocalCluster:
         servers: how many servers.
         workers: how many workers clock 1 of a BSP table waits for.
         ready_deadline_s: how long each role may take until it serves.
+        replicas: servers that hold each range, so that all but one of them may die.
 
     Blocking: until all roles serve.
 
     Raises:
-        InvalidConfig: `servers` or `workers` is below 1.
+        InvalidConfig: `servers` or `workers` is below 1, or `replicas` above `servers`.
         Recovering: a role ended before it served; the message has its last lines.
         WaitExpired: a role did not serve in time; the message has its last lines.
     """
 
     def __init__(
-        self, servers: int = 1, workers: int = 1, ready_deadline_s: float = READY_DEADLINE_S
+        self,
+        servers: int = 1,
+        workers: int = 1,
+        ready_deadline_s: float = READY_DEADLINE_S,
+        replicas: int = 1,
     ) -> None:
-        shape = ClusterShape(server_count=servers, worker_count=workers)
+        shape = ClusterShape(servers, workers, replica_count=replicas)
         self._launcher = Launcher()
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
@@ -75,11 +80,14 @@ class LocalCluster:
 
 
 def local_cluster(
-    servers: int = 1, workers: int = 1, ready_deadline_s: float = READY_DEADLINE_S
+    servers: int = 1,
+    workers: int = 1,
+    ready_deadline_s: float = READY_DEADLINE_S,
+    replicas: int = 1,
 ) -> LocalCluster:
     """Start a cluster on this machine; see `LocalCluster`.
 
     >>> with local_cluster(servers=2, workers=1) as cluster:  # doctest: +SKIP
     ...     client = ps_worker.connect(cluster.address)
     """
-    return LocalCluster(servers, workers, ready_deadline_s)
+    return LocalCluster(servers, workers, ready_deadline_s, replicas)

@@ -4,6 +4,9 @@ Rules:
     - A refusal changes nothing and says what came, what was expected and, where a place is taken,
       who has it.
     - Checks that concern the request alone come before those that concern the cluster.
+    - A place that a node has which may have died is worth waiting for: a process that is started
+      again asks for it before the scheduler can know. Whoever says that it waits is told to ask
+      again, until the other is heard, or has waited long enough for a living one to have been.
 
 What it deliberately does not do: change the state, or answer repeated requests
 (`scheduler.membership`).
@@ -11,12 +14,14 @@ What it deliberately does not do: change the state, or answer repeated requests
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from ps_core import limits
 from ps_core.cluster_view import Node, NodeState, Role
-from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded
+from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded, Recovering
+from ps_core.keys import NodeId
 from ps_core.tables import OptimizerKind
 from scheduler import update_offers
 from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
@@ -32,6 +37,27 @@ _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they 
 
 Describe = Callable[[Node], str]
 """Says who a node is and when it was last heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is known of other nodes, at one moment.
+
+    Attributes:
+        describe: says who a node is and when it was last heard.
+        quiet_s: seconds since a member was last heard.
+        interval_s: how often each is to be heard.
+    """
+
+    describe: Describe
+    quiet_s: Callable[[NodeId], float]
+    interval_s: float
+
+    def may_be_dead(self, node: Node, waited_s: float) -> bool:
+        """Whether a node may have died before somebody came who has waited for so long: it was not
+        heard since, but for what was on its way, for which an interval is plenty.
+        """
+        return node.state.is_member and self.quiet_s(node.node_id) + self.interval_s >= waited_s
 
 
 def check_request(request: Registration, settings: ClusterSettings) -> None:
@@ -132,12 +158,13 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
         )
 
 
-def check_place(request: Registration, state: ClusterState, describe: Describe) -> None:
+def check_place(request: Registration, state: ClusterState, heard: Heard) -> None:
     """Refuse a node that the cluster, as it is, has no place for.
 
     Raises:
         Draining: the cluster is finished.
         Overloaded: it has as many nodes as it can.
+        Recovering: the server at its address may be dead, and it waits.
         InvalidConfig: a server with other kernels or custom updates than the servers that are
             here, or at the address of one.
     """
@@ -150,11 +177,12 @@ def check_place(request: Registration, state: ClusterState, describe: Describe) 
             f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
         )
     if request.role is Role.SERVER:
-        _check_servers(request, state, describe)
-        update_offers.check_agreement(request, state, describe)
+        _check_servers(request, state, heard)
+        update_offers.check_agreement(request, state, heard.describe)
 
 
-def _check_servers(request: Registration, state: ClusterState, describe: Describe) -> None:
+def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> None:
+    describe = heard.describe
     for node in state.nodes_of(Role.SERVER):
         if node.state is NodeState.LEFT:
             continue
@@ -167,13 +195,18 @@ def _check_servers(request: Registration, state: ClusterState, describe: Describ
             )
         # A silent server's address may be taken over: a restart on the same port looks like that.
         if node.address == request.address and node.state is NodeState.ALIVE:
-            raise InvalidConfig(
-                f"a server's address is '{request.address}', which {describe(node)} has already"
-            )
+            taken = f"a server's address is '{request.address}', which {describe(node)} has already"
+            if request.waited_s is not None and heard.may_be_dead(node, request.waited_s):
+                raise _ask_again(f"{taken}; it is free when that one is silent", heard)
+            raise InvalidConfig(taken)
+
+
+def _ask_again(reason: str, heard: Heard) -> Recovering:
+    return Recovering(reason, retry_after_ms=max(1, round(heard.interval_s * 1000)))
 
 
 def choose_rank(
-    request: Registration, settings: ClusterSettings, state: ClusterState, describe: Describe
+    request: Registration, settings: ClusterSettings, state: ClusterState, heard: Heard
 ) -> int:
     """The rank of a new worker: the one that it asks for; else, of those that the cluster was
     started for, the lowest that was never given, or the lowest of one that is gone; else the lowest
@@ -182,8 +215,10 @@ def choose_rank(
     Raises:
         InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
             first; or it comes beyond these and there is a table that it could not know.
+        Recovering: whoever has it may be dead, and the caller waits.
     """
     holders = state.workers_by_rank()
+    describe = heard.describe
     rank = request.requested_rank
     if rank is None:
         first = range(settings.worker_count)
@@ -196,7 +231,9 @@ def choose_rank(
         )
         rank = next(chain(fresh, gone, beyond), None)
         if rank is None:
-            raise InvalidConfig(_all_taken(settings, holders, describe))
+            taken = _all_taken(settings, holders, describe)
+            _check_all_live(request, settings, holders.values(), taken, heard)
+            raise InvalidConfig(taken)
     if not 0 <= rank < settings.rank_count:
         raise InvalidConfig(
             f"requested_rank is {rank}; {_sizes(settings)}, ranks 0 to {settings.rank_count - 1}"
@@ -213,7 +250,25 @@ def choose_rank(
             f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
             "again, that of one that is gone is"
         )
-    raise InvalidConfig(f"rank {rank} is taken by {describe(holder)}")
+    taken = f"rank {rank} is taken by {describe(holder)}"
+    _check_all_live(request, settings, (holder,), taken, heard)
+    raise InvalidConfig(taken)
+
+
+def _check_all_live(
+    request: Registration,
+    settings: ClusterSettings,
+    holders: Iterable[Node],
+    taken: str,
+    heard: Heard,
+) -> None:
+    """Tell a worker that waits to ask again where one that has its rank may be dead."""
+    waited_s, timeout_s = request.waited_s, settings.worker_timeout_s
+    if waited_s is None or not timeout_s:
+        return
+    if any(heard.may_be_dead(holder, waited_s) for holder in holders):
+        given = f"it is given anew after {timeout_s:g} s of silence (worker_timeout_s)"
+        raise _ask_again(f"{taken}; {given}", heard)
 
 
 def _check_may_come_late(state: ClusterState) -> None:

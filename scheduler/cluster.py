@@ -94,7 +94,7 @@ class Cluster:
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
-        ownership = Ownership(self._state, settings.server_count, describe, self._configurations)
+        ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
         self._view: ClusterView | None = None
 
@@ -117,8 +117,15 @@ class Cluster:
 
     @property
     def servers_have_left(self) -> bool:
-        """Whether no server is left that a stop would cut off."""
-        return all(n.state is NodeState.LEFT for n in self._state.nodes_of(Role.SERVER))
+        """Whether no server is left that a stop would cut off. One that is silent and holds nothing
+        any more is dead.
+        """
+        is_replicated, holders = self.settings.replica_count > 1, self._state.holders
+        return all(
+            n.state is NodeState.LEFT
+            or (is_replicated and n.state is NodeState.SILENT and n.node_id not in holders)
+            for n in self._state.nodes_of(Role.SERVER)
+        )
 
     def quiet_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds since a member was last heard; 0 for one that left."""
@@ -132,6 +139,7 @@ class Cluster:
             Fenced: it means another cluster, or its node has left.
             Draining: the cluster is finished.
             Overloaded: the cluster is full.
+            Recovering: another has its place, which may be dead, and it waits.
         """
         known = self._members.registered(request)
         if known is not None:
@@ -173,7 +181,10 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         del now_s  # leaving does not depend on when
-        return Decision(None, self._changed(*self._members.deregister(session, reason)))
+        transitions = self._members.deregister(session, reason)
+        if transitions and session.role is Role.SERVER:
+            transitions += self._configurations.look()
+        return Decision(None, self._changed(*transitions))
 
     def member(self, session: Session) -> Node:
         """The caller's node.

@@ -149,6 +149,7 @@ class Registration:
     kernel_fingerprint: str = ""
     cluster_id: str = ""
     custom_updates: tuple[UpdateOffer, ...] = ()
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ class ClusterState:
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
+    has_formed: bool = False  # all servers that it was started for have been here at once
     finished: bool = False
     view_bytes: int = 0
 
@@ -208,6 +210,11 @@ class ClusterState:
             for index, slots in enumerate(key_ranges(settings.range_count))
         ]
         return cls(next_incarnation=settings.first_incarnation, ranges=ranges)
+
+    @property
+    def holders(self) -> frozenset[NodeId]:
+        """The servers that hold anything of any range, or are to."""
+        return frozenset(node_id for r in self.ranges for node_id in r.holders)
 
     def workers_by_rank(self) -> dict[int, Node]:
         """The newest worker of each rank that was given."""
@@ -242,7 +249,7 @@ class NodeHeardAgain:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft:
-    """A node ended its membership, or a silent reader was given up; `reason` says why."""
+    """A node ended its membership, or was given up, silent for long; `reason` says why."""
 
     node: Node
     reason: str

@@ -9,7 +9,8 @@ Rules:
       when they have left.
     - A worker that is silent for longer than its timeout is declared gone, for good: its
       incarnation is fenced. Time in which the scheduler itself was paused does not count.
-    - A reader that is silent for long has left: nobody waits for it.
+    - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
+      have replicas, that holds nothing of any range any more.
 
 Invariants: CL-1 for nodes, CL-4 and CL-6 of `scheduler.cluster`, the last of them in what may join
 (`scheduler.admission`).
@@ -41,12 +42,12 @@ from scheduler.cluster_state import (
     WorkerGone,
 )
 
-READER_LEASES = 20
-"""A reader silent for so many leases is taken to have left: nothing waits for it, and evaluators
-that come and go must not fill the view."""
+GIVEN_UP_LEASES = 20
+"""Whom nothing waits for has left when it was silent for so many leases: evaluators that come and
+go, and servers that die and are started again, must not fill the view."""
 
-KEPT_READER_COUNT = 100
-"""Readers that have left and are still shown."""
+KEPT_COUNT = 100
+"""Readers, and servers, that have left and are still shown."""
 
 
 class Membership:
@@ -99,12 +100,12 @@ class Membership:
         """
         self._check_genuine(session)
         member = self._state.members.get(session.node_id)
-        if member is not None and member.node.state is NodeState.GONE:
-            raise Fenced(member.node.fence_words)
-        if member is None or member.node.state is NodeState.LEFT:
+        if member is None:  # it has left, and is forgotten
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"
             )
+        if not member.node.state.is_member:
+            raise Fenced(member.node.fence_words)
         return member.node
 
     def _check_genuine(self, session: Session) -> None:
@@ -151,16 +152,18 @@ class Membership:
             InvalidConfig: the request contradicts the cluster; the message says how.
             Draining: the cluster is finished.
             Overloaded: the cluster is full.
+            Recovering: another has its place, which may be dead, and it waits.
         """
         state = self._state
-
-        def describe(node: Node) -> str:
-            return self.describe(node, now_s)
-
-        admission.check_place(request, state, describe)
+        heard = admission.Heard(
+            describe=lambda node: self.describe(node, now_s),
+            quiet_s=lambda node_id: self._detector.quiet_s(node_id, now_s),
+            interval_s=self._settings.heartbeat_interval_s,
+        )
+        admission.check_place(request, state, heard)
         rank = 0
         if request.role is Role.WORKER:
-            rank = admission.choose_rank(request, self._settings, state, describe)
+            rank = admission.choose_rank(request, self._settings, state, heard)
         return Node(
             node_id=NodeId(state.next_node_id),
             incarnation=state.next_incarnation,
@@ -179,6 +182,8 @@ class Membership:
         state.members[node.node_id] = Member(node, request)
         state.node_of_registration[request.registration_id] = node.node_id
         self._detector.heard(node.node_id, now_s)
+        alive = [n for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
+        state.has_formed |= len(alive) >= self._settings.server_count
         return [NodeRegistered(node)]
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:
@@ -203,21 +208,31 @@ class Membership:
         return self._leave(member.node, reason)
 
     def look(self, now_s: float) -> list[Transition]:
-        """Note who has fallen silent, which readers have left and which workers are gone."""
+        """Note who has fallen silent, who is given up and which workers are gone."""
         transitions: list[Transition] = []
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
             transitions.append(NodeSilent(node, self._detector.quiet_s(node_id, now_s)))
-        for node in self._state.nodes_of(Role.READER):
-            quiet_s = self._detector.quiet_s(node.node_id, now_s)
-            if node.state is NodeState.SILENT and quiet_s > READER_LEASES * self._settings.lease_s:
-                transitions.extend(self._leave(node, f"given up after {quiet_s:.1f} s of silence"))
+        for node in self._unneeded():
+            silence_s = self._detector.silence_s(node.node_id, now_s)
+            if silence_s > GIVEN_UP_LEASES * self._settings.lease_s:
+                told = replace(node, silence_ms=round(silence_s * 1000))
+                transitions += self._leave(told, f"given up after {silence_s:.1f} s of silence")
         timeout_s = self._settings.worker_timeout_s
         for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():
             silence_s = self._detector.silence_s(node.node_id, now_s)
             if node.state is NodeState.SILENT and silence_s > timeout_s:
                 transitions.extend(self._declare_gone(node, silence_s))
         return transitions
+
+    def _unneeded(self) -> list[Node]:
+        """Silent nodes that nothing waits for."""
+        readers, servers = self._state.nodes_of(Role.READER), self._state.nodes_of(Role.SERVER)
+        if self._settings.replica_count == 1:
+            servers = []  # what a silent server holds, it alone has: it is waited for
+        found = [node for node in (*readers, *servers) if node.state is NodeState.SILENT]
+        holders = self._state.holders if found else frozenset()
+        return [node for node in found if node.node_id not in holders]
 
     def _move(self, node: Node, state: NodeState) -> Node:
         members = self._state.members
@@ -226,8 +241,8 @@ class Membership:
 
     def _leave(self, node: Node, reason: str) -> list[Transition]:
         transitions: list[Transition] = [NodeLeft(self._move(node, NodeState.LEFT), reason)]
-        if node.role is Role.READER:
-            self._forget_readers()
+        if node.role is not Role.WORKER:
+            self._forget(node.role)
         return transitions + self._ended(node)
 
     def _declare_gone(self, node: Node, silence_s: float) -> list[Transition]:
@@ -245,10 +260,14 @@ class Membership:
             return [ClusterFinished()]
         return []
 
-    def _forget_readers(self) -> None:
+    def _forget(self, role: Role) -> None:
+        """Of those that have left, keep the newest, and who is named by anything else."""
         state = self._state
-        gone = [n for n in state.nodes_of(Role.READER) if n.state is NodeState.LEFT]
-        for node in gone[: max(0, len(gone) - KEPT_READER_COUNT)]:
+        left = [n for n in state.nodes_of(role) if n.state is NodeState.LEFT]
+        named = state.holders.union(*(p.servers for p in state.proposals.values()))
+        for node in left[: max(0, len(left) - KEPT_COUNT)]:
+            if node.node_id in named:
+                continue
             state.view_bytes -= view_size.node_bytes(node)
             member = state.members.pop(node.node_id)
             del state.node_of_registration[member.registration.registration_id]

@@ -4,6 +4,8 @@ Rules:
     - A range gets its primary when the first table puts a block into it.
     - Only servers that are alive get ranges, and only when there are as many as the cluster was
       started for: an early table must not lie on the few servers that were the first to come.
+      Where ranges have replicas it is enough that there were as many once: a server that died then
+      holds nobody up.
 
 Invariants: CL-2 and CL-3 of `scheduler.cluster`.
 
@@ -22,7 +24,7 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, RangeId
 from scheduler import placement
-from scheduler.cluster_state import ClusterState, RangesPlaced, Transition
+from scheduler.cluster_state import ClusterSettings, ClusterState, RangesPlaced, Transition
 from scheduler.configurations import Configurations
 
 
@@ -31,7 +33,7 @@ class Ownership:
 
     Args:
         state: the cluster's, changed in place.
-        server_count: how many servers there have to be before a range is given to one.
+        settings: the cluster's.
         describe: says who a node is and when it was last heard.
         configurations: gives ranges that are placed their backups.
     """
@@ -39,12 +41,12 @@ class Ownership:
     def __init__(
         self,
         state: ClusterState,
-        server_count: int,
+        settings: ClusterSettings,
         describe: Callable[[Node, float], str],
         configurations: Configurations,
     ) -> None:
         self._state = state
-        self._server_count = server_count
+        self._settings = settings
         self._configurations = configurations
         self._describe = describe
 
@@ -53,9 +55,10 @@ class Ownership:
         servers = self._state.nodes_of(Role.SERVER)
         alive = [n for n in servers if n.state is NodeState.ALIVE]
         silent = [n for n in servers if n.state is NodeState.SILENT]
-        expected = self._server_count
-        if len(alive) < expected:
-            more = expected - len(alive)
+        expected = self._settings.server_count
+        least = 1 if self._settings.replica_count > 1 and self._state.has_formed else expected
+        if len(alive) < least:
+            more = least - len(alive)
             tail = "".join(f"; {self._describe(node, now_s)}" for node in silent)
             return (
                 f"{more} more server{'s' if more > 1 else ''} ({len(alive)} of {expected} "

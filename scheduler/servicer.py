@@ -27,7 +27,7 @@ from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.cluster import Cluster, Created, Decision
-from scheduler.cluster_state import Registration, Transition
+from scheduler.cluster_state import RangesFailedOver, Registration, Transition
 from scheduler.transition_lines import log_transition
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -296,6 +296,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         for transition in transitions:
             log_transition(transition)
+            if isinstance(transition, RangesFailedOver):
+                self._metrics.failovers.inc(len(transition.range_ids))
         view = self._cluster.view
         self._view_message = wire.view_to_proto(view)
         self._adaptive.observe(view)
@@ -315,6 +317,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             for state in NodeState:
                 gauge = self._metrics.nodes.labels(role=role.value, state=state.value)
                 gauge.set(counts[role, state])
+        replica_count = self._cluster.settings.replica_count
+        missing = Counter(
+            replica_count - view.in_sync_count(assignment)
+            for assignment in view.ranges
+            if assignment.primary is not None
+        )
+        for count in range(replica_count + 1):
+            self._metrics.ranges.labels(missing_replicas=str(count)).set(missing[count])
         self._metrics.view_number.set(view.view_number)
         self._metrics.tables.set(len(view.tables))
 
@@ -339,6 +349,7 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         kernel_fingerprint=request.kernel_fingerprint,
         cluster_id=request.cluster_id,
         custom_updates=tuple(map(_offer, request.custom_updates)),
+        waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_core.change import Change
-from ps_core.cluster_view import Node
+from ps_core.cluster_view import Node, NodeState
 from ps_core.tables import Table
 from ps_runtime import logs
 from scheduler.cluster_state import (
@@ -36,7 +36,8 @@ def log_transition(transition: Transition) -> None:
         case NodeHeardAgain(node):
             logs.info("node_heard_again", **_named(node))
         case NodeLeft(node, reason):
-            logs.info("node_left", reason=reason, **_named(node))
+            say = logs.warning if node.silence_ms else logs.info
+            say("node_left", reason=reason, **_named(node))
         case WorkerGone(node):
             logs.warning("worker_gone", reason=node.gone_words, **_named(node))
         case TableCreated(table):
@@ -53,7 +54,8 @@ def log_transition(transition: Transition) -> None:
             logs.info("ranges_placed", ranges_by_node=_shares(counts))
         case RangesFailedOver(lost, range_ids, counts):
             taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
-            logs.warning("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
+            say = logs.info if lost.state is NodeState.LEFT else logs.warning
+            say("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import ps_worker as ps
+from tests.integration.command_line import run
 from tests.integration.lane_cluster import until
-from tests.integration.test_cli import run
 
 WORKERS = 3
 TABLE = "model/0/float32"

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.integration.test_cli import Tool, environment
+from tests.integration.command_line import Tool, environment
 
 RUN_DEADLINE_S = 150.0
 END_DEADLINE_S = 20.0

@@ -21,9 +21,8 @@ from ps_runtime.launcher import (
     RoleCommand,
     RoleExit,
     describe_exit,
-    role_environment,
-    thread_count,
 )
+from ps_runtime.role_environment import role_environment, thread_count
 from ps_worker.local_cluster import local_cluster
 
 START_DEADLINE_S = 60.0

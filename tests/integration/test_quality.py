@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.quality import SINGLE
-from tests.integration.test_cli import ROOT, environment
+from tests.integration.command_line import ROOT, environment
 
 KINDS = 10
 RUN_DEADLINE_S = 100.0

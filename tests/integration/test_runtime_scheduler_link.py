@@ -194,7 +194,7 @@ def test_no_scheduler_in_time_names_the_addresses_and_the_failure() -> None:
     run(main())
 
 
-def test_a_refusal_is_raised_at_once() -> None:
+def test_a_refusal_is_raised() -> None:
     async def main() -> None:
         one = replace(SETTINGS, worker_count=1)
         async with opened(one) as (_, address), linked(address):
@@ -207,6 +207,29 @@ def test_a_refusal_is_raised_at_once() -> None:
                 await SchedulerLink.connect([address], stranger, DEADLINE_S)
 
     run(main())
+
+
+def test_a_rank_is_waited_for_until_whoever_had_it_is_gone(lines: Lines) -> None:
+    async def main() -> None:
+        settings = replace(SETTINGS, lease_s=0.2, worker_timeout_s=0.5)
+        ranked = scheduler_pb2.RegisterNodeRequest(requested_rank=1)
+        ranked.MergeFrom(WORKER)
+        async with opened(settings) as (scheduler, address):
+            ticking = asyncio.create_task(scheduler.servicer.watch_for_silence())
+            async with linked(address, register=ranked) as living:
+                with pytest.raises(InvalidConfig, match="rank 1 is taken by worker node 1 "):
+                    await SchedulerLink.connect([address], ranked, DEADLINE_S)
+            assert lines.only("waiting_for_place") == ["waiting_for_place"]
+            async with linked(address, register=ranked) as successor:
+                assert successor.session.rank == 1
+                assert successor.session.incarnation > living.session.incarnation
+            with pytest.raises(WaitExpired, match=r"not registered at .* within 0\.1 s; .* rank 1"):
+                await SchedulerLink.connect([address], ranked, 0.1)
+            ticking.cancel()
+
+    run(main())
+    assert len(lines.only("waiting_for_place")) == 3
+    assert not lines.only("waiting_for_scheduler")
 
 
 def test_of_several_addresses_the_one_that_answers_is_used() -> None:

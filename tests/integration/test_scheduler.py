@@ -357,3 +357,29 @@ def test_metrics_and_health() -> None:
         assert await scheduler.page("/healthz") == "ok\n"
 
     with_scheduler(test)
+
+
+def test_metrics_say_which_ranges_miss_replicas_and_how_often_one_took_over() -> None:
+    def degraded(count: int) -> str:
+        return f'pushpull_scheduler_ranges{{missing_replicas="1"}} {float(count)}'
+
+    async def test(scheduler: Running) -> None:
+        servers = [await scheduler.join(Role.SERVER) for _ in range(2)]
+        worker = await scheduler.join(Role.WORKER)
+        created = await scheduler.create(worker)
+        table = wire.table_from_proto(created.table)
+        held_count = len(table.blocks_by_range(limits.RANGE_COUNT))
+        page = await scheduler.page("/metrics")
+        assert f'pushpull_scheduler_ranges{{missing_replicas="0"}} {float(held_count)}' in page
+        assert degraded(0) in page
+        view = await scheduler.view_where(worker, lambda v: bool(v.tables))
+        lost_count = sum(r.primary == servers[0].node_id for r in view.ranges)
+        assert 0 < lost_count < held_count
+        await scheduler.leave(servers[0])
+        page = await scheduler.page("/metrics")
+        assert f"pushpull_scheduler_failovers_total {float(lost_count)}" in page
+        assert degraded(held_count) in page
+        status = await scheduler.status()
+        assert (status.replica_count, status.min_in_sync) == (2, 1)
+
+    with_scheduler(test, replica_count=2)

@@ -15,7 +15,7 @@ import pytest
 import ps_worker as ps
 from benchmarks import shared_queue
 from benchmarks.shared_queue import Queue
-from tests.integration.test_cli import environment
+from tests.integration.command_line import environment
 
 WORKERS = 3
 BATCHES = 200

@@ -19,7 +19,7 @@ from ps_runtime import wire
 from scheduler import view_size
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
-from scheduler.membership import READER_LEASES
+from scheduler.membership import GIVEN_UP_LEASES
 
 LEASE_S = limits.LEASE_S
 WORKER_TIMEOUT_S = limits.WORKER_TIMEOUT_S
@@ -315,7 +315,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
                 if node.has_left:
                     continue
                 quiet_s = self.now_s - max(node.heard_s)
-                if node.request.role is Role.READER and quiet_s > READER_LEASES * LEASE_S:
+                if node.request.role is Role.READER and quiet_s > GIVEN_UP_LEASES * LEASE_S:
                     node.has_left = True
                 if node.request.role is Role.WORKER and quiet_s > WORKER_TIMEOUT_S:
                     node.has_left = node.is_gone = True

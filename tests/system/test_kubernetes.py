@@ -141,6 +141,7 @@ def test_sizes_agree() -> None:
     job = workloads()["worker"]["spec"]
     sizes = environment("scheduler")
     assert int(sizes["PUSHPULL_SERVERS"]) == workloads()["server"]["spec"]["replicas"]
+    assert 2 <= int(sizes["PUSHPULL_REPLICAS"]) <= int(sizes["PUSHPULL_SERVERS"])
     assert int(sizes["PUSHPULL_WORKERS"]) == job["completions"] == job["parallelism"]
 
 

@@ -208,3 +208,65 @@ def test_an_empty_cluster_has_a_view_too() -> None:
 
 def test_sizes() -> None:
     assert [size(None), size(12), size(1536), size(3 << 30)] == ["?", "12 B", "1.5 KiB", "3.0 GiB"]
+
+
+def replicated() -> scheduler_pb2.GetClusterStatusResponse:
+    """The cluster with two replicas wanted: server 1 backs ranges 3 and 4 up, server 2 joins 0."""
+    answer = cluster()
+    answer.replica_count, answer.min_in_sync = 2, 2
+    for range_id in (3, 4):
+        answer.view.ranges[range_id].backup_node_ids.append(1)
+    answer.view.ranges[0].joining_node_ids.append(2)
+    return answer
+
+
+def test_ranges_are_counted_by_their_living_replicas() -> None:
+    made = status_document(replicated(), {1: stats(6), 2: stats(5)})
+    assert (made["replica_count"], made["min_in_sync"]) == (2, 2)
+    assert made["ranges_by_in_sync"] == {"1": 4, "2": 2}
+    assert made["degraded_range_count"] == 4
+    assert [(s["range_count"], s["backup_count"], s["joining_count"]) for s in made["servers"]] == [
+        (4, 2, 0),
+        (2, 0, 1),
+    ]
+    dead = replicated()
+    dead.view.nodes[0].state = types_pb2.NODE_STATE_SILENT
+    made = status_document(dead, {})
+    assert made["ranges_by_in_sync"] == {"0": 4, "1": 2}
+    assert made["degraded_range_count"] == 6
+
+
+def shown(answer: scheduler_pb2.GetClusterStatusResponse) -> str:
+    made = status_document(answer, {1: stats(6), 2: stats(5)})
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(status_view(made))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_degraded_cluster_says_so_in_a_line() -> None:
+    text = shown(replicated())
+    assert "replicas 2 (at least 2 in sync)" in text
+    assert "degraded: 4 ranges have fewer than 2 replicas; 4 take no pushes until 2 are in" in text
+    assert "backs up" in text
+    dead = replicated()
+    dead.view.nodes[0].state = types_pb2.NODE_STATE_SILENT
+    dead.min_in_sync = 1
+    assert "degraded: 6 ranges have fewer than 2 replicas; 4 have none that lives" in shown(dead)
+
+
+def test_a_whole_cluster_says_nothing_of_replicas() -> None:
+    text = shown(cluster())
+    assert "degraded" not in text
+    assert "replicas" not in text
+    assert "backs up" not in text
+
+
+def test_a_dead_server_that_serves_nothing_makes_nothing_unknown() -> None:
+    """Its ranges are others' now."""
+    answer = cluster()
+    answer.view.nodes[1].state = types_pb2.NODE_STATE_SILENT
+    for assignment in answer.view.ranges:
+        if assignment.primary_node_id == 2:
+            assignment.primary_node_id = 1
+    made = status_document(answer, {1: stats(6), 2: Recovering("connection refused")})
+    assert made["tables"][0]["clock"] == 6

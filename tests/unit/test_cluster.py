@@ -18,7 +18,7 @@ from scheduler.cluster_state import (
     NodeRegistered,
     NodeSilent,
 )
-from scheduler.membership import KEPT_READER_COUNT
+from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 
@@ -320,9 +320,9 @@ class TestSilence:
     def test_readers_that_come_and_go_do_not_fill_the_view(self, cluster: Harness) -> None:
         first = cluster.join(Role.READER)
         cluster.leave(first)
-        for _ in range(KEPT_READER_COUNT + 5):
+        for _ in range(KEPT_COUNT + 5):
             cluster.leave(cluster.join(Role.READER))
-        assert len(cluster.cluster.view.nodes) == KEPT_READER_COUNT
+        assert len(cluster.cluster.view.nodes) == KEPT_COUNT
         assert first.node_id not in cluster.cluster.view.nodes_by_id
         cluster.leave(first)
         refused(errors.Fenced, "has left", by=lambda: cluster.beat(first), of=cluster)

@@ -7,11 +7,19 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.cluster_view import BackupWish, RangeAssignment, Role, Session
+from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
-from scheduler.cluster_state import BackupsSet, ClusterSettings, JoinersNamed, RangesFailedOver
+from scheduler.cluster import Created, Parked
+from scheduler.cluster_state import (
+    BackupsSet,
+    ClusterSettings,
+    JoinersNamed,
+    NodeLeft,
+    RangesFailedOver,
+)
+from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
 
 
@@ -190,6 +198,139 @@ class TestFailover:
         (told,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
         dropped_count = sum(victim.node_id in was.joining for was in before)
         assert dict(told.dropped)[victim.node_id] == dropped_count
+
+
+class TestServersThatDie:
+    def test_one_that_leaves_is_followed_at_once(self, cluster: Replicated) -> None:
+        victim = cluster.servers[0]
+        number = cluster.cluster.view.view_number
+        cluster.leave(victim)
+        assert cluster.of_primary(victim) == []
+        assert cluster.cluster.view.view_number == number + 1
+
+    def test_it_holds_up_no_new_table_and_no_new_server(self, cluster: Replicated) -> None:
+        victim = cluster.servers[0]
+        cluster.pass_time(4, cluster.worker, *cluster.others(victim))
+        made = cluster.create(cluster.worker, replace(SPEC, name="late"))
+        assert isinstance(made, Created)
+        assert cluster.of_primary(victim) == []
+        successor = cluster.join(Role.SERVER, address="h1:70")  # where the dead one was
+        for other in cluster.others(victim):
+            mine = cluster.of_primary(other)
+            cluster.set_backups(other, *(wish(r) for r in mine if victim.node_id in r.backups))
+        cluster.pass_time(1, *cluster.others(victim), successor)
+        assert all(len(r.holders) == 2 and victim.node_id not in r.holders for r in cluster.ranges)
+        assert any(successor.node_id in r.joining for r in cluster.ranges)
+
+    def test_a_table_may_lie_on_the_last_server_and_has_backups_when_another_comes(self) -> None:
+        harness = Harness(replica_count=2, range_count=8)
+        first, second = harness.join(Role.SERVER), harness.join(Role.SERVER)
+        worker = harness.join(Role.WORKER)
+        harness.pass_time(4, worker, first)
+        assert harness.node(second).state is NodeState.SILENT
+        assert isinstance(harness.create(worker), Created)
+        assert {r.in_sync for r in harness.cluster.view.ranges} == {(first.node_id,)}
+        third = harness.join(Role.SERVER)
+        harness.pass_time(1, worker, first, third)
+        assert {r.joining for r in harness.cluster.view.ranges} == {(third.node_id,)}
+
+    def test_the_first_table_waits_for_all_servers_and_each_for_one(self) -> None:
+        harness = Harness(replica_count=2)
+        first, worker = harness.join(Role.SERVER), harness.join(Role.WORKER)
+        early = harness.create(worker)
+        assert isinstance(early, Parked)
+        assert "1 more server (1 of 2 registered)" in early.reason
+        harness.join(Role.SERVER)
+        harness.pass_time(4, worker)
+        nobody = harness.create(worker)
+        assert isinstance(nobody, Parked)
+        assert "1 more server (0 of 2 registered; server node 1" in nobody.reason
+        harness.beat(first)
+        assert isinstance(harness.create(worker), Created)
+
+    def test_without_replicas_its_ranges_are_waited_for(self) -> None:
+        harness = Harness(range_count=8)
+        first, second = harness.join(Role.SERVER), harness.join(Role.SERVER)
+        worker = harness.join(Role.WORKER)
+        harness.create(worker)
+        harness.pass_time(70, worker, first)
+        assert harness.node(second).state is NodeState.SILENT
+        late = harness.create(worker, replace(SPEC, name="late"))
+        assert isinstance(late, Parked)
+
+    def test_one_that_holds_nothing_is_given_up_and_fenced(self, cluster: Replicated) -> None:
+        victim = cluster.servers[0]
+        cluster.pass_time(4, *cluster.others(victim))
+        for other in cluster.others(victim):  # who notice in time that a backup is missing
+            mine = cluster.of_primary(other)
+            cluster.set_backups(other, *(wish(r) for r in mine if victim.node_id in r.backups))
+        cluster.pass_time(56, *cluster.others(victim))
+        assert cluster.node(victim).state is NodeState.SILENT
+        cluster.transitions.clear()
+        cluster.pass_time(1, *cluster.others(victim))
+        (left,) = [t for t in cluster.transitions if isinstance(t, NodeLeft)]
+        assert left.node == cluster.node(victim)
+        assert left.reason == "given up after 60.5 s of silence"
+        assert cluster.node(victim).state is NodeState.LEFT
+        refused(
+            errors.Fenced,
+            f"node {victim.node_id} (server) has left the cluster: it was given up after 60.5 s",
+            "start this process again",
+            by=lambda: cluster.beat(victim),
+            of=cluster,
+        )
+
+    def test_one_that_a_primary_still_counts_on_is_waited_for(self, cluster: Replicated) -> None:
+        """The primary says whose word counts; while it does not, nobody else may."""
+        victim = cluster.servers[0]
+        cluster.pass_time(80, *cluster.others(victim))
+        assert any(victim.node_id in r.backups for r in cluster.ranges)
+        assert cluster.node(victim).state is NodeState.SILENT
+        cluster.beat(victim)
+        assert cluster.node(victim).state is NodeState.ALIVE
+
+    def test_ranges_whose_replicas_are_all_dead_wait_for_any_of_them(
+        self, cluster: Replicated
+    ) -> None:
+        whole = cluster.ranges[0]
+        (survivor,) = [s for s in cluster.servers if s.node_id not in whole.holders]
+        cluster.pass_time(80, survivor)
+        assert cluster.ranges[0] == whole
+        (backup,) = [s for s in cluster.servers if s.node_id in whole.backups]
+        cluster.pass_time(1, survivor, backup)
+        assert cluster.ranges[0].primary == backup.node_id
+
+    def test_those_that_come_and_go_do_not_fill_the_view(self) -> None:
+        harness = Harness(server_count=1, worker_count=1, replica_count=1)
+        keeper = harness.join(Role.SERVER)
+        harness.create(harness.join(Role.WORKER))
+        held = harness.cluster.view.view_number
+        for _ in range(KEPT_COUNT + 5):
+            harness.leave(harness.join(Role.SERVER))
+        servers = [n for n in harness.cluster.view.nodes if n.role is Role.SERVER]
+        assert len(servers) == KEPT_COUNT + 1
+        harness.leave(keeper)  # what it holds is nowhere else
+        for _ in range(KEPT_COUNT + 5):
+            harness.leave(harness.join(Role.SERVER))
+        assert keeper.node_id in harness.cluster.view.nodes_by_id
+        assert harness.cluster.view.view_number > held
+
+    def test_the_end_waits_for_no_dead_server(self) -> None:
+        harness = Harness(
+            server_count=2, worker_count=1, replica_count=2, range_count=8, stop_when_done=True
+        )
+        living, dead = harness.join(Role.SERVER), harness.join(Role.SERVER)
+        worker = harness.join(Role.WORKER)
+        harness.create(worker)
+        harness.pass_time(4, living, worker)
+        for r in harness.cluster.view.ranges:
+            if dead.node_id in r.backups:
+                harness.cluster.set_backups(living, [wish(r)])
+        harness.leave(worker)
+        assert harness.is_finished()
+        assert not harness.servers_have_left()
+        harness.leave(living)
+        assert harness.servers_have_left()
 
 
 class TestSettings:

@@ -1,0 +1,146 @@
+"""A running `pushpull`, its output and its processes, for the tests beside this file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+ROOT = Path(__file__).parents[2]
+START_DEADLINE_S = 100.0
+END_DEADLINE_S = 10.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def environment() -> dict[str, str]:
+    """The caller's, less what would change what the tool does; the packages by absolute paths."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
+    kept.pop("OMP_NUM_THREADS", None)
+    kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
+    return kept
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that any thread of `pid` has started and not reaped."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for listed in lists for child in listed.read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+class Tool:
+    """A running `pushpull`; what it prints is read as it comes."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        on_terminal: bool = False,
+        variables: Mapping[str, str] = NOTHING,
+    ) -> None:
+        self._lines: list[str] = []
+        self._arrived = threading.Condition()
+        self._has_ended = False
+        read_end, write_end = pty.openpty() if on_terminal else os.pipe()
+        term = "xterm-256color" if on_terminal else "dumb"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ps_cli", *arguments],
+            cwd=cwd, env={**environment(), "TERM": term, **variables},
+            stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end,
+        )  # fmt: skip
+        os.close(write_end)
+        self._reader = threading.Thread(target=self._read, args=(read_end,), daemon=True)
+        self._reader.start()
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as stream:
+            try:
+                for line in stream:
+                    self._add(line)
+            except OSError:  # a terminal whose last writer is gone reads as an input/output error
+                pass
+        with self._arrived:
+            self._has_ended = True
+            self._arrived.notify_all()
+
+    def _add(self, line: str) -> None:
+        with self._arrived:
+            self._lines.append(line)
+            self._arrived.notify_all()
+
+    @property
+    def text(self) -> str:
+        with self._arrived:
+            return "".join(self._lines)
+
+    def wait_for(self, pattern: str, count: int = 1) -> re.Match[str]:
+        """Wait until `pattern` has come `count` times; returns the last of them."""
+
+        def found() -> list[re.Match[str]]:
+            return list(re.finditer(pattern, "".join(self._lines)))
+
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: len(found()) >= count or self._has_ended, START_DEADLINE_S
+            )
+            matches = found()
+        assert len(matches) >= count, f"{pattern!r} did not come; the output:\n{self.text}"
+        return matches[count - 1]
+
+    def role_pids(self) -> dict[str, list[int]]:
+        """The processes of each kind of role."""
+        found: dict[str, list[int]] = {"scheduler": [], "server": [], "worker": []}
+        for pid in children_of(self.process.pid):
+            command = command_of(pid)
+            for kind, module in (
+                ("scheduler", "scheduler"),
+                ("server", "ps_server"),
+                ("worker", "ps_worker"),
+            ):
+                if f" -m {module} " in command:
+                    found[kind].append(pid)
+        return found
+
+    def end(self, deadline_s: float) -> int:
+        """Wait for the tool's end and all its output."""
+        code = self.process.wait(deadline_s)
+        self._reader.join(deadline_s)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "ps_cli", *arguments],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+
+
+def assert_all_gone(pids: Iterator[int] | list[int]) -> None:
+    """Every process has ended, or does within the deadline."""
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(descriptor, "rb") as watched:
+            ready, _, _ = select.select([watched], [], [], END_DEADLINE_S)
+            assert ready, f"{command_of(pid)} is left over"

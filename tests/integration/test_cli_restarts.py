@@ -1,0 +1,154 @@
+"""Roles of a run that die while others go on, and are started again, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command_line import (
+    END_DEADLINE_S,
+    START_DEADLINE_S,
+    Tool,
+    assert_all_gone,
+    run,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+GOES_ON = r"server \d was killed by SIGKILL; its ranges go on at their backups\n"
+PATIENCE = {"PUSHPULL_WORKER_TIMEOUT_S": "2.5"}
+
+WAITING = """
+import signal
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 1024, optimizer=ps.SGD(lr=1.0), block_elements=64)
+    client.push_pull(table, [1.0] * 1024)  # every server serves
+    print(f"rank {client.rank} is here", flush=True)
+    signal.pause()
+"""
+
+DYING_ONCE = """
+import os, pathlib
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    lives = pathlib.Path(f"life of {client.rank}")
+    if client.rank == 1 and not lives.exists():
+        lives.touch()
+        os._exit(3)
+    client.pull(table)
+    while table.clock < 5:
+        client.push_pull(table, [1.0] * 64)
+    print(f"rank {client.rank} trained to clock {table.clock}", flush=True)
+"""
+
+
+def write(directory: Path, program: str) -> str:
+    (directory / "script.py").write_text(program)
+    return "script.py"
+
+
+def server_states(address: str, cwd: Path) -> list[str]:
+    """The states of all servers that ever came, by node id."""
+    asked = run("status", "--json", "--scheduler", address, cwd=cwd)
+    assert asked.returncode == 0, asked.stderr
+    nodes = json.loads(asked.stdout)["nodes"]
+    return [node["state"] for node in nodes if node["role"] == "server"]
+
+
+def test_with_replicas_a_dead_server_is_told_in_a_line_and_the_last_one_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    arguments = ("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2")
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        tool.wait_for("rank 0 is here")
+        roles = tool.role_pids()
+        first, last = roles["server"]
+        os.kill(first, signal.SIGKILL)
+        tool.wait_for(GOES_ON)
+        assert tool.process.poll() is None
+        os.kill(last, signal.SIGKILL)
+        assert tool.end(END_DEADLINE_S) == 1, tool.text
+    assert len(re.findall(GOES_ON, tool.text)) == 1
+    assert re.search(r"pushpull: server \d ended with signal 9 \(SIGKILL\) and the run", tool.text)
+    assert "cannot go on: no server is left that serves, and the values are lost" in tool.text
+    assert_all_gone([pid for pids in roles.values() for pid in pids])
+
+
+def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
+    arguments = (
+        *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),
+        *("--max-restarts", "1", "--lease-s", "0.6", "--verbose"),
+    )
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
+        tool.wait_for("rank 0 is here")
+        os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
+        tool.wait_for(r"and it is started again \(restart 1 of 1\)")
+        tool.wait_for(r"\[scheduler\] .* event=node_silent")
+        tool.wait_for(r"\[scheduler\] .* event=node_registered .*role=server", count=3)
+        assert sorted(server_states(address, tmp_path)) == ["alive", "alive", "silent"]
+        os.kill(tool.role_pids()["server"][-1], signal.SIGKILL)  # it may not serve yet
+        tool.wait_for(rf"{GOES_ON}|server \d was killed by SIGKILL before it served again", count=1)
+        tool.process.send_signal(signal.SIGTERM)
+        assert tool.end(END_DEADLINE_S) == 143, tool.text
+
+
+def test_without_replicas_a_dead_servers_values_are_lost(tmp_path: Path) -> None:
+    arguments = ("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--max-restarts", "9")
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        tool.wait_for("rank 0 is here")
+        os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
+        assert tool.end(END_DEADLINE_S) == 1, tool.text
+    assert "the run cannot go on: its values are lost" in tool.text
+
+
+def test_a_dead_worker_is_started_again_and_waits_for_its_rank(tmp_path: Path) -> None:
+    arguments = (
+        *("train", write(tmp_path, DYING_ONCE), "-w", "2", "-s", "1"),
+        *("--max-restarts", "1", "--lease-s", "0.6"),
+    )
+    with Tool(*arguments, cwd=tmp_path, variables=PATIENCE) as tool:
+        tool.wait_for(
+            r"worker 1 ended with exit code 3; it is started again \(restart 1 of 1\), and has its "
+            "rank when the scheduler has declared the old one gone"
+        )
+        waiting = tool.wait_for(r"\[worker 1\] .* event=waiting_for_place .*")
+        assert "rank 1 is taken by worker node" in waiting.group()
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert re.search(r"\[worker 0\] rank 0 trained to clock 5", tool.text)
+    assert re.search(r"\[worker 1\] rank 1 trained to clock \d", tool.text)
+    assert "2 workers finished in" in tool.text
+
+
+def test_up_goes_on_without_a_server(tmp_path: Path) -> None:
+    with Tool("up", "-s", "2", "--replicas", "2", "--quiet", cwd=tmp_path) as tool:
+        tool.wait_for("cluster is up")
+        os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
+        tool.wait_for("go on at their backups")
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(END_DEADLINE_S) == 130, tool.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--servers", "2", "--replicas", "3"), "replicas is 3; expected 1 to the number of serv"),
+        (("--min-in-sync", "2"), "min_in_sync is 2; expected 1 to the number of replicas, 1"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused_in_a_line(
+    tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    found = run("up", *arguments, cwd=tmp_path)
+    assert found.returncode == 2
+    assert expected in found.stderr
+    assert "Traceback" not in found.stderr

@@ -1,0 +1,122 @@
+"""What the end of a role means for a run of the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_cli.exit_rules import Ending, ExitRules, GoOn, Meaning, StartAgain
+from ps_runtime.launcher import RoleCommand, RoleExit
+
+KILLED = -9
+
+
+def ended(kind: str, index: int | None, returncode: int, *, was_ready: bool = True) -> RoleExit:
+    command = RoleCommand(kind, index, f"module_of_{kind}")
+    return RoleExit(command, returncode, False, ("its last line",), was_ready)
+
+
+def server(index: int = 1, returncode: int = KILLED, *, was_ready: bool = True) -> RoleExit:
+    return ended("server", index, returncode, was_ready=was_ready)
+
+
+def worker(index: int = 0, returncode: int = KILLED) -> RoleExit:
+    return ended("worker", index, returncode)
+
+
+def message_of(meaning: Meaning) -> str:
+    return meaning.message
+
+
+def test_the_run_ends_well_when_all_workers_have_finished() -> None:
+    rules = ExitRules(worker_count=2)
+    assert rules.judge(worker(1, 0), 1) == GoOn()
+    assert rules.judge(worker(0, 0), 1) == Ending(0)
+
+
+@pytest.mark.parametrize("who", [worker(), server(), ended("scheduler", None, KILLED)])
+def test_a_dead_role_ends_the_run_with_its_last_lines(who: RoleExit) -> None:
+    meaning = ExitRules(worker_count=2).judge(who, 1)
+    assert isinstance(meaning, Ending)
+    assert meaning.exit_code == 1
+    head, last = meaning.message.split("\n")
+    name = who.command.name
+    assert head.startswith(f"{name} ended with signal 9 (SIGKILL) and the run cannot go on")
+    assert last == f"  [{name}] its last line"
+
+
+def test_a_dead_server_without_replicas_ends_the_run_whatever_restarts_are_left() -> None:
+    meaning = ExitRules(worker_count=2, max_restarts=5).judge(server(), 3)
+    assert isinstance(meaning, Ending)
+    assert "the run cannot go on: its values are lost" in meaning.message
+
+
+def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2)
+    assert rules.judge(server(1), 2) == GoOn(
+        "server 1 was killed by SIGKILL; its ranges go on at their backups"
+    )
+    assert rules.judge(server(2, 1), 1) == GoOn(
+        "server 2 ended with exit code 1; its ranges go on at their backups"
+    )
+    last = rules.judge(server(0), 0)
+    assert isinstance(last, Ending)
+    assert "no server is left that serves, and the values are lost" in last.message
+
+
+def test_the_last_server_is_not_started_again_on_nothing() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=5)
+    assert isinstance(rules.judge(server(), 0), Ending)
+
+
+def test_dead_roles_are_started_again_as_often_as_may_be_all_in_all() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=2)
+    first, second = rules.judge(server(1), 1), rules.judge(worker(0, 3), 2)
+    assert first == StartAgain(
+        "server 1 was killed by SIGKILL; its ranges go on at their backups, and it is started "
+        "again (restart 1 of 2)"
+    )
+    assert second == StartAgain(
+        "worker 0 ended with exit code 3; it is started again (restart 2 of 2), and has its rank "
+        "when the scheduler has declared the old one gone"
+    )
+    assert isinstance(rules.judge(server(1), 1), GoOn)
+    third = rules.judge(worker(1), 2)
+    assert isinstance(third, Ending)
+    assert "after 2 restarts, and the run cannot go on" in third.message
+
+
+def test_a_worker_that_was_started_again_and_finishes_counts_once() -> None:
+    rules = ExitRules(worker_count=2, max_restarts=1)
+    assert isinstance(rules.judge(worker(0), 1), StartAgain)
+    assert rules.judge(worker(0, 0), 1) == GoOn()
+    assert rules.judge(worker(1, 0), 1) == Ending(0)
+
+
+@pytest.mark.parametrize("replica_count", [1, 2])
+def test_a_server_that_never_served_is_a_cluster_that_did_not_come_to_be(
+    replica_count: int,
+) -> None:
+    rules = ExitRules(worker_count=2, replica_count=replica_count)
+    meaning = rules.judge(server(returncode=1, was_ready=False), 1)
+    assert isinstance(meaning, Ending)
+    assert meaning.message.startswith("server 1 ended with exit code 1 before it served")
+    patient = ExitRules(worker_count=2, replica_count=replica_count, max_restarts=1)
+    again = patient.judge(server(returncode=1, was_ready=False), 0)
+    assert isinstance(again, StartAgain)
+    assert again.message.endswith("exit code 1; it is started again (restart 1 of 1)")
+    assert isinstance(patient.judge(server(returncode=1, was_ready=False), 1), Ending)
+
+
+def test_one_that_cannot_come_back_leaves_the_others_alone() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=1)
+    assert isinstance(rules.judge(server(), 2), StartAgain)
+    assert rules.judge(server(returncode=1, was_ready=False), 2) == GoOn(
+        "server 1 ended with exit code 1 before it served again; the others go on"
+    )
+    assert isinstance(rules.judge(server(returncode=1, was_ready=False), 0), Ending)
+
+
+def test_a_cluster_without_workers_of_its_own_goes_on_too() -> None:
+    rules = ExitRules(worker_count=0, replica_count=2)
+    assert "go on at their backups" in message_of(rules.judge(server(), 1))
+    assert isinstance(rules.judge(ended("scheduler", None, 1), 2), Ending)
