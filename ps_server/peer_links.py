@@ -129,15 +129,14 @@ class PeerLink:
             header = replication_pb2.ReplicateHeader(session=self._identity)
             first = replication_pb2.ReplicateRequest(header=header)
             await call.write(first.SerializeToString())
-            response = await call.read()  # the peer says once that it listens
-            if response is grpc.aio.EOF:
+            if await call.read() is grpc.aio.EOF:  # else the peer says that it listens
                 return
             self._call = call
             self._reached()
             backoff.reset()
             writer = asyncio.create_task(self._write(call))
             self._listener.peer_opened(self.node.node_id)
-            async for response in call:
+            while isinstance(response := await call.read(), bytes):
                 self._listener.peer_said(self.node.node_id, response)
         finally:
             self._call = None
