@@ -94,7 +94,7 @@ def over_the_wire(change: Change, small_bytes: int) -> Change:
     (message,) = batch_messages(batch)
     found = reader.read(message)
     assert isinstance(found, Batch)
-    made: Change = found.changes[0]  # type: ignore[assignment]
+    made: Change = found.changes[0]
     return made
 
 
