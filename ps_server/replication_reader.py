@@ -9,7 +9,13 @@ from ps_core.errors import InvalidConfig
 from ps_server.changes import Elements
 from ps_server.range_log import Batch
 from ps_server.replication import Beat
-from ps_server.replication_wire import Request, batch_from_proto, beat_from_proto, request_from
+from ps_server.replication_wire import (
+    SMALL_BYTES,
+    Request,
+    batch_from_proto,
+    beat_from_proto,
+    request_from,
+)
 from ps_server.snapshot_wire import SnapshotReader
 from ps_server.store_copy import RangeCopy
 from pushpull.v1 import replication_pb2, types_pb2
@@ -19,11 +25,16 @@ Came = types_pb2.SessionIdentity | Batch | Beat | RangeCopy
 
 
 class ReplicationReader:
-    """The messages of one stream, in their order."""
+    """The messages of one stream, in their order.
 
-    __slots__ = ("_blocks", "_is_open", "_snapshot")
+    Args:
+        small_bytes: a message up to it is parsed whole.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_blocks", "_is_open", "_small_bytes", "_snapshot")
+
+    def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
+        self._small_bytes = small_bytes
         self._is_open = False
         self._blocks: list[Elements] = []
         self._snapshot: SnapshotReader | None = None
@@ -37,7 +48,7 @@ class ReplicationReader:
         Raises:
             InvalidConfig: it is no such message, or does not go on from the ones before.
         """
-        request = request_from(raw)
+        request = request_from(raw, self._small_bytes)
         if self._is_open == (request.kind == "header"):
             raise InvalidConfig(
                 f"a stream between servers has {request.kind}; expected the header in its first "

@@ -55,6 +55,9 @@ SMALL_BYTES = 64 * 1024
 
 _BATCH = replication_pb2.ReplicateRequest.BATCH_FIELD_NUMBER
 _ELEMENTS = replication_pb2.ReplicateRequest.ELEMENTS_FIELD_NUMBER
+_FRAME_BYTES = 64
+"""The most that keys, lengths and padding take, around a block and around a message."""
+
 _HEAD = replication_pb2.ReplicatedBatch.HEAD_FIELD_NUMBER
 _BLOCKS = replication_pb2.ReplicatedBatch.BLOCKS_FIELD_NUMBER
 _PAYLOAD = replication_pb2.BlockElements.PAYLOAD_FIELD_NUMBER
@@ -135,11 +138,12 @@ def batch_messages(batch: Batch) -> list[bytes]:
     messages: list[bytes] = []
     begin = size = 0
     for end, (beside, payload) in enumerate(parts):
-        size += len(beside) + len(payload)
+        length = len(beside) + len(payload) + _FRAME_BYTES
+        size += length
         if end > begin and size > limits.REPLICATION_MESSAGE_BYTES:
             messages.append(_joined(_MORE_FOLLOW, parts[begin:end]))
-            begin, size = end, len(beside) + len(payload)
-    if begin < len(parts) and size + len(rest) > limits.MAX_MESSAGE_BYTES - SMALL_BYTES:
+            begin, size = end, length
+    if begin < len(parts) and size + len(rest) + _FRAME_BYTES > limits.MAX_MESSAGE_BYTES:
         messages.append(_joined(_MORE_FOLLOW, parts[begin:]))
         begin = len(parts)
     messages.append(_joined(rest, parts[begin:]))
@@ -314,8 +318,8 @@ class Request(NamedTuple):
     blocks: tuple[Elements, ...]
 
 
-def request_from(raw: bytes) -> Request:
-    """A request.
+def request_from(raw: bytes, small_bytes: int = SMALL_BYTES) -> Request:
+    """A request; one of up to `small_bytes` is parsed whole.
 
     Shapes:
         blocks: views of `raw`, but for small messages.
@@ -323,7 +327,7 @@ def request_from(raw: bytes) -> Request:
     Raises:
         InvalidConfig: it is none, or none of its kinds is set.
     """
-    if len(raw) > SMALL_BYTES:
+    if len(raw) > small_bytes:
         try:
             found = _split_request(raw)
         except (InvalidTensor, DecodeError):  # unusual or broken: the generated parser knows which

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ps_core.keys import Incarnation, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.tables import (
     DType,
     Hyperparameters,
@@ -21,13 +21,21 @@ from ps_core.tables import (
     Reduction,
     Table,
 )
-from ps_server.changes import Change, Kept, Put, SentTotal
+from ps_server.changes import Change, Kept, Put
 from ps_server.events import Contributor, Record
+from ps_server.part_copy import Delta, fresh_copy
+from ps_server.range_log import Batch
+from ps_server.replication_reader import ReplicationReader
+from ps_server.replication_wire import batch_messages
 from ps_server.shard_store import ShardStore
-from ps_server.sums import Total
+from ps_server.shards import for_backup
+from pushpull.v1.replication_pb2 import ReplicateRequest
 from tests.property.shard_twin import table
 
+TABLE = TableId(1)
 RANGE = RangeId(3)
+EPOCH = AssignmentEpoch(2)
+HEADER = ReplicateRequest(header={"session": {}}).SerializeToString()
 
 SPECS = [
     OptimizerSpec(OptimizerKind.AGGREGATE),
@@ -71,15 +79,23 @@ def record_of(
         for rank in range(contributor_count)
     )
     return Record(
-        TableId(1), RANGE, clock, clock, False, contributors, hyperparameters, tuple(blocks),
+        TABLE, RANGE, clock, clock, False, contributors, hyperparameters, tuple(blocks),
         update_scale=update_scale,
     )  # fmt: skip
 
 
-def copied(total: Total) -> SentTotal:
-    sent = total.sent()
-    blocks = tuple(each._replace(payload=bytes(each.payload)) for each in sent.blocks)
-    return sent._replace(blocks=blocks)
+def over_the_wire(change: Change, small_bytes: int) -> Change:
+    """The change as a backup reads it from what its primary wrote."""
+    facts = fresh_copy(table([64]), range(1)).facts
+    changes = (for_backup(change),)
+    batch = Batch(RANGE, EPOCH, EPOCH, 1, TABLE, Delta(facts, (), (), ()), changes)
+    reader = ReplicationReader(small_bytes)
+    reader.read(HEADER)
+    (message,) = batch_messages(batch)
+    found = reader.read(message)
+    assert isinstance(found, Batch)
+    made: Change = found.changes[0]
+    return made
 
 
 def told(store: ShardStore, change: Change) -> None:

@@ -14,11 +14,12 @@ from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
 from ps_server.changes import Dropped, Elements, Kept, Put, SentTotal
+from ps_server.replication_wire import SMALL_BYTES
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import StoreCopy, SumCopy
 from ps_server.sums import Total
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
-from tests.property.store_pair import any_tables, check_equal, copied, record_of, told
+from tests.property.store_pair import any_tables, check_equal, over_the_wire, record_of, told
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,6 +31,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
     pools = PoisonedPool(), PoisonedPool()
     primary, backup = (ShardStore(subject, blocks, pool) for pool in pools)
     waiting: list[tuple[Put, Total]] = []
+    small_bytes = data.draw(st.sampled_from([0, SMALL_BYTES]))
     for clock in range(1, data.draw(st.integers(1, 5)) + 1):
         steps = data.draw(st.lists(worker_steps(subject), max_size=3))
         for parts, scale in steps:
@@ -40,18 +42,15 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
         if is_kept:
             scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
             primary.reduce(clock, count)
-            kept = Kept(record_of(clock, blocks, count), copied(primary.kept_total(clock)))
-            told(backup, kept)
+            kept = Kept(record_of(clock, blocks, count), primary.kept_total(clock))
+            told(backup, over_the_wire(kept, small_bytes))
         if data.draw(st.integers(0, 4)) == 0:
             primary.drop(clock)
             told(backup, Dropped(record_of(clock, blocks, count)))
             continue
         total = primary.take(clock)
-        put = Put(
-            record_of(clock, blocks, count, scale),
-            None if is_kept else copied(total),
-        )
-        told(backup, put)
+        put = Put(record_of(clock, blocks, count, scale), None if is_kept else total)
+        told(backup, over_the_wire(put, small_bytes))
         waiting.append((put, total))
         for _ in range(data.draw(st.integers(0, len(waiting)))):
             apply(primary, *waiting.pop(0))
