@@ -15,6 +15,7 @@ from benchmarks.devices import CPU, DEVICES
 from benchmarks.latency import latency, latency_view
 from benchmarks.memory import memory, memory_view
 from benchmarks.optimizers import optimizers, optimizers_view
+from benchmarks.replicated import replicated, replicated_view
 from benchmarks.sessions import sessions, sessions_view
 from benchmarks.settings import BenchSettings
 from benchmarks.train import train, train_view
@@ -51,6 +52,10 @@ BENCHMARKS = {
 }
 
 
+REPLICATED = Benchmark("dense with replicas and without, GB/s", replicated, replicated_view)
+"""What `dense` is where ranges have replicas."""
+
+
 def find(name: str) -> Benchmark:
     """The benchmark of that name.
 
@@ -73,6 +78,12 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
         InvalidConfig: there is no such benchmark, or it does not run on the device.
     """
     benchmark = find(name)
+    if settings.replica_count > 1:
+        if name != "dense":
+            raise InvalidConfig(
+                f"replicas is {settings.replica_count}; {name} runs with 1, and dense with more"
+            )
+        benchmark = REPLICATED
     if settings.device not in benchmark.devices:
         raise InvalidConfig(
             f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"

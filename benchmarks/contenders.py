@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import ps_worker as ps
 from benchmarks.ceilings import TcpSender
@@ -71,11 +71,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A pushpull cluster of one server, and workers that can be told what to do."""
+    """A pushpull cluster, and workers that can be told what to do."""
 
     lane: str
     workers: list[Child]
-    server_pid: int
+    server_pids: tuple[int, ...]
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -83,9 +83,15 @@ class Cluster:
         return tuple(worker.pid for worker in self.workers)
 
     @property
+    def server_pid(self) -> int:
+        """The process id of the only server."""
+        (pid,) = self.server_pids
+        return pid
+
+    @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids, the server's last."""
-        return (*self.worker_pids, self.server_pid)
+        """The process ids, the servers' last."""
+        return (*self.worker_pids, *self.server_pids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,16 @@ class Load:
     byte_count: int
     names: tuple[str, ...] = ("sgd",)
     call_count: int = 0
+
+
+class Servers(NamedTuple):
+    """A cluster's servers, and on how many of them each range lies."""
+
+    server_count: int = 1
+    replica_count: int = 1
+
+
+ONE_SERVER = Servers()
 
 
 @contextlib.contextmanager
@@ -132,10 +148,14 @@ def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def cluster(lane: str, worker_count: int, load: Load) -> Iterator[Cluster]:
-    """A scheduler, a server, and workers that use the lane."""
+def cluster(
+    lane: str, worker_count: int, load: Load, servers: Servers = ONE_SERVER
+) -> Iterator[Cluster]:
+    """A scheduler, servers, and workers that use the lane."""
     with ExitStack() as stack:
-        roles = stack.enter_context(ps.local_cluster(servers=1, workers=worker_count))
+        roles = stack.enter_context(
+            ps.local_cluster(servers.server_count, worker_count, replicas=servers.replica_count)
+        )
         given = (str(load.byte_count), str(load.call_count), *load.names)
         workers = Child.start_all(
             *(
@@ -145,7 +165,9 @@ def cluster(lane: str, worker_count: int, load: Load) -> Iterator[Cluster]:
         )
         for worker in workers:
             stack.enter_context(worker)
-        yield Cluster(lane, workers, roles.process_ids["server 0"])
+        process_ids = roles.process_ids
+        pids = tuple(process_ids[f"server {index}"] for index in range(servers.server_count))
+        yield Cluster(lane, workers, pids)
 
 
 @contextlib.contextmanager

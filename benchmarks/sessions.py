@@ -132,7 +132,7 @@ def _gather(lane: str, crowd: _Crowd, byte_count: int) -> Iterator[Cluster]:
         )
         for worker in workers:
             stack.enter_context(worker)
-        yield Cluster(lane, workers, roles.process_ids["server 0"])
+        yield Cluster(lane, workers, (roles.process_ids["server 0"],))
 
 
 def _together(cluster: Cluster, move: str) -> Callable[[], float]:

@@ -24,6 +24,7 @@ class BenchSettings:
         quick: small sizes and two rounds: whether it runs, not how fast.
         size_mb: size of the table in MiB; 0 means the benchmark's own.
         lanes: which lanes are measured.
+        replica_count: dense: servers that hold each range, where more than one.
         device: where a training step computes: one of `benchmarks.devices.DEVICES`.
         on_progress: hears what is being measured.
     """
@@ -32,6 +33,7 @@ class BenchSettings:
     size_mb: int = 0
     lanes: tuple[str, ...] = LANES
     device: str = CPU
+    replica_count: int = 1
     on_progress: Callable[[str], None] = _nobody
 
     @property

@@ -226,6 +226,10 @@ def bench(
     device: Annotated[
         str, typer.Option(help="Where the steps of train compute: cpu or cuda.")
     ] = "cpu",
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, help="dense: hold each range on so many servers, and compare with 1."),
+    ] = 1,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
     ] = False,
@@ -241,7 +245,9 @@ def bench(
 
     def measure(_: Output) -> int:
         lanes = chosen_lanes(lane)
-        settings = BenchSettings(quick=quick, size_mb=size_mb, lanes=lanes, device=device)
+        settings = BenchSettings(
+            quick=quick, size_mb=size_mb, lanes=lanes, device=device, replica_count=replicas
+        )
         run_bench(name, settings, json_path)
         return 0
 

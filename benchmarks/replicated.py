@@ -1,0 +1,144 @@
+"""What it costs that a server may die: push, pull and round of one dense table, with and without.
+
+All clusters of a run have as many servers as there are replicas, so that what differs is the
+replication alone: with one replica each server has its share of the table, with more each has a
+share of every share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table as TextTable
+
+from benchmarks import contenders
+from benchmarks.child import together
+from benchmarks.contenders import Cluster, Load, Servers
+from benchmarks.dense import DEFAULT_SIZE_MB, MOVES, QUICK_SIZE_MB
+from benchmarks.environment import environment
+from benchmarks.sampling import MIB, Measured, Operation, joined, rounded, take_turns
+from benchmarks.settings import BenchSettings
+
+OPTIMIZERS = ("sgd", "adam")
+
+
+def replicated(settings: BenchSettings) -> dict[str, object]:
+    """Measure everything; the document that `--json` writes.
+
+    Blocking: a minute or two at 256 MB.
+    """
+    found = environment()
+    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
+    byte_count = size_mb * MIB
+    rows, legs = [], []
+    for lane in settings.lanes:
+        with contextlib.ExitStack() as stack:
+            counts = (1, settings.replica_count)
+            clusters = contenders.enter_all(
+                stack,
+                [
+                    contenders.cluster(
+                        lane, 1, Load(byte_count, OPTIMIZERS), Servers(counts[1], replica_count)
+                    )
+                    for replica_count in counts
+                ],
+            )
+            own = [
+                (cluster, optimizer, replica_count)
+                for cluster, replica_count in zip(clusters, counts, strict=True)
+                for optimizer in OPTIMIZERS
+            ]
+            operations = [
+                _operation(cluster, optimizer, replica_count, move, byte_count)
+                for move in MOVES
+                for cluster, optimizer, replica_count in own
+            ]
+            listener = settings.within(lane).on_round
+            legs.append(take_turns(operations, settings.round_count, listener))
+            rows += own
+    measured = joined(legs)
+    figures = [_figures(*row, measured) for row in rows]
+    return {
+        "environment": {**found, "table_bytes": byte_count, "round_count": settings.round_count},
+        "servers": settings.replica_count,
+        "rows": figures,
+        "compared": _compared(figures),
+        "samples_gb_s": {
+            name: [rounded(rate) for rate in result.rates_gb_s] for name, result in measured.items()
+        },
+    }
+
+
+def _name(lane: str, optimizer: str, replica_count: int, move: str) -> str:
+    return f"{lane} {optimizer}, {replica_count} x {move}"
+
+
+def _operation(
+    cluster: Cluster, optimizer: str, replica_count: int, move: str, byte_count: int
+) -> Operation:
+    def run() -> float:
+        return together(cluster.workers, f"{optimizer} {move}")
+
+    return Operation(
+        _name(cluster.lane, optimizer, replica_count, move), run, byte_count, cluster.pids
+    )
+
+
+def _figures(
+    cluster: Cluster, optimizer: str, replica_count: int, measured: dict[str, Measured]
+) -> dict[str, Any]:
+    moves = {m: measured[_name(cluster.lane, optimizer, replica_count, m)] for m in MOVES}
+    moved_gb = moves["push"].gb + moves["pull"].gb + 2 * moves["round"].gb
+    cpu_s = sum(move.cpu_s(pid) for move in moves.values() for pid in cluster.pids)
+    return {
+        "lane": cluster.lane,
+        "optimizer": optimizer,
+        "workers": 1,
+        "servers": len(cluster.server_pids),
+        "replicas": replica_count,
+        **{f"{move}_gb_s": rounded(result.gb_s) for move, result in moves.items()},
+        "cpu_s_per_gb": rounded(cpu_s / moved_gb),
+    }
+
+
+def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each replicated row over the one without of the same lane and optimizer."""
+    alone = {(row["lane"], row["optimizer"]): row for row in rows if row["replicas"] == 1}
+    found = []
+    for row in rows:
+        if row["replicas"] == 1:
+            continue
+        other = alone[row["lane"], row["optimizer"]]
+        ratios = {
+            f"{move}_over_one_replica": rounded(row[f"{move}_gb_s"] / other[f"{move}_gb_s"])
+            for move in MOVES
+        }
+        found.append({"lane": row["lane"], "optimizer": row["optimizer"], **ratios})
+    return found
+
+
+def replicated_view(document: dict[str, Any]) -> RenderableType:
+    """The rates; those with replicas over those without in brackets."""
+    ratios = {(row["lane"], row["optimizer"]): row for row in document["compared"]}
+    table = TextTable(
+        title=f"dense, {document['servers']} servers: GB/s of parameters",
+        caption="in brackets: of the same with one replica; CPU: servers + worker",
+    )
+    table.add_column("", no_wrap=True)
+    for heading in (*MOVES, "CPU s/GB"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        ratio = ratios[row["lane"], row["optimizer"]]
+        cells = [f"{row[f'{move}_gb_s']:.2f}" for move in MOVES]
+        if row["replicas"] > 1:
+            over = (ratio[f"{move}_over_one_replica"] for move in MOVES)
+            cells = [f"{cell} ({each:.2f})" for cell, each in zip(cells, over, strict=True)]
+        plural = "" if row["replicas"] == 1 else "s"
+        table.add_row(
+            f"{row['lane']} {row['optimizer']}, {row['replicas']} replica{plural}",
+            *cells,
+            f"{row['cpu_s_per_gb']:.2f}",
+        )
+    return table
