@@ -66,7 +66,7 @@ class Configurations:
 
         To be called when servers have fallen silent, were heard again, came or left.
         """
-        if not self._backup_count:
+        if not self._backup_count or self._state.finished:
             return []
         servers = _Servers(self._state)
         return self._promoted(servers) + self._filled(servers)

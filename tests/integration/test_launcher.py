@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,30 @@ def test_a_killed_role_is_described_by_its_signal(
 ) -> None:
     process = launcher.start(role("worker", "import signal\nsignal.pause()\n"))
     os.kill(process.pid, signal.SIGKILL)
-    assert exits.get(timeout=START_DEADLINE_S).how == "signal 9 (SIGKILL)"
+    ended = exits.get(timeout=START_DEADLINE_S)
+    assert (ended.how, ended.fate) == ("signal 9 (SIGKILL)", "was killed by SIGKILL")
+
+
+def test_a_role_that_is_started_again_has_to_become_ready_again(
+    launcher: Launcher, role: Role, exits: queue.SimpleQueue[RoleExit]
+) -> None:
+    program = (
+        "import json, pathlib, sys\nready, marker = map(pathlib.Path, sys.argv[1:])\n"
+        "if marker.exists(): sys.exit(4)\nmarker.touch()\n"
+        "ready.write_text(json.dumps({'address': 'a:1', 'http_address': 'a:2'}))\nsys.exit(3)\n"
+    )
+    bare = role("server", program)
+    ready_file = launcher.ready_file(bare)
+    arguments = (str(ready_file), str(ready_file.with_suffix(".marker")))
+    command = replace(bare, arguments=arguments)
+    first = launcher.start(command)
+    ended = exits.get(timeout=START_DEADLINE_S)
+    assert (ended.returncode, ended.was_ready, ended.fate) == (3, True, "ended with exit code 3")
+    assert not first.is_serving
+    launcher.start(ended.command)
+    again = exits.get(timeout=START_DEADLINE_S)
+    assert (again.returncode, again.was_ready) == (4, False)
+    assert [process.name for process in launcher.processes] == ["server 0", "server 0"]
 
 
 def test_waiting_for_a_role_that_dies_first_says_why(launcher: Launcher, role: Role) -> None:

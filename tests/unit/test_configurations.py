@@ -199,6 +199,45 @@ class TestFailover:
         dropped_count = sum(victim.node_id in was.joining for was in before)
         assert dict(told.dropped)[victim.node_id] == dropped_count
 
+    def test_a_promoted_backup_is_alone_and_the_others_join_anew(self) -> None:
+        """Another one may be a batch behind or ahead of it."""
+        harness = Harness(server_count=3, replica_count=3, range_count=8)
+        servers = [harness.join(Role.SERVER) for _ in range(3)]
+        harness.create(harness.join(Role.WORKER))
+        first = harness.cluster.view.ranges[0]
+        assert len(first.backups) == 2
+        harness.pass_time(4, *[s for s in servers if s.node_id != first.primary])
+        now = harness.cluster.view.ranges[0]
+        assert now.primary in first.backups
+        assert now.backups == ()
+        assert set(now.joining) == set(first.backups) - {now.primary}
+
+    def test_nobody_joins_a_range_whose_primary_is_silent(self) -> None:
+        """Who should bring it up to date?"""
+        harness = Harness(replica_count=2, range_count=8)
+        lone, other = harness.join(Role.SERVER), harness.join(Role.SERVER)
+        worker = harness.join(Role.WORKER)
+        harness.pass_time(4, worker, lone)  # the other is silent, and backs nothing up
+        harness.create(worker)
+        harness.pass_time(4, worker)
+        harness.beat(other)
+        harness.pass_time(1, worker, other)
+        ranges = harness.cluster.view.ranges
+        assert {r.holders for r in ranges} == {(lone.node_id,)}
+        harness.pass_time(1, worker, other, lone)
+        assert {r.joining for r in harness.cluster.view.ranges} == {(other.node_id,)}
+
+    def test_after_the_end_nothing_is_taken_over(self) -> None:
+        harness = Harness(server_count=3, replica_count=2, worker_count=1, stop_when_done=True)
+        servers = [harness.join(Role.SERVER) for _ in range(3)]
+        worker = harness.join(Role.WORKER)
+        harness.create(worker)
+        harness.leave(worker)
+        ranges = harness.cluster.view.ranges
+        for server in servers:
+            harness.leave(server)
+        assert harness.cluster.view.ranges == ranges
+
 
 class TestServersThatDie:
     def test_one_that_leaves_is_followed_at_once(self, cluster: Replicated) -> None:
@@ -257,6 +296,9 @@ class TestServersThatDie:
         assert harness.node(second).state is NodeState.SILENT
         late = harness.create(worker, replace(SPEC, name="late"))
         assert isinstance(late, Parked)
+        idle = harness.join(Role.SERVER)
+        harness.pass_time(70, worker, first)
+        assert harness.node(idle).state is NodeState.SILENT
 
     def test_one_that_holds_nothing_is_given_up_and_fenced(self, cluster: Replicated) -> None:
         victim = cluster.servers[0]

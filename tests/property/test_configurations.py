@@ -1,0 +1,151 @@
+"""Servers come, fall silent, wake up and leave, and primaries wish: what a configuration may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, Session
+from ps_core.errors import Fenced
+from ps_core.keys import AssignmentEpoch
+from ps_core.tables import TableSpec
+from ps_runtime import wire
+from scheduler import view_size
+from scheduler.cluster import Created
+from tests.unit.cluster_harness import SPEC, Harness
+
+RANGE_COUNT = 4
+STEP_S = 0.5
+
+
+class ConfigurationsAtWork(RuleBasedStateMachine):
+    """Random events; after each, every change of a configuration is one that the rules allow."""
+
+    @initialize(replica_count=st.integers(2, 3), extra=st.integers(0, 2))
+    def form(self, replica_count: int, extra: int) -> None:
+        self.harness = Harness(
+            server_count=3, replica_count=replica_count, range_count=RANGE_COUNT, worker_count=1
+        )
+        self.replica_count = replica_count
+        self.servers = [self.harness.join(Role.SERVER) for _ in range(3 + extra)]
+        self.worker = self.harness.join(Role.WORKER)
+        self.table_count = 0
+        self.is_looked = False
+        self.before = self.harness.cluster.view
+        self.make_table(3)
+
+    @rule(block_count=st.integers(1, 3))
+    def make_table(self, block_count: int) -> None:
+        """While one server lives a table can be made, unless a range of it has no living one."""
+        self.table_count += 1
+        spec = TableSpec(f"t{self.table_count}", SPEC.dtype, 64 * block_count, SPEC.optimizer, 64)
+        self.harness.beat(self.worker)
+        made = self.harness.create(self.worker, spec)
+        self.is_looked = False
+        view = self.harness.cluster.view
+        if isinstance(made, Created):
+            held = made.table.blocks_by_range(RANGE_COUNT)
+            assert all(view.ranges[r].primary in view.living_servers for r in held)
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 70.0]), choice=st.data())
+    def pass_time(self, seconds: float, choice: st.DataObject) -> None:
+        """A part of the servers is heard."""
+        heard = [server for server in self.servers if choice.draw(st.booleans())]
+        for _ in range(int(seconds / STEP_S)):
+            for server in list(heard):
+                try:
+                    self.harness.beat(server)
+                except Fenced:  # it had left
+                    heard.remove(server)
+            self.harness.pass_time(STEP_S, self.worker)
+            self.look_at_what_changed()
+        self.is_looked = True
+
+    @rule()
+    def come(self) -> None:
+        if len(self.servers) < 12:
+            self.servers.append(self.harness.join(Role.SERVER))
+            self.is_looked = False
+
+    @rule(choice=st.data())
+    def leave(self, choice: st.DataObject) -> None:
+        self.harness.leave(choice.draw(st.sampled_from(self.servers)))
+
+    @rule(choice=st.data(), lag=st.sampled_from([0, 0, 0, 1]))
+    def wish(self, choice: st.DataObject, lag: int) -> None:
+        """A server wishes for some of those that it may have, of all ranges at once."""
+        server = choice.draw(st.sampled_from(self.servers))
+        before = self.harness.cluster.view.ranges
+        wishes = [self.drawn(choice, server, assignment, lag) for assignment in before]
+        try:
+            decision = self.harness.cluster.set_backups(server, wishes)
+        except Fenced:
+            return
+        may = {r.range_id for r in before if r.primary == server.node_id and not lag}
+        assert set(decision.reply) == {r.range_id for r in before} - may
+        now = self.harness.cluster.view.ranges
+        for wanted in wishes:
+            if wanted.range_id in may:
+                assert frozenset(now[wanted.range_id].backups) == wanted.backups
+                next_epoch = wanted.assignment_epoch + 1
+                assert now[wanted.range_id].assignment_epoch == next_epoch
+        self.is_looked = False
+
+    @staticmethod
+    def drawn(
+        choice: st.DataObject, server: Session, assignment: RangeAssignment, lag: int
+    ) -> BackupWish:
+        known = sorted({*assignment.backups, *assignment.joining} - {server.node_id})
+        wanted = [node_id for node_id in known if choice.draw(st.booleans())]
+        at = AssignmentEpoch(assignment.assignment_epoch - lag)
+        return BackupWish(assignment.range_id, at, frozenset(wanted))
+
+    @invariant()
+    def look_at_what_changed(self) -> None:
+        view, before = self.harness.cluster.view, self.before
+        for old, new in zip(before.ranges, view.ranges, strict=True):
+            assert new.assignment_epoch - old.assignment_epoch in (0, 1)
+            was_placed = old.primary is None and new.primary is not None
+            if new.primary != old.primary and not was_placed:
+                assert new.primary in old.backups
+                assert new.backups == ()
+                assert old.primary not in view.living_servers
+            elif not was_placed:
+                assert set(new.backups) <= {*old.backups, *old.joining}
+            if new.assignment_epoch == old.assignment_epoch:
+                assert (new.primary, new.backups) == (old.primary, old.backups)
+            assert len(set(new.holders)) == len(new.holders) <= self.replica_count
+        self.before = view
+
+    @invariant()
+    def whoever_can_serve_does_and_whoever_is_free_joins(self) -> None:
+        view = self.harness.cluster.view
+        for assignment in view.ranges if self.is_looked else ():
+            if assignment.primary is None:
+                continue
+            living = [n for n in assignment.in_sync if n in view.living_servers]
+            if not living:
+                continue
+            assert assignment.primary in living
+            assert set(assignment.joining) <= view.living_servers
+            is_full = len(assignment.holders) == self.replica_count
+            assert is_full or view.living_servers <= set(assignment.holders)
+
+    @invariant()
+    def who_has_left_by_silence_holds_nothing(self) -> None:
+        view = self.harness.cluster.view
+        held = {node_id for assignment in view.ranges for node_id in assignment.holders}
+        for node in view.nodes:
+            if node.state is NodeState.LEFT and node.silence_ms:
+                assert node.node_id not in held
+        message = wire.view_to_proto(view)
+        assert wire.view_from_proto(message) == replace(view)
+        fixed_bytes = view_size.fixed_bytes("c-1", RANGE_COUNT, self.replica_count)
+        assert message.ByteSize() <= fixed_bytes + self.harness.cluster._state.view_bytes
+
+
+TestConfigurationsAtWork = ConfigurationsAtWork.TestCase
+TestConfigurationsAtWork.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
