@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ps_cli.compare_options import CompareOptions
 from ps_cli.options import options_of
-from ps_cli.output import Output
+from ps_cli.output import FILE_WIDTH, Output
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
@@ -155,7 +155,9 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
     if as_json:
         print(json.dumps(document, indent=2))
     else:
-        Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(status_view(document))
+        is_file = not sys.stdout.isatty()
+        width = FILE_WIDTH if is_file else None
+        Console(soft_wrap=is_file, highlight=False, width=width).print(status_view(document))
     return 0
 
 

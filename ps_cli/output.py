@@ -19,7 +19,7 @@ from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green")
 
-_FILE_WIDTH = 160
+FILE_WIDTH = 160
 """Columns of a table where there is no terminal that has a width."""
 
 
@@ -40,7 +40,7 @@ class Output:
         self.is_terminal = is_terminal(self._stream)
         self._console = Console(
             file=stream,
-            width=None if self.is_terminal else _FILE_WIDTH,
+            width=None if self.is_terminal else FILE_WIDTH,
             highlight=False,
             soft_wrap=True,
             emoji=False,

@@ -89,25 +89,30 @@ def _servers(
     servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry], *, are_replicated: bool
 ) -> Table:
     states = {node["node_id"]: node["state"] for node in nodes}
-    copies = ("backs up", "joins") if are_replicated else ()
+    copies = ("backs up",) if are_replicated else ()
     table = _grid(
         *("  node", "address", "state", "ranges", *copies),
         *("blocks", "parameters", "gate", "updates"),
     )
     for server in servers:
-        counts = (server["backup_count"], server["joining_count"]) if are_replicated else ()
         table.add_row(
             f"  {server['node_id']}",
             server["address"],
             states.get(server["node_id"], _UNKNOWN),
             _spans(server),
-            *map(str, counts),
+            *((_backed_up(server),) if are_replicated else ()),
             _count(server["block_count"]),
             size(server["state_bytes"]),
             size(server["gate_bytes"]),
             server["error"] or _count(server["update_count"]),
         )
     return table
+
+
+def _backed_up(server: ServerEntry) -> str:
+    """Ranges that it backs up, and how many more it will when it is up to date."""
+    joining = f" +{server['joining_count']} joining" if server["joining_count"] else ""
+    return f"{server['backup_count']}{joining}"
 
 
 def _spans(server: ServerEntry) -> str:

@@ -248,6 +248,7 @@ def test_a_degraded_cluster_says_so_in_a_line() -> None:
     assert "replicas 2 (at least 2 in sync)" in text
     assert "degraded: 4 ranges have fewer than 2 replicas; 4 take no pushes until 2 are in" in text
     assert "backs up" in text
+    assert "0 +1 joining" in text
     dead = replicated()
     dead.view.nodes[0].state = types_pb2.NODE_STATE_SILENT
     dead.min_in_sync = 1
