@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.integration.command_line import (
     assert_all_gone,
     run,
 )
+from tests.integration.lane_cluster import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -56,12 +58,12 @@ def write(directory: Path, program: str) -> str:
     return "script.py"
 
 
-def server_states(address: str, cwd: Path) -> list[str]:
-    """The states of all servers that ever came, by node id."""
+def status(address: str, cwd: Path) -> dict[str, Any]:
+    """What `pushpull status --json` prints."""
     asked = run("status", "--json", "--scheduler", address, cwd=cwd)
     assert asked.returncode == 0, asked.stderr
-    nodes = json.loads(asked.stdout)["nodes"]
-    return [node["state"] for node in nodes if node["role"] == "server"]
+    found: dict[str, Any] = json.loads(asked.stdout)
+    return found
 
 
 def test_with_replicas_a_dead_server_is_told_in_a_line_and_the_last_one_ends_the_run(
@@ -95,9 +97,35 @@ def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
         tool.wait_for(r"and it is started again \(restart 1 of 1\)")
         tool.wait_for(r"\[scheduler\] .* event=node_silent")
         tool.wait_for(r"\[scheduler\] .* event=node_registered .*role=server", count=3)
-        assert sorted(server_states(address, tmp_path)) == ["alive", "alive", "silent"]
+        tool.wait_for(r"\[scheduler\] .* event=backup_let_in")
+        until(lambda: not status(address, tmp_path)["degraded_range_count"], "all have replicas")
+        document = status(address, tmp_path)
+        servers = [node for node in document["nodes"] if node["role"] == "server"]
+        assert sorted(node["state"] for node in servers) == ["alive", "alive", "silent"]
+        assert document["ranges_by_in_sync"] == {"2": 16}
         os.kill(tool.role_pids()["server"][-1], signal.SIGKILL)  # it may not serve yet
         tool.wait_for(rf"{GOES_ON}|server \d was killed by SIGKILL before it served again", count=1)
+        tool.process.send_signal(signal.SIGTERM)
+        assert tool.end(END_DEADLINE_S) == 143, tool.text
+
+
+def test_a_server_that_was_paused_for_long_ends_and_is_started_again(tmp_path: Path) -> None:
+    arguments = (
+        *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),
+        *("--max-restarts", "1", "--lease-s", "0.5", "--verbose"),
+    )
+    with Tool(*arguments, cwd=tmp_path) as tool:
+        tool.wait_for("rank 0 is here")
+        paused = tool.role_pids()["server"][0]
+        os.kill(paused, signal.SIGSTOP)
+        tool.wait_for(r"\[scheduler\] .* event=backup_left_out|event=ranges_failed_over")
+        tool.wait_for(r"\[scheduler\] .* event=node_left reason=\"given up after")
+        os.kill(paused, signal.SIGCONT)
+        tool.wait_for(r"\[server \d\] .* has left the cluster: it was given up after")
+        tool.wait_for(
+            r"server \d ended with exit code 1; its ranges go on at their backups, and it"
+        )
+        tool.wait_for(r"\[scheduler\] .* event=backup_let_in")
         tool.process.send_signal(signal.SIGTERM)
         assert tool.end(END_DEADLINE_S) == 143, tool.text
 
