@@ -247,6 +247,21 @@ class ServerMetrics:
             "Ranges that the server is primary of.",
             registry=registry,
         )
+        self.backup_ranges = Gauge(
+            "pushpull_server_backup_ranges",
+            "Ranges that the server backs up for another.",
+            registry=registry,
+        )
+        self.held_decisions = Gauge(
+            "pushpull_server_held_decisions",
+            "Decisions that not every backup has yet: nobody has seen them.",
+            registry=registry,
+        )
+        self.peer_queue_bytes = Gauge(
+            "pushpull_server_peer_queue_bytes",
+            "Bytes that wait to be written to other servers.",
+            registry=registry,
+        )
         self.sessions = Gauge(
             "pushpull_server_sessions", "Sessions that have been opened.", registry=registry
         )

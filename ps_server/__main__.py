@@ -166,10 +166,10 @@ async def _run(
         if link.replica_count > 1:
             replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync))
             stack.push_async_callback(replicas.close)
-        _watch(link, node, metrics, registry)
         stack.callback(node.lanes.close)
         if settings.lane != "grpc":
             _open_lanes(node, must=settings.lane == "shm")
+        _watch(link, node, metrics, registry)
         finished = asyncio.Event()
         promises = Promises(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
@@ -238,6 +238,11 @@ def _watch(
     metrics.sessions.set_function(lambda: node.sessions.count)
     metrics.shm_sessions.set_function(lambda: node.lanes.session_count)
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
+    if node.replicas is not None:
+        replicas = node.replicas
+        metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)
+        metrics.held_decisions.set_function(lambda: replicas.held_count)
+        metrics.peer_queue_bytes.set_function(lambda: replicas.queued_bytes)
 
 
 async def _until(finished: asyncio.Event, fenced: asyncio.Event, tick: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ps_core.consistency import Consistency
-from ps_core.errors import UpdateFailed
+from ps_core.errors import InvalidKeys, UpdateFailed
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
@@ -100,7 +100,12 @@ class PartCopy:
         return PartCopy(self.facts, dict(self.versions), workers)
 
     def take(self, delta: Delta) -> None:
-        """One change more."""
+        """One change more.
+
+        Raises:
+            InvalidKeys: it is of a worker or a block that is not known here; the copy is of no use
+                from then on.
+        """
         self.facts = delta.facts
         for facts in delta.workers:
             worker = self.workers.get(facts.incarnation)
@@ -108,7 +113,7 @@ class PartCopy:
                 worker = self.workers[facts.incarnation] = WorkerCopy(facts)
             worker.facts = facts
         for incarnation, sequence, ending in delta.endings:
-            ledger = self.workers[incarnation].ledger
+            ledger = self._worker(incarnation).ledger
             if not ledger.has_ended(sequence):  # else it was answered again
                 ledger.end(sequence, ending)
         for worker in self.workers.values():
@@ -116,12 +121,20 @@ class PartCopy:
         for record in delta.counted:
             self._count(record)
 
+    def _worker(self, incarnation: Incarnation) -> WorkerCopy:
+        worker = self.workers.get(incarnation)
+        if worker is None:
+            raise InvalidKeys(f"a batch is of worker {incarnation}, of which no fact has come")
+        return worker
+
     def _count(self, record: Record) -> None:
         for block in record.blocks:
+            if block not in self.versions:
+                raise InvalidKeys(f"a batch counts an update of block {block}, which is not here")
             self.versions[block] += 1
         for contributor in record.summed_by or record.contributors:
             if not contributor.skip:
-                own_updates = self.workers[contributor.incarnation].own_updates
+                own_updates = self._worker(contributor.incarnation).own_updates
                 for block in record.blocks:
                     own_updates[block] = own_updates.get(block, 0) + 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 import grpc
@@ -219,7 +219,12 @@ class PeerLinks:
         link = self._links.get(peer)
         return link is not None and link.is_open and not link.queued_bytes
 
-    def reset_others(self, wanted: Sequence[NodeId]) -> None:
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written, to all of them."""
+        return sum(link.queued_bytes for link in self._links.values())
+
+    def reset_others(self, wanted: Container[NodeId]) -> None:
         """Forget what is on its way to servers that nothing is for any more."""
         for node_id, link in self._links.items():
             if node_id not in wanted and link.queued_bytes:

@@ -173,6 +173,11 @@ class RangeLog:
         """The effects that have not been released."""
         return [effect for entry in self._entries for effect in entry.effects]
 
+    @property
+    def held_count(self) -> int:
+        """How much waits to be released."""
+        return len(self._entries)
+
     # --- alone
 
     def decide_alone(self) -> None:

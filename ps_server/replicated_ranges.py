@@ -152,6 +152,7 @@ class ReplicatedRanges:
         now_s = self._now()
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
             self._beat_s = now_s
+            self._links.reset_others(self.replication.all_holders)
             for peer, beat in self.replication.beats(now_s).items():
                 link = self._links.find(peer)
                 if link is not None:
@@ -173,6 +174,23 @@ class ReplicatedRanges:
             told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
             self._encoded = batch, batch_messages(told)
         link.send(self._encoded[1])
+
+    # --- how it does
+
+    @property
+    def backed_up_count(self) -> int:
+        """Ranges that this server backs up."""
+        return len(self.replication.replicas)
+
+    @property
+    def held_count(self) -> int:
+        """Decisions that not every backup has yet."""
+        return sum(log.held_count for log in self.replication.logs.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written to other servers."""
+        return self._links.queued_bytes
 
     def _send_again(self, now_s: float) -> None:
         silent = [
@@ -224,14 +242,13 @@ class ReplicatedRanges:
 
     def take(self, batch: Batch) -> Ack | None:
         """A batch of a primary came."""
-        is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
-        if is_taken:
-            try:
-                for change in batch.changes:
-                    self._shards.make(change)
-            except PushpullError as error:
-                self._lost_track(batch.range_id, error)
-                return None
+        try:
+            is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
+            for change in batch.changes if is_taken else ():
+                self._shards.make(change)
+        except PushpullError as error:
+            self._lost_track(batch.range_id, error)
+            return None
         return ack
 
     def join(self, copy: RangeCopy) -> Ack | None:

@@ -210,6 +210,11 @@ class Replication:
         log.decide_alone()
         return True
 
+    @property
+    def all_holders(self) -> set[NodeId]:
+        """Everybody who gets batches of some range."""
+        return {node_id for range_id in self.logs for node_id in self.holders(range_id)}
+
     def decide(
         self,
         place: tuple[TableId, RangeId],
@@ -375,7 +380,11 @@ class Replication:
     # --- a backup
 
     def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> tuple[bool, Ack | None]:
-        """A batch came: whether its changes are to be made now, and what to answer."""
+        """A batch came: whether its changes are to be made now, and what to answer.
+
+        Raises:
+            InvalidKeys: it does not go with what is here, of which nothing is of use any more.
+        """
         replica = self.replicas.get(batch.range_id)
         if replica is None or not replica.follows(batch):
             return False, None
@@ -389,7 +398,8 @@ class Replication:
     def join(self, snapshot: Snapshot) -> Ack | None:
         """All of a range came, which the newest view has this server join."""
         range_id = snapshot.range_id
-        assignment = self._view.ranges[range_id] if self._view is not None else None
+        ranges = self._view.ranges if self._view is not None else ()
+        assignment = ranges[range_id] if range_id < len(ranges) else None
         if assignment is None or self._node_id not in assignment.joining:
             return None
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.logs:
