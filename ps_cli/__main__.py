@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ps_cli.bench_options import BenchOptions
 from ps_cli.compare_options import CompareOptions
 from ps_cli.options import options_of
 from ps_cli.output import FILE_WIDTH, Output
@@ -209,33 +210,8 @@ def tables_set(
 
 
 @app.command()
-def bench(
-    name: Annotated[
-        str, typer.Argument(help="dense, latency, train, optimizers, memory or sessions.")
-    ],
-    json_path: Annotated[
-        str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
-    ] = "",
-    size_mb: Annotated[
-        int,
-        typer.Option(
-            min=0, help="MiB of the table of dense, optimizers, memory or sessions; 0: their own."
-        ),
-    ] = 0,
-    lane: Annotated[
-        str, typer.Option(help="Measure this lane alone: shm or grpc; by default both.")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(help="Where the steps of train compute: cpu or cuda.")
-    ] = "cpu",
-    replicas: Annotated[
-        int,
-        typer.Option(min=1, help="dense: hold each range on so many servers, and compare with 1."),
-    ] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
-    ] = False,
-) -> None:
+@options_of(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Measure this machine: pushpull beside memcpy, TCP, raw gRPC and torch RPC in the same run.
 
     docs/PERFORMANCE.md says what each figure means.
@@ -246,11 +222,14 @@ def bench(
     from benchmarks.settings import BenchSettings
 
     def measure(_: Output) -> int:
-        lanes = chosen_lanes(lane)
         settings = BenchSettings(
-            quick=quick, size_mb=size_mb, lanes=lanes, device=device, replica_count=replicas
+            quick=options.quick,
+            size_mb=options.size_mb,
+            lanes=chosen_lanes(options.lane),
+            device=options.device,
+            replica_count=options.replicas,
         )
-        run_bench(name, settings, json_path)
+        run_bench(options.name, settings, options.json_path)
         return 0
 
     _reported(measure)
