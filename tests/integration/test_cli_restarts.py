@@ -101,7 +101,8 @@ def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
         until(lambda: not status(address, tmp_path)["degraded_range_count"], "all have replicas")
         document = status(address, tmp_path)
         servers = [node for node in document["nodes"] if node["role"] == "server"]
-        assert sorted(node["state"] for node in servers) == ["alive", "alive", "silent"]
+        assert len(servers) == 3
+        assert sum(node["state"] == "alive" for node in servers) == 2
         assert document["ranges_by_in_sync"] == {"2": 16}
         os.kill(tool.role_pids()["server"][-1], signal.SIGKILL)  # it may not serve yet
         tool.wait_for(rf"{GOES_ON}|server \d was killed by SIGKILL before it served again", count=1)
