@@ -39,7 +39,7 @@ def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
     page = (ROOT / "docs/PERFORMANCE.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     rows = [*document["rows"], *document.get("compared", ())]
-    keys = set(document["ceilings"]).union(*rows)
+    keys = set(document.get("ceilings", ())).union(*rows)
     return keys - set(re.findall(r"`(\w+)`", section))
 
 
@@ -102,6 +102,30 @@ def test_dense_writes_rates_and_their_ceilings(tmp_path: Path) -> None:
     # Two rounds for each lane; what both are held against takes part in those of both.
     assert {len(samples[name]) for name in samples if name.startswith(LANES)} == {2}
     assert len(samples["memcpy"]) == len(samples["raw push"]) == 2 * len(LANES)
+
+
+def test_dense_with_replicas_is_held_against_one_replica(tmp_path: Path) -> None:
+    document = bench("dense", "--replicas", "2", "--size-mb", "1", cwd=tmp_path)
+    rows = document["rows"]
+    assert {(r["lane"], r["optimizer"], r["replicas"]) for r in rows} == {
+        (lane, optimizer, count)
+        for lane in LANES
+        for optimizer in ("sgd", "adam")
+        for count in (1, 2)
+    }
+    assert all(all_positive(rates(row)) and row["servers"] == 2 for row in rows)
+    by_key = {(r["lane"], r["optimizer"], r["replicas"]): rates(r) for r in rows}
+    for ratio in document["compared"]:
+        one, two = (by_key[ratio["lane"], ratio["optimizer"], count] for count in (1, 2))
+        for move in MOVES:
+            expected = two[move] / one[move]
+            assert ratio[f"{move}_over_one_replica"] == pytest.approx(expected, rel=0.02)
+
+
+def test_only_dense_has_replicas(tmp_path: Path) -> None:
+    run = run_cli("latency", "--quick", "--replicas", "2", cwd=tmp_path)
+    assert run.returncode == 1
+    assert "latency runs with 1" in run.stderr
 
 
 def test_latency_stands_beside_raw_grpc_and_torch_rpc(tmp_path: Path) -> None:
