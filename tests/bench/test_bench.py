@@ -124,7 +124,7 @@ def test_dense_with_replicas_is_held_against_one_replica(tmp_path: Path) -> None
 
 def test_only_dense_has_replicas(tmp_path: Path) -> None:
     run = run_cli("latency", "--quick", "--replicas", "2", cwd=tmp_path)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "latency runs with 1" in run.stderr
 
 
