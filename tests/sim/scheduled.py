@@ -20,6 +20,7 @@ from tests.sim.test_simulation import CONSISTENCIES, WORKERS, Simulation
 BEAT_S = 1.0
 LOOK_S = 0.25
 VIEW_DELAY_S = 1.5
+SCHEDULER = "scheduler"
 
 
 class ScheduledSimulation(Simulation):
@@ -102,7 +103,7 @@ class ScheduledSimulation(Simulation):
                 )
                 self._publish(decision.transitions)
 
-            self.world.send("promise", arrive)
+            self.world.send("promise", arrive, (session.node_id, SCHEDULER))
         self.world.after(RESEND_S / 2, lambda: self._promise(session, server))
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:

@@ -126,11 +126,14 @@ class Simulation:
         """What a worker knows."""
         return self.layout
 
+    def step_count(self) -> int:
+        """How many steps on each table a worker makes."""
+        return self.world.draw.randint(6, 12)
+
     def run(self) -> Counter[str]:
         """Train, check, and return what happened."""
-        draw = self.world.draw
         for worker in self.workers:
-            worker.start(training(worker, self.truth, draw.randint(6, 12)))
+            worker.start(training(worker, self.truth, self.step_count()))
         self.evaluator.start()
         done = self.world.run(self._is_over, LIMIT_S)
         assert done, f"deadlock: {self._standstill()}"
