@@ -8,7 +8,8 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
-    - A backup from which nothing came for a lease is asked to be left out.
+    - A backup from which nothing came for a lease is asked to be left out, and so are those of the
+      primary before.
     - The word of one that joins counts when it is nearly there, so that it can catch up while steps
       go on; the scheduler is asked for it when it has all that anybody may have seen.
 
@@ -181,6 +182,7 @@ class Replication:
                 else:
                     del self.replicas[range_id]
                     self.logs[range_id] = self._log(assignment, replica.number)
+                    self.logs[range_id].inherit()
                     self._machine.adopt(range_id, replica.copies, now_s)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
@@ -333,7 +335,7 @@ class Replication:
             else:
                 self._include(range_id, log, living, now_s)
                 ready = {n for n in log.backups if log.acked_by(n) >= log.released}
-                wanted = frozenset((self._configured[range_id] | ready) & living)
+                wanted = frozenset((self._configured[range_id] | ready) & living) - log.heirs
                 if wanted == self._configured[range_id]:
                     continue
                 self._asked[range_id] = wanted

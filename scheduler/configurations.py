@@ -1,6 +1,6 @@
 """Who is primary of each range and who backs it up: configurations (SEMANTICS S8).
 
-    [primary, backups]  --primary silent-->        [a live backup], under the next epoch
+    [primary, backups]  --primary silent-->        [a live backup, the others], under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
     too few backups     --a server is free-->      it is named as joining; the primary brings it up
                                                    to date and then asks for it
@@ -12,7 +12,9 @@ Rules:
     - A wish names the epoch that it starts from; if another configuration came first, it is void.
       So of a primary that lost its backup and a scheduler that lost the primary one wins. Each of a
       call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
-    - A promoted backup is alone: another one may be a batch behind or ahead of it, and joins anew.
+    - A promoted backup keeps the others until it asks to be without them, and before that it lets
+      nobody see anything: if it is dead too, which shows later, another one takes its place. They
+      may be a batch behind or ahead of it, so they join anew.
 
 Invariants:
     CF-1  An epoch names one configuration of its range, and epochs grow.
@@ -133,7 +135,8 @@ class Configurations:
             if not living:
                 continue
             chosen = min(living, key=servers.load)
-            new = replace(old, primary=chosen, backups=(), joining=())
+            others = tuple(node_id for node_id in old.backups if node_id != chosen)
+            new = replace(old, primary=chosen, backups=others, joining=())
             servers.move(old, new)
             self._commit(new)
             taken.setdefault(old.primary, {})[old.range_id] = chosen

@@ -412,3 +412,19 @@ class TestSettings:
                 by=lambda h=harness, w=worker, s=spec: h.create(w, s),  # type: ignore[misc]
                 of=harness,
             )
+
+
+def test_one_that_was_promoted_and_is_dead_too_is_followed_by_another() -> None:
+    """It is silent a lease after it was made primary; nobody has seen anything of it."""
+    harness = Harness(server_count=3, replica_count=3, range_count=8)
+    servers = [harness.join(Role.SERVER) for _ in range(3)]
+    harness.create(harness.join(Role.WORKER))
+    (first, *_) = harness.cluster.view.ranges
+    harness.pass_time(4.0, *[s for s in servers if s.node_id != first.primary])
+    second = harness.cluster.view.ranges[0]
+    assert second.primary in first.backups
+    assert set(second.backups) == set(first.backups) - {second.primary}
+    last = [s for s in servers if s.node_id in second.backups]
+    harness.pass_time(4.0, *last)
+    third = harness.cluster.view.ranges[0]
+    assert (third.primary, third.backups) == (last[0].node_id, ())

@@ -185,6 +185,22 @@ def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
     return found
 
 
+def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_left_out() -> None:
+    """Each of them could still be made primary in its place, and may lack its newest batch."""
+    two = replication(TWO)
+    two.observe(view(1, (PLACED_EPOCH, ONE, (TWO, THREE), ())), 0.0)
+    two.serve(0.0)
+    two.observe(view(2, (3, TWO, (THREE,), ())), 0.0)
+    two.serve(LEASE_S)
+    log = two.logs[RANGE]
+    two.granted(THREE, Grant(LEASE_S, (RANGE,)), LEASE_S)
+    log.follow(["a read"])
+    assert log.release(LEASE_S) == []
+    assert two.wishes(LEASE_S) == [BackupWish(RANGE, AssignmentEpoch(3), frozenset())]
+    two.observe(view(3, (4, TWO, (), (THREE,))), LEASE_S)
+    assert log.release(LEASE_S) == ["a read"]
+
+
 def test_who_has_nothing_to_serve_does_not_serve() -> None:
     """A range of another epoch than the first holds something, and not here."""
     two = replication(TWO)
