@@ -1,11 +1,12 @@
 """What befalls the servers, links and workers of a simulation, and how long it lasts.
 
-    strike --for a while--> undone;  strikes end, and all that lasts is undone, when calm comes
+strike --for a while--> undone;  strikes end, and all that lasts is undone, when calm comes
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,8 +77,8 @@ class Stage(Protocol):
     def living(self) -> list[ReplicatedServer]:
         """The servers that were not killed."""
 
-    def may_kill(self, server: ReplicatedServer) -> bool:
-        """Whether another has all that it has, and would be made primary."""
+    def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
+        """Whether every range that has lost a server still has one that lives and is heard."""
 
     def kill(self, server: ReplicatedServer) -> None:
         """For good."""
@@ -96,6 +97,8 @@ class Calamities:
         self.is_calm = False
         self.dead_worker: SimWorker | None = None
         self._stage, self._world, self._plan = stage, stage.world, plan
+        self.away: Counter[NodeId] = Counter()
+        """Servers that the scheduler may not hear, by how many faults."""
         self._left_count = plan.strike_count
         self._links: list[Link] = []
         self._strikes: dict[str, Callable[[], bool]] = {
@@ -155,10 +158,9 @@ class Calamities:
 
     def _kill(self) -> bool:
         draw, stage = self._world.draw, self._stage
-        found = [server for server in stage.living if stage.may_kill(server)]
-        if not found:
+        victim = self._victim(for_good=True)
+        if victim is None:
             return False
-        victim = draw.choice(found)
         self._world.say(f"KILLED server {victim.node_id}")
         stage.kill(victim)
         needed = max(self._plan.replica_count, self._plan.min_in_sync, 2)
@@ -167,10 +169,25 @@ class Calamities:
             self._world.after(1.0 + draw.random() * 9.0, stage.restart)
         return True
 
-    def _pause(self) -> bool:
+    def _victim(self, *, for_good: bool = False) -> ReplicatedServer | None:
+        stage = self._stage
+        found = [s for s in stage.living if stage.may_lose(s, for_good=for_good)]
+        return self._world.draw.choice(found) if found else None
+
+    def _for_a_while(self, victim: NodeId | None = None) -> float:
+        """How long it lasts; the victim is heard again a little later."""
         draw = self._world.draw
-        victim = draw.choice(self._stage.living)
         for_s = draw.choice((1.0, LEASE_S, 2 * LEASE_S, 15.0)) + draw.random()
+        if victim is not None:
+            self.away[victim] += 1
+            self._world.after(for_s + 2.0, lambda: self.away.subtract([victim]))
+        return for_s
+
+    def _pause(self) -> bool:
+        victim = self._victim()
+        if victim is None:
+            return False
+        for_s = self._for_a_while(victim.node_id)
         self._world.say(f"PAUSED server {victim.node_id} for {for_s:.1f} s")
         victim.pause()
         self._undo(for_s, victim.wake)
@@ -180,37 +197,41 @@ class Calamities:
 
     def _cut_off(self) -> bool:
         """From the scheduler and the other servers: workers still reach it."""
-        victim = self._world.draw.choice(self._stage.living)
+        victim = self._victim()
+        if victim is None:
+            return False
         others = [s.node_id for s in self._stage.living if s is not victim]
-        return self._cut(_both_ways(victim.node_id, [SCHEDULER, *others]))
+        for_s = self._for_a_while(victim.node_id)
+        return self._cut(_both_ways(victim.node_id, [SCHEDULER, *others]), for_s)
 
     def _out_of_sight(self) -> bool:
         """Of the scheduler only."""
-        victim = self._world.draw.choice(self._stage.living)
-        return self._cut(_both_ways(victim.node_id, [SCHEDULER]))
+        victim = self._victim()
+        if victim is None:
+            return False
+        for_s = self._for_a_while(victim.node_id)
+        return self._cut(_both_ways(victim.node_id, [SCHEDULER]), for_s)
 
     def _one_way(self) -> bool:
-        draw = self._world.draw
-        one, other = draw.sample([server.node_id for server in self._stage.living], 2)
+        draw, victim = self._world.draw, self._victim()
+        others = [s.node_id for s in self._stage.living if s is not victim]
+        if victim is None or not others:
+            return False
+        one, other = victim.node_id, draw.choice(others)
         worker = draw.choice(self._stage.workers).end
-        return self._cut(
-            draw.choice(
-                (
-                    [(one, other)],
-                    [(one, other)],
-                    [(one, SCHEDULER)],
-                    [(SCHEDULER, one)],
-                    [(worker, one)],
-                    [(one, worker)],
-                    [(s.node_id, one) for s in self._stage.living],
-                    [(one, s.node_id) for s in self._stage.living],
-                )
-            )
-        )
+        choices: list[list[Link]] = [
+            [(one, other)],
+            [(other, one)],
+            [(one, SCHEDULER)],
+            [(SCHEDULER, one)],
+            [(worker, one)],
+            [(one, worker)],
+            [(node_id, one) for node_id in others],
+            [(one, node_id) for node_id in others],
+        ]
+        return self._cut(draw.choice(choices), self._for_a_while(one))
 
-    def _cut(self, links: Sequence[Link]) -> bool:
-        draw = self._world.draw
-        for_s = draw.choice((1.0, LEASE_S, 2 * LEASE_S, 15.0)) + draw.random()
+    def _cut(self, links: Sequence[Link], for_s: float) -> bool:
         self._world.say(f"CUT {links} for {for_s:.1f} s")
         for link in links:
             self._world.cut[link] += 1
@@ -220,6 +241,8 @@ class Calamities:
     def _slow(self) -> bool:
         """Messages between two servers, or all of one, come late."""
         draw = self._world.draw
+        if len(self._stage.living) < 2:
+            return False
         one, other = draw.sample([server.node_id for server in self._stage.living], 2)
         others: list[NodeId] = [s.node_id for s in self._stage.living if s.node_id != one]
         links = draw.choice(([(one, other)], [(other, one)], _both_ways(one, others)))
@@ -229,9 +252,12 @@ class Calamities:
             self._world.slow[link] = by_s
             self._undo(
                 5.0 + draw.random() * 15.0,
-                lambda link=link: self._world.slow.pop(link, None),  # type: ignore[misc]
+                lambda link=link: self._faster(link),  # type: ignore[misc]
             )
         return True
+
+    def _faster(self, link: Link) -> None:
+        self._world.slow.pop(link, None)
 
     # --- workers
 

@@ -130,7 +130,7 @@ class ReplicatedServer(SimServer):
         """Take up what may be served now."""
         self.machine.observe(self.replication.serve(self.now_s))
         for range_id, log in self.replication.logs.items():
-            if self._tenures.get(range_id) != log.tenure:
+            if self._tenures.get(range_id) != log.tenure and not log.heirs:
                 self._tenures[range_id] = log.tenure
                 self.world.counts["ranges taken over"] += self.world.now_s > 0
                 self.watch.begins(self, range_id)

@@ -50,7 +50,7 @@ class Watch:
         self._newest[range_id] = tenure, server.node_id
         for other in self._servers.values():
             log = other.replication.logs.get(range_id)
-            if other is server or log is None or other.is_dead:
+            if other is server or log is None or log.heirs or other.is_dead:
                 continue
             assert not log.may_serve(other.now_s), (
                 f"G2: {server.node_id} begins to serve range {range_id} and {other.node_id} still "
@@ -69,7 +69,7 @@ class Watch:
             assert node_id is not None
             replica = self._servers[node_id].replication.replicas.get(range_id)
             has = (0, 0) if replica is None else (replica.tenure, replica.number)
-            assert has[0] == tenure and has[1] >= number, (
+            assert (tenure, number) <= has < (tenure + 1, 0), (
                 f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )

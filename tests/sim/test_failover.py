@@ -9,8 +9,8 @@ from functools import cached_property
 import pytest
 
 from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
-from ps_core.keys import NodeId, RangeId
-from ps_server.part_copy import PartCopy, copy_of
+from ps_core.keys import Incarnation, NodeId, RangeId
+from ps_server.part_copy import PartCopy, WorkerFacts, copy_of
 from scheduler.cluster_state import (
     BackupsSet,
     ClusterSettings,
@@ -93,15 +93,17 @@ class FailoverSimulation(ScheduledSimulation):
         """The servers that were not killed."""
         return [server for server in self.servers.values() if not server.is_dead]
 
-    def may_kill(self, server: ReplicatedServer) -> bool:
-        """Whether another has all that it has, and would be made primary."""
-        if any(other.replication._asked for other in self.living):
-            return False  # it may be about to be left without backups
+    def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
+        """Whether every range that has lost a server still has one that lives and is heard."""
+        if for_good and any(other.replication._asked for other in self.living):
+            return False  # one may be about to be left without backups
         dead = {node_id for node_id, other in self.servers.items() if other.is_dead}
+        away = {node_id for node_id, count in self.calamities.away.items() if count > 0}
+        lost = dead | {server.node_id} if for_good else dead
         return all(
-            {r.primary, *r.backups} - dead - {server.node_id}
+            holders - lost - away - {server.node_id}
             for r in self.scheduler.view.ranges
-            if r.primary is not None
+            if (holders := {r.primary, *r.backups}) & lost
         )
 
     def kill(self, server: ReplicatedServer) -> None:
@@ -195,7 +197,8 @@ class FailoverSimulation(ScheduledSimulation):
         )
         if isinstance(transition, WorkerGone):
             dead = self.calamities.dead_worker
-            assert dead is not None and transition.node.incarnation == dead.incarnation
+            assert dead is not None
+            assert transition.node.incarnation == dead.incarnation
             counts["gone"] += 1
             self.truth.gone.add(dead.incarnation)
             self.truth.left |= {(table.table_id, dead.rank) for table in self.layout.tables}
@@ -295,17 +298,28 @@ class FailoverSimulation(ScheduledSimulation):
             part = primary.machine.parts.get((table.table_id, range_id))
             copy = backup.replication.replicas[range_id].copies.get(table.table_id)
             if part is not None and copy is not None:
-                ours, theirs = _known(copy_of(part.state)), _known(copy)
+                ours, theirs = (_known(c, self.truth.gone) for c in (copy_of(part.state), copy))
                 assert ours == theirs, f"EQUAL: {ours} is copied as {theirs}"
         self.world.counts["equal replicas"] += 1
 
 
-def _known(copy: PartCopy) -> object:
-    """What two copies have alike; which outcomes their workers saw is told in passing."""
-    return copy.facts, copy.versions, [
-        (worker.facts._replace(confirmed=0), worker.own_updates, worker.ledger.low_water)
-        for _, worker in sorted(copy.workers.items())
-    ]
+def _known(copy: PartCopy, gone: set[Incarnation]) -> object:
+    """What two copies have alike: which outcomes their workers saw is told in passing, and who is
+    gone each server knows from its view.
+    """
+    return (
+        copy.facts,
+        copy.versions,
+        [
+            (_decided(worker.facts, gone), worker.own_updates, worker.ledger.low_water)
+            for _, worker in sorted(copy.workers.items())
+        ],
+    )
+
+
+def _decided(facts: WorkerFacts, gone: set[Incarnation]) -> WorkerFacts:
+    left = None if facts.incarnation in gone else facts.left_clock
+    return facts._replace(confirmed=0, left_clock=left)
 
 
 @pytest.mark.timeout(300)
