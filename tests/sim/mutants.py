@@ -52,14 +52,6 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
-        "room goes by rank before clock",
-        "S3",
-        "ps_server/room.py",
-        "for other in sorted((s for s in self._staged if s > step), reverse=True):",
-        "for other in sorted((s for s in self._staged if s[::-1] > step[::-1]), reverse=True):",
-        _STEPS,
-    ),
-    Mutant(
         "what was received survives a broken stream",
         "S3",
         _WINDOW,

@@ -67,11 +67,13 @@ class ReplicatedServer(SimServer):
         place: Place,
     ) -> None:
         self.is_dead = self.is_paused = False
+        self.paused_s = self._paused_at_s = 0.0
+        """For how long it was paused, in all; and since when."""
         self.peers, self.watch, self._clock = place.peers, place.watch, place.clock
         self.asked: list[BackupWish] = []
         self._view: ClusterView | None = None
         self._inbox: list[Callable[[], None]] = []
-        self._waits_since_s: float | None = None
+        self._waits_since_s: dict[RangeId, float] = {}
         self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
         super().__init__(world, node_id, worker_count, settings)
         self.replication = Replication(node_id, self.machine, LEASE_S, place.min_in_sync)
@@ -95,11 +97,14 @@ class ReplicatedServer(SimServer):
 
     def pause(self) -> None:
         """It does nothing, and what comes waits for it."""
-        self.is_paused = True
+        if not self.is_paused:
+            self.is_paused, self._paused_at_s = True, self.world.now_s
 
     def wake(self) -> None:
         """It goes on where it was, with what has come meanwhile; only its clock has run on."""
-        self.is_paused, self._waits_since_s = False, None
+        if self.is_paused:
+            self.is_paused, self._waits_since_s = False, {}
+            self.paused_s += self.world.now_s - self._paused_at_s
         while self._inbox and not self.is_paused:
             self._inbox.pop(0)()
 
@@ -167,12 +172,12 @@ class ReplicatedServer(SimServer):
         self.world.after(TICK_S, self._tick)
 
     def _watch_waits(self) -> None:
-        if not self.replication.waits:
-            self._waits_since_s = None
-            return
-        if self._waits_since_s is None:
-            self._waits_since_s = self.world.now_s
-        self.watch.waits(self, self.world.now_s - self._waits_since_s)
+        replicas = self.replication.replicas.items()
+        waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
+        now_s = self.world.now_s
+        self._waits_since_s = {r: self._waits_since_s.get(r, now_s) for r in waiting}
+        for since_s in self._waits_since_s.values():
+            self.watch.waits(self, now_s - since_s)
 
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""

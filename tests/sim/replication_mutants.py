@@ -44,10 +44,10 @@ REPLICATION_MUTANTS = (
     Mutant(
         "who joins does not count before it is configured",
         "S8",
-        _REPLICATION,
-        "                for node_id in wanted - set(log.backups):\n"
-        "                    log.include(node_id, self._joining[range_id, node_id].number)\n",
-        "",
+        _LOG,
+        "        return min(self._acked.values(), default=self.number)",
+        "        configured = list(self._acked.values())[: self._configured_count]\n"
+        "        return min(configured, default=self.number)",
         _FAILOVER,
     ),
     Mutant(
@@ -80,9 +80,8 @@ REPLICATION_MUTANTS = (
         "the epoch of a request is not checked",
         "S8",
         _CONFIGURATIONS,
-        "        if (assignment.primary, assignment.assignment_epoch) != (\n"
-        "            primary,\n            assignment_epoch,\n        ) or backups - known:",
-        "        if assignment.primary != primary or backups - known:",
+        "is_present = (old.primary, old.assignment_epoch) == (primary, wish.assignment_epoch)",
+        "is_present = old.primary == primary",
         _FAILOVER,
     ),
     Mutant(
@@ -143,6 +142,22 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
+        "one that is promoted serves while its heirs could",
+        "S8",
+        _REPLICATION,
+        "                    self.logs[range_id].inherit()\n",
+        "",
+        _FAILOVER,
+    ),
+    Mutant(
+        "a clock stands still while its server is paused",
+        "S8",
+        "tests/sim/replicated.py",
+        "return self._clock.read(self.world.now_s)",
+        "return self._clock.read(self.world.now_s - self.paused_s)",
+        _FAILOVER,
+    ),
+    Mutant(
         "sums are not sent",
         "S8",
         _OUTPUT,
@@ -169,9 +184,9 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a promise is made before the backups have it",
         "S6",
-        "tests/sim/replicated.py",
-        "return all(log.is_settled for log in self.replication.logs.values())",
-        "return True",
+        _OUTPUT,
+        "untold = {table_id for table_id, _ in self._untold}",
+        "untold: set[TableId] = set()",
         _FAILOVER,
     ),
     Mutant(
@@ -194,9 +209,9 @@ REPLICATION_MUTANTS = (
         "where no worker was heard yet nothing is settled",
         "S6",
         _OUTPUT,
-        "            if not self._replication.decides_alone(place[1]):",
-        "            has = self._machine.parts[place].state.workers\n"
-        "            if has and not self._replication.decides_alone(place[1]):",
+        "        for place, part in self._machine.parts.items():\n            if self._replication",
+        "        for place, part in self._machine.parts.items():\n"
+        "            if not part.state.workers or self._replication",
         _FAILOVER,
     ),
     Mutant(
@@ -276,8 +291,8 @@ REPLICATION_MUTANTS = (
         "one joins that is behind",
         "S9",
         _REPLICATION,
-        "            if at == range_id and joining.number == log.number\n",
-        "            if at == range_id and joining.number >= 0\n",
+        "{n for n in log.backups if log.acked_by(n) >= log.released}",
+        "set(log.backups)",
         _FAILOVER,
     ),
     Mutant(
