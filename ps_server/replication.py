@@ -142,7 +142,11 @@ class Replication:
                     self.replicas[range_id] = replica
                 if replica is not None:  # else it is taken for dead, and joins anew
                     replica.follow(assignment_epoch)
-            elif replica is not None and self._node_id not in assignment.joining:
+            elif (  # of one that is told of a newer epoch its primary may count on what it has
+                replica is not None
+                and self._node_id not in assignment.joining
+                and replica.assignment_epoch < assignment.assignment_epoch
+            ):
                 del self.replicas[range_id]
                 lost.append(range_id)
         return lost, effects
@@ -397,9 +401,10 @@ class Replication:
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.logs:
             return None
         replica = self.replicas.get(range_id)
-        tenure, number = (0, 0) if replica is None else (replica.tenure, replica.number)
-        if tenure == snapshot.tenure and number >= snapshot.number:  # it was late, or came twice
-            return Ack(range_id, number)
+        is_known = replica is not None and replica.tenure == snapshot.tenure
+        if replica is not None and is_known and replica.number >= snapshot.number:
+            replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
+            return Ack(range_id, replica.number)
         self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,

@@ -15,6 +15,8 @@ Rules:
     - A promoted backup keeps the others until it asks to be without them, and before that it lets
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
       may be a batch behind or ahead of it, so they join anew.
+    - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
+      what it has when it is not named, and its primary may not learn of that in time.
 
 Invariants:
     CF-1  An epoch names one configuration of its range, and epochs grow.
@@ -95,6 +97,8 @@ class Configurations:
                 continue
             # The same set too: who asks has asked for another before, which is void from now on.
             joining = tuple(node_id for node_id in old.joining if node_id not in wish.backups)
+            if len(wish.backups) >= self._backup_count:
+                joining = ()
             self._commit(replace(old, backups=tuple(sorted(wish.backups)), joining=joining))
             left_out.update(set(old.backups) - wish.backups)
             let_in.update(wish.backups - set(old.backups))
@@ -155,14 +159,15 @@ class Configurations:
         self._state.ranges[assignment.range_id] = replace(assignment, assignment_epoch=next_epoch)
 
     def _filled(self, servers: _Servers) -> list[Transition]:
-        """Ranges with too few backups have others that join; who joined and is silent does not."""
+        """Ranges with too few backups have others that join, beside who joins and is silent."""
         named: Counter[NodeId] = Counter()
         dropped: Counter[NodeId] = Counter()
         for old in self._state.ranges:
             if old.primary is None or old.primary not in servers.living:
                 continue
-            joining = [node_id for node_id in old.joining if node_id in servers.living]
-            missing = self._backup_count - len(old.backups) - len(joining)
+            joining = [node_id for node_id in old.joining if node_id in servers.members]
+            living_count = sum(node_id in servers.living for node_id in joining)
+            missing = self._backup_count - len(old.backups) - living_count
             added = servers.free_for(old)[:missing] if missing > 0 else []
             if not added and len(joining) == len(old.joining):
                 continue
@@ -180,6 +185,7 @@ class _Servers:
     def __init__(self, state: ClusterState) -> None:
         nodes = state.nodes_of(Role.SERVER)
         self.living = {node.node_id for node in nodes if node.state is NodeState.ALIVE}
+        self.members = {node.node_id for node in nodes if node.state.is_member}
         self._counts = Counter(node_id for r in state.ranges for node_id in r.holders)
 
     def load(self, node_id: NodeId) -> tuple[int, NodeId]:

@@ -1,9 +1,5 @@
 """What is watched while servers serve: who may, and what everybody has of what was seen.
 
-What it lets pass: a backup that gave up what it had when the scheduler took it for silent, and was
-named and let in again before its primary knew (`stale_joiner_count`). It is left out within a lease;
-until then the range has a replica less than the configuration says.
-
 Oracles:
     G2    One server serves a range: when another begins to, no lease of the one before holds any
           more, on that one's own clock, and nothing that it decided is seen from then on.
@@ -44,7 +40,6 @@ class Watch:
         self._servers = servers
         self._view = view
         self._lease_s = lease_s
-        self.stale_joiner_count = 0
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
@@ -73,9 +68,6 @@ class Watch:
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
             replica = self._servers[node_id].replication.replicas.get(range_id)
-            if replica is None and node_id != assignment.primary:
-                self.stale_joiner_count += 1
-                continue
             has = (0, 0) if replica is None else (replica.tenure, replica.number)
             assert (tenure, number) <= has < (tenure + 1, 0), (
                 f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "

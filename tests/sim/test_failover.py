@@ -266,7 +266,6 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _check_end(self) -> None:
         self.calamities.calm()
-        self.world.counts["stale joiners"] = self.watch.stale_joiner_count
         settled = self.world.run(self._is_quiet, self.world.now_s + QUIET_S)
         assert settled, f"LIVE: the backups never caught up: {self.scheduler.view.ranges}"
         for server in self.servers.values():

@@ -17,7 +17,7 @@ from ps_server.part_copy import (
     restore,
 )
 from ps_server.range_log import RangeLog
-from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication
+from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
 from ps_worker.push_window import PushWindow
@@ -199,6 +199,18 @@ def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_
     assert two.wishes(LEASE_S) == [BackupWish(RANGE, AssignmentEpoch(3), frozenset())]
     two.observe(view(3, (4, TWO, (), (THREE,))), LEASE_S)
     assert log.release(LEASE_S) == ["a read"]
+
+
+def test_who_joins_keeps_what_its_primary_counts_on_until_the_epoch_ends() -> None:
+    """A view that does not name it may be older than what its primary has told it."""
+    three = replication(THREE)
+    three.observe(view(1, (4, ONE, (), (THREE,))), 0.0)
+    snapshot = Snapshot(RANGE, AssignmentEpoch(5), EPOCH, 7, {})
+    assert three.join(snapshot) == Ack(RANGE, 7)
+    assert three.observe(view(2, (5, ONE, (TWO,), ())), 0.0) == ([], [])
+    assert three.replicas[RANGE].number == 7
+    assert three.observe(view(3, (6, ONE, (TWO,), ())), 0.0) == ([RANGE], [])
+    assert three.replicas == {}
 
 
 def test_who_has_nothing_to_serve_does_not_serve() -> None:
