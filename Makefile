@@ -11,6 +11,7 @@ PYTHON ?= python3
 COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
+KIND ?=
 TORCH_INDEX ?=
 export COMPOSE
 
@@ -74,8 +75,8 @@ format: $(READY) ## Format the code and apply the lint's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
-	$(BIN)/python -m pytest $(if $(SEED),--sim-seed=$(SEED),$(PARALLEL) --sim-seeds=$(SEEDS)) tests/sim
+sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED= with its transcript (KIND=failover: only those)
+	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(KIND),--kind $(KIND))
 
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants

@@ -96,12 +96,14 @@ class Configurations:
                 refused.append(wish.range_id)
                 continue
             # The same set too: who asks has asked for another before, which is void from now on.
-            joining = tuple(node_id for node_id in old.joining if node_id not in wish.backups)
-            if len(wish.backups) >= self._backup_count:
-                joining = ()
-            self._commit(replace(old, backups=tuple(sorted(wish.backups)), joining=joining))
-            left_out.update(set(old.backups) - wish.backups)
-            let_in.update(wish.backups - set(old.backups))
+            kept = wish.backups & set(old.backups)
+            # More may have joined than are missing, if one was silent for a time.
+            added = sorted(wish.backups - kept)[: max(self._backup_count - len(kept), 0)]
+            is_full = len(kept) + len(added) >= self._backup_count
+            joining = () if is_full else tuple(n for n in old.joining if n not in added)
+            self._commit(replace(old, backups=tuple(sorted((*kept, *added))), joining=joining))
+            left_out.update(set(old.backups) - kept)
+            let_in.update(added)
         granted = tuple(w.range_id for w in wishes if w.range_id not in refused)
         if not granted:
             return tuple(refused), []

@@ -15,3 +15,6 @@ KINDS: dict[str, type[Simulation]] = {
     "newcomers": NewcomerSimulation,
     "failover": FailoverSimulation,
 }
+
+SHARES = {"steps": 5, "changes": 5, "crashes": 5, "newcomers": 5, "failover": 1}
+"""Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -299,7 +299,7 @@ REPLICATION_MUTANTS = (
         "a snapshot that is late replaces what is newer",
         "S9",
         _REPLICATION,
-        "if tenure == snapshot.tenure and number >= snapshot.number:",
+        "if replica is not None and is_known and replica.number >= snapshot.number:",
         "if False:",
         _FAILOVER,
     ),

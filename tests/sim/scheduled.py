@@ -6,6 +6,7 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from ps_core.cluster_view import Session
 from ps_core.consistency import parsed
@@ -25,6 +26,11 @@ SCHEDULER = "scheduler"
 
 class ScheduledSimulation(Simulation):
     """One seed in which an operator changes the tables' consistency while they are trained."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "proposed", "changed", "moved", "withdrawn", "rejected", "discarded", "scaled",
+        "forgotten", "reads of bsp after a change", "reads of ssp after a change",
+    })  # fmt: skip
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)

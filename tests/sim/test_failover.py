@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import pytest
 
@@ -40,6 +41,14 @@ CLOCKS = 30
 class FailoverSimulation(ScheduledSimulation):
     """One seed of all that may befall servers."""
 
+    often: ClassVar[frozenset[str]] = frozenset({
+        *(f"fault: {kind}" for kind in (*STRIKES, "restarted", "drift")),
+        "lost", "duplicated", "resets", "cut", "slowed", "silent servers", "failovers",
+        "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
+        "parked waits", "equal replicas", "gone",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
+
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.servers: dict[NodeId, ReplicatedServer] = {}
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
@@ -55,6 +64,7 @@ class FailoverSimulation(ScheduledSimulation):
     def plan(self) -> Plan:
         """What happens."""
         plan = Plan.drawn(self.world.draw)
+        self.world.counts["fault: drift"] += plan.drift > 0
         if not plan.resets:
             self.world.faults = replace(self.world.faults, reset_every_s=1e9)
         return plan
@@ -316,6 +326,7 @@ def _known(copy: PartCopy, gone: set[Incarnation]) -> object:
         [
             (_decided(worker.facts, gone), worker.own_updates, worker.ledger.low_water)
             for _, worker in sorted(copy.workers.items())
+            if worker.ledger.low_water  # else nothing of it was decided
         ],
     )
 
@@ -328,12 +339,4 @@ def _decided(facts: WorkerFacts, gone: set[Incarnation]) -> WorkerFacts:
 @pytest.mark.timeout(300)
 def test_training_goes_on_without_the_dead(sim_seeds: tuple[int, ...]) -> None:
     """Whatever was answered is there once, whoever serves it."""
-    total = run_seeds(FailoverSimulation, sim_seeds)
-    if len(sim_seeds) >= 20:
-        missing = {
-            *(f"fault: {kind}" for kind in (*STRIKES, "restarted")),
-            "lost", "duplicated", "resets", "cut", "slowed", "silent servers", "failovers",
-            "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
-            "parked waits", "equal replicas", "gone",
-        } - {name for name, count in total.items() if count}  # fmt: skip
-        assert not missing, f"never happened: {missing}"
+    run_seeds(FailoverSimulation, sim_seeds)

@@ -207,8 +207,8 @@ class TestFailover:
         dropped_count = sum(victim.node_id in was.joining for was in before)
         assert dict(told.dropped)[victim.node_id] == dropped_count
 
-    def test_a_promoted_backup_is_alone_and_the_others_join_anew(self) -> None:
-        """Another one may be a batch behind or ahead of it."""
+    def test_a_promoted_backup_has_the_others_until_it_asks_and_they_join_anew(self) -> None:
+        """Another one may be a batch behind or ahead of it, and is needed if that one is dead."""
         harness = Harness(server_count=3, replica_count=3, range_count=8)
         servers = [harness.join(Role.SERVER) for _ in range(3)]
         harness.create(harness.join(Role.WORKER))
@@ -217,8 +217,11 @@ class TestFailover:
         harness.pass_time(4, *[s for s in servers if s.node_id != first.primary])
         now = harness.cluster.view.ranges[0]
         assert now.primary in first.backups
-        assert now.backups == ()
-        assert set(now.joining) == set(first.backups) - {now.primary}
+        assert (set(now.backups), now.joining) == (set(first.backups) - {now.primary}, ())
+        promoted = next(s for s in servers if s.node_id == now.primary)
+        harness.cluster.set_backups(promoted, [wish(now)])
+        harness.pass_time(1, *[s for s in servers if s.node_id != first.primary])
+        assert set(harness.cluster.view.ranges[0].joining) == set(first.backups) - {now.primary}
 
     def test_nobody_joins_a_range_whose_primary_is_silent(self) -> None:
         """Who should bring it up to date?"""
@@ -436,3 +439,22 @@ def test_one_that_was_promoted_and_is_dead_too_is_followed_by_another() -> None:
     harness.pass_time(4.0, *last)
     third = harness.cluster.view.ranges[0]
     assert (third.primary, third.backups) == (last[0].node_id, ())
+
+
+def test_no_more_are_let_in_than_are_missing() -> None:
+    """Another was named beside one that was silent for a time; both have caught up."""
+    harness = Harness(server_count=4, replica_count=2, range_count=1)
+    servers = [harness.join(Role.SERVER) for _ in range(4)]
+    worker = harness.join(Role.WORKER)
+    harness.create(worker)
+    (first,) = harness.cluster.view.ranges
+    primary = next(s for s in servers if s.node_id == first.primary)
+    harness.cluster.set_backups(primary, [wish(first)])
+    harness.pass_time(1.0, *servers, worker)
+    (joining,) = harness.cluster.view.ranges[0].joining
+    harness.pass_time(4.0, *[s for s in servers if s.node_id != joining], worker)
+    (named,) = harness.cluster.view.ranges
+    assert len(named.joining) == 2
+    assert harness.cluster.set_backups(primary, [wish(named, *named.joining)]).reply == ()
+    (after,) = harness.cluster.view.ranges
+    assert (len(after.backups), after.joining) == (1, ())
