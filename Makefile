@@ -11,6 +11,7 @@ PYTHON ?= python3
 COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
+KIND ?=
 TORCH_INDEX ?=
 export COMPOSE
 
@@ -27,7 +28,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim bench bench-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants bench bench-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,8 +75,11 @@ format: $(READY) ## Format the code and apply the lint's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
-	$(BIN)/python -m pytest $(if $(SEED),--sim-seed=$(SEED),$(PARALLEL) --sim-seeds=$(SEEDS)) tests/sim
+sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED= with its transcript (KIND=failover: only those)
+	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(KIND),--kind $(KIND))
+
+sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
+	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks

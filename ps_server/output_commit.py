@@ -233,7 +233,11 @@ class OutputCommit:
 
     @property
     def promises(self) -> tuple[Promise, ...]:
-        """What the backups know that this server has promised."""
+        """What the backups know that this server has promised; nothing while it is to serve a range
+        that it does not serve yet, which may have reached a later clock.
+        """
+        if self._replication.waits:
+            return ()
         untold = {table_id for table_id, _ in self._untold}
         return tuple(p for p in self._machine.promises if p.table_id not in untold)
 

@@ -12,12 +12,15 @@ Rules:
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
+    - One that was promoted has the backups of the primary before as heirs: they may be a batch
+      behind or ahead of it. While they are, each of them can be made primary in its place, so it
+      releases nothing; it asks the scheduler to leave them out, and they join anew.
     - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
       does not count before the scheduler has configured it. Reads of what is committed go on.
 
 Invariants:
     RL-1  Nothing is released before what was decided before it.
-    RL-2  Nothing is released that an in-sync backup does not have.
+    RL-2  Nothing is released that an in-sync backup does not have, nor while there are heirs.
 
 What it deliberately does not do: look at effects, or know the network or the scheduler.
 """
@@ -73,6 +76,7 @@ class RangeLog:
         assignment_epoch: the newest.
         tenure: the first.
         number: of the newest batch.
+        heirs: backups of the primary before, which are not left out yet.
     """
 
     def __init__(
@@ -95,6 +99,11 @@ class RangeLog:
         self._released = number
         self._is_past = False
         self._granted_s: dict[NodeId, float] = {}
+        self.heirs: frozenset[NodeId] = frozenset()
+
+    def inherit(self) -> None:
+        """The backups were those of the primary before."""
+        self.heirs = frozenset(self._acked)
 
     @property
     def backups(self) -> tuple[NodeId, ...]:
@@ -159,7 +168,7 @@ class RangeLog:
     def release(self, now_s: float) -> list[object]:
         """What may be done now, in order (RL-1, RL-2)."""
         out: list[object] = []
-        if not self._entries or not self.may_serve(now_s):
+        if not self._entries or self.heirs or not self.may_serve(now_s):
             return out
         committed = self.committed
         while self._entries and self._entries[0].number <= committed:
@@ -236,6 +245,7 @@ class RangeLog:
         """
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
+        self.heirs &= wanted
         self._configured_count = len(wanted)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
         for backup in [b for b in self._acked if b not in wanted]:

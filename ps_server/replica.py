@@ -74,6 +74,7 @@ class Replica:
         copy = self.copies.get(batch.table_id) or fresh()
         if copy is None:
             return False
+        self.follow(batch.assignment_epoch)
         self.copies[batch.table_id] = copy
         copy.take(batch.delta)
         self.number = batch.number

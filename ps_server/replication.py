@@ -8,7 +8,8 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
-    - A backup from which nothing came for a lease is asked to be left out.
+    - A backup from which nothing came for a lease is asked to be left out, and so are those of the
+      primary before.
     - The word of one that joins counts when it is nearly there, so that it can catch up while steps
       go on; the scheduler is asked for it when it has all that anybody may have seen.
 
@@ -141,7 +142,11 @@ class Replication:
                     self.replicas[range_id] = replica
                 if replica is not None:  # else it is taken for dead, and joins anew
                     replica.follow(assignment_epoch)
-            elif replica is not None and self._node_id not in assignment.joining:
+            elif (  # of one that is told of a newer epoch its primary may count on what it has
+                replica is not None
+                and self._node_id not in assignment.joining
+                and replica.assignment_epoch < assignment.assignment_epoch
+            ):
                 del self.replicas[range_id]
                 lost.append(range_id)
         return lost, effects
@@ -181,6 +186,7 @@ class Replication:
                 else:
                     del self.replicas[range_id]
                     self.logs[range_id] = self._log(assignment, replica.number)
+                    self.logs[range_id].inherit()
                     self._machine.adopt(range_id, replica.copies, now_s)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
@@ -338,7 +344,7 @@ class Replication:
             else:
                 self._include(range_id, log, living, now_s)
                 ready = {n for n in log.backups if log.acked_by(n) >= log.released}
-                wanted = frozenset((self._configured[range_id] | ready) & living)
+                wanted = frozenset((self._configured[range_id] | ready) & living) - log.heirs
                 if wanted == self._configured[range_id]:
                     continue
                 self._asked[range_id] = wanted
@@ -405,9 +411,10 @@ class Replication:
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.logs:
             return None
         replica = self.replicas.get(range_id)
-        tenure, number = (0, 0) if replica is None else (replica.tenure, replica.number)
-        if tenure == snapshot.tenure and number >= snapshot.number:  # it was late, or came twice
-            return Ack(range_id, number)
+        is_known = replica is not None and replica.tenure == snapshot.tenure
+        if replica is not None and is_known and replica.number >= snapshot.number:
+            replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
+            return Ack(range_id, replica.number)
         self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,

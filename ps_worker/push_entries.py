@@ -93,9 +93,13 @@ class Entry:
 
     @property
     def travels_along(self) -> bool:
-        """A seal: whether its carrier will bring it, now or by a resend."""
+        """A seal: whether its carrier will bring it, now or by a resend. One that was received, and
+        with it the seal, is not sent again before the seal has ended.
+        """
         push = self.carrier
-        return push is not None and push.state is not EntryState.ENDED and not push.given_up
+        if push is None or push.given_up:
+            return False
+        return push.state in (EntryState.QUEUED, EntryState.SENT)
 
 
 class Numbering:

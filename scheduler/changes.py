@@ -4,7 +4,7 @@
     proposed   every server with a part of the table is asked, by the view
     promised   each has said beyond which clock it holds everything back
     committed  once all have: the change is after the highest of these clocks
-    withdrawn  not all had by the deadline: everything goes on as before
+    withdrawn  not all had by the deadline, or a range has another primary since: all is as before
 
 Rules:
     - A table has one proposal at a time; who wants another change waits for it to be settled.
@@ -23,14 +23,14 @@ again when the view has changed).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
-from ps_core.keys import NodeId, TableId
+from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from scheduler import view_size
 from scheduler.cluster_state import (
@@ -283,11 +283,23 @@ class Changes:
             proposal, change = self._state.proposals.get(table.table_id), table.proposed
             if proposal is None or change is None or now_s < proposal.deadline_s:
                 continue
-            reason = self._reason(table, change, now_s)
-            self._state.withdrawals[table.table_id] = reason
-            del self._state.proposals[table.table_id]
-            withdrawn.append(ChangeWithdrawn(self._put(replace(table, proposed=None)), reason))
+            withdrawn.append(self._withdraw(table, self._reason(table, change, now_s)))
         return withdrawn
+
+    def failed_over(self, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """These ranges have other primaries, which have promised nothing for them."""
+        moved = set(range_ids)
+        return [
+            self._withdraw(table, "a server that was to promise it was lost; ask again")
+            for table in list(self._state.tables.values())
+            if table.table_id in self._state.proposals
+            and moved & table.blocks_by_range(len(self._state.ranges)).keys()
+        ]
+
+    def _withdraw(self, table: Table, reason: str) -> Transition:
+        self._state.withdrawals[table.table_id] = reason
+        del self._state.proposals[table.table_id]
+        return ChangeWithdrawn(self._put(replace(table, proposed=None)), reason)
 
     def _table(self, name: str) -> Table:
         table = self._state.tables.get(name)

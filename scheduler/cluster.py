@@ -44,6 +44,7 @@ from scheduler.cluster_state import (
     ClusterSettings,
     ClusterState,
     NodeLeft,
+    RangesFailedOver,
     Registration,
     Transition,
     WorkerGone,
@@ -183,7 +184,7 @@ class Cluster:
         del now_s  # leaving does not depend on when
         transitions = self._members.deregister(session, reason)
         if transitions and session.role is Role.SERVER:
-            transitions += self._configurations.look()
+            transitions += self._configured()
         return Decision(None, self._changed(*transitions))
 
     def member(self, session: Session) -> Node:
@@ -291,8 +292,16 @@ class Cluster:
         transitions = self._changes.expire(now_s)
         transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         transitions += self._members.look(now_s)
-        transitions += self._configurations.look()
+        transitions += self._configured()
         return Decision(None, self._changed(*transitions))
+
+    def _configured(self) -> list[Transition]:
+        """Ranges have other primaries or joiners, where they need them."""
+        transitions = self._configurations.look()
+        for transition in list(transitions):
+            if isinstance(transition, RangesFailedOver):
+                transitions += self._changes.failed_over(transition.range_ids)
+        return transitions
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:
         for transition in transitions:

@@ -302,7 +302,7 @@ class BackupsSet:
 @dataclass(frozen=True, slots=True)
 class JoinersNamed:
     """Ranges have too few backups: of how many each server has to become one now; of how many it
-    had to, and fell silent before it was.
+    had to, and has left before it was.
     """
 
     named: Counts

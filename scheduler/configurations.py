@@ -1,6 +1,6 @@
 """Who is primary of each range and who backs it up: configurations (SEMANTICS S8).
 
-    [primary, backups]  --primary silent-->        [a live backup], under the next epoch
+    [primary, backups]  --primary silent-->        [a live backup, the others], under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
     too few backups     --a server is free-->      it is named as joining; the primary brings it up
                                                    to date and then asks for it
@@ -12,7 +12,11 @@ Rules:
     - A wish names the epoch that it starts from; if another configuration came first, it is void.
       So of a primary that lost its backup and a scheduler that lost the primary one wins. Each of a
       call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
-    - A promoted backup is alone: another one may be a batch behind or ahead of it, and joins anew.
+    - A promoted backup keeps the others until it asks to be without them, and before that it lets
+      nobody see anything: if it is dead too, which shows later, another one takes its place. They
+      may be a batch behind or ahead of it, so they join anew.
+    - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
+      what it has when it is not named, and its primary may not learn of that in time.
 
 Invariants:
     CF-1  An epoch names one configuration of its range, and epochs grow.
@@ -92,10 +96,14 @@ class Configurations:
                 refused.append(wish.range_id)
                 continue
             # The same set too: who asks has asked for another before, which is void from now on.
-            joining = tuple(node_id for node_id in old.joining if node_id not in wish.backups)
-            self._commit(replace(old, backups=tuple(sorted(wish.backups)), joining=joining))
-            left_out.update(set(old.backups) - wish.backups)
-            let_in.update(wish.backups - set(old.backups))
+            kept = wish.backups & set(old.backups)
+            # More may have joined than are missing, if one was silent for a time.
+            added = sorted(wish.backups - kept)[: max(self._backup_count - len(kept), 0)]
+            is_full = len(kept) + len(added) >= self._backup_count
+            joining = () if is_full else tuple(n for n in old.joining if n not in added)
+            self._commit(replace(old, backups=tuple(sorted((*kept, *added))), joining=joining))
+            left_out.update(set(old.backups) - kept)
+            let_in.update(added)
         granted = tuple(w.range_id for w in wishes if w.range_id not in refused)
         if not granted:
             return tuple(refused), []
@@ -133,7 +141,8 @@ class Configurations:
             if not living:
                 continue
             chosen = min(living, key=servers.load)
-            new = replace(old, primary=chosen, backups=(), joining=())
+            others = tuple(node_id for node_id in old.backups if node_id != chosen)
+            new = replace(old, primary=chosen, backups=others, joining=())
             servers.move(old, new)
             self._commit(new)
             taken.setdefault(old.primary, {})[old.range_id] = chosen
@@ -152,14 +161,15 @@ class Configurations:
         self._state.ranges[assignment.range_id] = replace(assignment, assignment_epoch=next_epoch)
 
     def _filled(self, servers: _Servers) -> list[Transition]:
-        """Ranges with too few backups have others that join; who joined and is silent does not."""
+        """Ranges with too few backups have others that join, beside who joins and is silent."""
         named: Counter[NodeId] = Counter()
         dropped: Counter[NodeId] = Counter()
         for old in self._state.ranges:
             if old.primary is None or old.primary not in servers.living:
                 continue
-            joining = [node_id for node_id in old.joining if node_id in servers.living]
-            missing = self._backup_count - len(old.backups) - len(joining)
+            joining = [node_id for node_id in old.joining if node_id in servers.members]
+            living_count = sum(node_id in servers.living for node_id in joining)
+            missing = self._backup_count - len(old.backups) - living_count
             added = servers.free_for(old)[:missing] if missing > 0 else []
             if not added and len(joining) == len(old.joining):
                 continue
@@ -177,6 +187,7 @@ class _Servers:
     def __init__(self, state: ClusterState) -> None:
         nodes = state.nodes_of(Role.SERVER)
         self.living = {node.node_id for node in nodes if node.state is NodeState.ALIVE}
+        self.members = {node.node_id for node in nodes if node.state.is_member}
         self._counts = Counter(node_id for r in state.ranges for node_id in r.holders)
 
     def load(self, node_id: NodeId) -> tuple[int, NodeId]:

@@ -6,7 +6,7 @@ the list of what is in it, and every loss, double or disorder shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,6 +98,7 @@ class Reads:
         self.answers: dict[RangeId, RangeAnswer] = {}
         self.refusals: list[PushpullError] = []
         self.is_down = False
+        self.end: Hashable = "reader"
         self._current = 0
 
     def begin(self, table: Table, terms: ReadTerms) -> None:
@@ -122,9 +123,10 @@ class Reads:
 
     def _ask_range(self, question: int, table: Table, range_id: RangeId, terms: ReadTerms) -> None:
         server = self.cluster[self.layout.owner[range_id]]
+        back = server.node_id, self.end
 
         def event(number: int) -> PullEvent:
-            until_s = self.world.now_s + PULL_DEADLINE_S
+            until_s = server.now_s + PULL_DEADLINE_S
             place = self.layout.place(table.table_id, range_id)
             return PullEvent(
                 place,
@@ -140,15 +142,16 @@ class Reads:
         def on_answer(effect: AnswerPull | RefusePull) -> None:
             if isinstance(effect, RefusePull):
                 error = effect.error
-                self.world.send("refusal", lambda: self._refused(question, error))
+                self.world.send("refusal", lambda: self._refused(question, error), back)
                 return
             part = server.machine.parts[table.table_id, range_id]
             blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}
             found = RangeAnswer(effect.range_clock, blocks, peers)
-            self.world.send("answer", lambda: self._answered(question, range_id, found))
+            self.world.send("answer", lambda: self._answered(question, range_id, found), back)
 
-        self.world.send("read", lambda: server.read(event, on_answer))
+        link = self.end, server.node_id
+        self.world.send("read", lambda: server.read(event, on_answer), link)
 
     def _answered(self, question: int, range_id: RangeId, found: RangeAnswer) -> None:
         if question == self._current and not self.is_down:
@@ -175,22 +178,30 @@ class SimWorker:
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
+        self.reads.end = self.end = f"worker {incarnation}"
         self.ended: dict[tuple[TableId, int], StepEnded] = {}
         self.summed: dict[tuple[TableId, int], StepEnded] = {}  # they wait for their scale
         self.sent: dict[EntryKey, Grad] = {}
         self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
         self.read_early = False  # what was read last is of the newest step
         self.peer_versions: dict[tuple[TableId, int], int] = {}
-        self.connection = dict.fromkeys(cluster, 0)
+        self.connection: dict[NodeId, int] = {}
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
         self.finished = False
+        self.moves = 0
+        """How often it went on."""
         self.fence: PushpullError | None = None
         self._condition: Callable[[], bool] = lambda: False
         for server in cluster.values():
-            self.window.connected(server.node_id)
-            server.outbox[self.origin] = self._outbox(server.node_id)
+            self.meet(server)
         world.after(TICK_S, self._tick)
         world.after(self._until_reset(), self._reset)
+
+    def meet(self, server: SimServer) -> None:
+        """A server came."""
+        self.connection[server.node_id] = 0
+        self.window.connected(server.node_id)
+        server.outbox[self.origin] = self._outbox(server.node_id)
 
     def start(self, program: Waits) -> None:
         """Run the training loop."""
@@ -223,6 +234,7 @@ class SimWorker:
 
     def _resume(self) -> None:
         while not self.finished and not self.is_down and self._condition():
+            self.moves += 1
             try:
                 self._condition = next(self._program)
             except StopIteration:
@@ -273,7 +285,8 @@ class SimWorker:
             )
             assert effect.error is None or effect.error.code != "INTERNAL", effect.error
             stream = self.connection[server]
-            self.world.send(f"{message.kind}", lambda: self._take(server, stream, message))
+            link = server, self.end
+            self.world.send(f"{message.kind}", lambda: self._take(server, stream, message), link)
 
         return reply
 
@@ -337,7 +350,8 @@ class SimWorker:
                     self.world.say(f"worker {self.rank} -> {server}: {event}")
                     self.cluster[server].entry(event)
 
-        self.world.send(f"worker {self.rank} -> {server}: {events}", deliver)
+        what = f"worker {self.rank} -> {server}: {events}"
+        self.world.send(what, deliver, (self.end, server))
 
     @property
     def _sender(self) -> Sender:

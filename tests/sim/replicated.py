@@ -2,47 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from ps_core.cluster_view import BackupWish, ClusterView
+from ps_core.errors import NotOwner
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import ReplyKind
 from ps_server.changes import Assigned, Dropped, Kept, Put
-from ps_server.events import Effect, EntryEvent, Fold, Record
+from ps_server.events import (
+    AnswerPull,
+    Apply,
+    Effect,
+    EntryEvent,
+    Fold,
+    PullEvent,
+    Record,
+    RefusePull,
+    ReplyTo,
+)
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.range_log import Batch
 from ps_server.replication import Ack, Beat, Grant, Replication, Snapshot
+from ps_server.schedule import CutId
 from ps_server.server_machine import Promise
 from tests.sim.server import TICK_S, SimServer
+from tests.sim.serving import Watch
 from tests.sim.truth import Grad, Settings
 from tests.sim.world import World
 
 LEASE_S = 3.0
 
 
+class Clock(NamedTuple):
+    """A server's: how fast it runs, and where it began."""
+
+    rate: float = 1.0
+    offset_s: float = 0.0
+
+    def read(self, world_s: float) -> float:
+        """What it shows; it runs while its server is paused."""
+        return self.offset_s + self.rate * world_s
+
+
+class Place(NamedTuple):
+    """Where a server is."""
+
+    clock: Clock
+    peers: dict[NodeId, ReplicatedServer]
+    watch: Watch
+    min_in_sync: int
+
+
 class ReplicatedServer(SimServer):
     """A server that is primary of some ranges and backs up others."""
 
     def __init__(
-        self, world: World, node_id: NodeId, worker_count: int, settings: Settings
+        self,
+        world: World,
+        node_id: NodeId,
+        settings: Settings,
+        worker_count: int,
+        place: Place,
     ) -> None:
-        self.is_down = False
-        self.is_cut_off = False
-        """From the scheduler and the other servers; workers still reach it."""
-        self.peers: dict[NodeId, ReplicatedServer] = {}
+        self.is_dead = self.is_paused = False
+        self.paused_s = self._paused_at_s = 0.0
+        """For how long it was paused, in all; and since when."""
+        self.peers, self.watch, self._clock = place.peers, place.watch, place.clock
         self.asked: list[BackupWish] = []
         self._view: ClusterView | None = None
+        self._inbox: list[Callable[[], None]] = []
+        self._waits_since_s: dict[RangeId, float] = {}
+        self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
         super().__init__(world, node_id, worker_count, settings)
-        self.replication = Replication(node_id, self.machine, LEASE_S)
+        self.replication = Replication(node_id, self.machine, LEASE_S, place.min_in_sync)
         self.output = OutputCommit(self.machine, self.replication, self, self._send)
+
+    @property
+    def now_s(self) -> float:
+        """On its own clock."""
+        return self._clock.read(self.world.now_s)
+
+    @property
+    def view_number(self) -> int:
+        """Of the newest view that came."""
+        return 0 if self._view is None else self._view.view_number
 
     # --- its life
 
-    def stop(self) -> None:
-        """It is killed, or paused: it does and hears nothing."""
-        self.is_down = True
+    def kill(self) -> None:
+        """It does and hears nothing any more."""
+        self.is_dead = True
+
+    def pause(self) -> None:
+        """It does nothing, and what comes waits for it."""
+        if not self.is_paused:
+            self.is_paused, self._paused_at_s = True, self.world.now_s
 
     def wake(self) -> None:
-        """It goes on as if nothing had been."""
-        self.is_down = self.is_cut_off = False
+        """It goes on where it was, with what has come meanwhile; only its clock has run on."""
+        if self.is_paused:
+            self.is_paused, self._waits_since_s = False, {}
+            self.paused_s += self.world.now_s - self._paused_at_s
+        while self._inbox and not self.is_paused:
+            self._inbox.pop(0)()
+
+    def _is_away(self, action: Callable[[], None]) -> bool:
+        """Whether it does not get the message now."""
+        if self.is_paused:
+            self._inbox.append(action)
+        return self.is_dead or self.is_paused
 
     def start(self, view: ClusterView) -> None:
         """The first view."""
@@ -50,14 +120,12 @@ class ReplicatedServer(SimServer):
 
     def observe(self, view: ClusterView) -> None:
         """As `ps_server.node` does."""
-        if self.is_down or self.is_cut_off:
-            return
-        if self._view is None or view.view_number > self._view.view_number:
+        if not self._is_away(lambda: self.observe(view)) and view.view_number > self.view_number:
             self._observe(view)
 
     def _observe(self, view: ClusterView) -> None:
         self._view = view
-        lost, effects = self.replication.observe(view, self.world.now_s)
+        lost, effects = self.replication.observe(view, self.now_s)
         for range_id in lost:
             self._forget(range_id)
         self.carry_out(effects)
@@ -65,13 +133,15 @@ class ReplicatedServer(SimServer):
 
     def _serve(self) -> None:
         """Take up what may be served now."""
-        before = set(self.replication.logs)
-        self.machine.observe(self.replication.serve(self.world.now_s))
+        self.machine.observe(self.replication.serve(self.now_s))
+        for range_id, log in self.replication.logs.items():
+            if self._tenures.get(range_id) != log.tenure and not log.heirs:
+                self._tenures[range_id] = log.tenure
+                self.world.counts["ranges taken over"] += self.world.now_s > 0
+                self.watch.begins(self, range_id)
         if self._view is not None:
             self._go_on_without(self._view)
-        new = set(self.replication.logs) - before
-        self.world.counts["ranges taken over"] += len(new) if self.world.now_s else 0
-        self._do(self.output.settle(self.world.now_s))
+        self._do(self.output.settle(self.now_s))
 
     def _forget(self, range_id: RangeId) -> None:
         """Another is primary: nothing that is here counts."""
@@ -87,10 +157,11 @@ class ReplicatedServer(SimServer):
         self.output.forget(range_id)
 
     def _tick(self) -> None:
-        if not self.is_down:
-            now_s = self.world.now_s
+        if not self.is_dead and not self.is_paused:
+            now_s = self.now_s
             if self.replication.waits:
                 self._serve()
+            self._watch_waits()
             self.carry_out(self.machine.tick(now_s))
             for peer, beat in self.replication.beats(now_s).items():
                 self._send(peer, beat)
@@ -100,28 +171,49 @@ class ReplicatedServer(SimServer):
             self.asked = self.replication.wishes(now_s)
         self.world.after(TICK_S, self._tick)
 
+    def _watch_waits(self) -> None:
+        replicas = self.replication.replicas.items()
+        waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
+        now_s = self.world.now_s
+        self._waits_since_s = {r: self._waits_since_s.get(r, now_s) for r in waiting}
+        for since_s in self._waits_since_s.values():
+            self.watch.waits(self, now_s - since_s)
+
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""
-        if not self.is_down:
+        if not self._is_away(lambda: self.entry(event)):
             super().entry(event)
 
-    def read(self, event: object, on_answer: object) -> None:
+    def read(
+        self,
+        event: Callable[[int], PullEvent],
+        on_answer: Callable[[AnswerPull | RefusePull], None],
+    ) -> None:
         """A read of one range arrived."""
-        if not self.is_down:
-            super().read(event, on_answer)  # type: ignore[arg-type]
+        if not self._is_away(lambda: self.read(event, on_answer)):
+            super().read(event, on_answer)
+
+    def begin_cut(self, table_id: TableId, cut_id: CutId, lasts_s: float) -> int:
+        """A reader is about to ask for one state of a table."""
+        if self.is_dead or self.is_paused:
+            raise NotOwner("nobody is there")
+        return super().begin_cut(table_id, cut_id, lasts_s)
 
     # --- what is decided
 
     def carry_out(self, effects: list[Effect]) -> None:
         """As `ps_server.node` does: what anybody could see when the backups have it."""
-        self._do(self.output.decide(effects, self.world.now_s))
+        self._do(self.output.decide(effects, self.now_s))
         self._give_snapshots()
 
     def _release(self) -> None:
-        self._do(self.output.release(self.world.now_s, list(self.replication.logs)))
+        self._do(self.output.release(self.now_s, list(self.replication.logs)))
         self._give_snapshots()
 
     def _do(self, deeds: list[Deed]) -> None:
+        for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
+            log = self.replication.logs[range_id]
+            self.watch.seen(self, range_id, log.released + log._is_past)
         for deed in deeds:
             if isinstance(deed, Put | Assigned):
                 self._put(deed)
@@ -158,6 +250,7 @@ class ReplicatedServer(SimServer):
             table = self.machine.table(record.table_id)
             self.settings.scaled(table, record.clock, record.update_scale)
             self.world.counts["scaled updates"] += 1
+        self._check_enough(record)
         self._count(record)
         return tuple(self.sums.pop(key, ()))
 
@@ -191,13 +284,14 @@ class ReplicatedServer(SimServer):
         self.world.send(
             f"server {self.node_id} -> {peer}: {type(message).__name__}",
             lambda: receiver.hear(self.node_id, message),
+            (self.node_id, peer),
         )
 
     def hear(self, sender: NodeId, message: object) -> None:
         """A message of another server."""
-        if self.is_down or self.is_cut_off or self.peers[sender].is_cut_off:
+        if self._is_away(lambda: self.hear(sender, message)):
             return
-        now_s = self.world.now_s
+        now_s = self.now_s
         match message:
             case Batch():
                 is_taken, ack = self.replication.take(message, lambda: self._fresh(message))
@@ -245,7 +339,7 @@ class ReplicatedServer(SimServer):
         return tuple(self.sums.pop(_key_of(record), ()))
 
     def _give_snapshots(self) -> None:
-        for peer, snapshot in self.output.snapshots(self.world.now_s):
+        for peer, snapshot in self.output.snapshots(self.now_s):
             values: dict[str, object] = {
                 "values": self._of_range(snapshot.range_id, self.values),
                 "updates": self._of_range(snapshot.range_id, self.updates),
@@ -276,7 +370,9 @@ class ReplicatedServer(SimServer):
             self.updates.update({key: list(who) for key, who in values["updates"].items()})
             self.reduced.update(values["reduced"])
             self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
-            self._do(list(snapshot.held))
+            for change in snapshot.held:
+                if isinstance(change, Put | Assigned):
+                    self._put(change)
             self.world.counts["joined ranges"] += 1
         self._send(sender, ack)
 
@@ -290,3 +386,16 @@ class ReplicatedServer(SimServer):
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
+
+
+def _shows(deed: Deed) -> RangeId | None:
+    """Of which range somebody sees something by this, if so."""
+    match deed:
+        case Put(record) | Assigned(record) | Apply(record):
+            return record.range_id
+        case AnswerPull():
+            return deed.range_id
+        case ReplyTo(kind=ReplyKind.COMMITTED):
+            return deed.range_id
+        case _:
+            return None

@@ -6,6 +6,7 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from ps_core.cluster_view import Session
 from ps_core.consistency import parsed
@@ -20,10 +21,16 @@ from tests.sim.test_simulation import CONSISTENCIES, WORKERS, Simulation
 BEAT_S = 1.0
 LOOK_S = 0.25
 VIEW_DELAY_S = 1.5
+SCHEDULER = "scheduler"
 
 
 class ScheduledSimulation(Simulation):
     """One seed in which an operator changes the tables' consistency while they are trained."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "proposed", "changed", "moved", "withdrawn", "rejected", "discarded", "scaled",
+        "forgotten", "reads of bsp after a change", "reads of ssp after a change",
+    })  # fmt: skip
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
@@ -102,7 +109,7 @@ class ScheduledSimulation(Simulation):
                 )
                 self._publish(decision.transitions)
 
-            self.world.send("promise", arrive)
+            self.world.send("promise", arrive, (session.node_id, SCHEDULER))
         self.world.after(RESEND_S / 2, lambda: self._promise(session, server))
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:

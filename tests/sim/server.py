@@ -56,6 +56,11 @@ class SimServer:
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
         world.after(TICK_S, self._tick)
 
+    @property
+    def now_s(self) -> float:
+        """On its own clock."""
+        return self.world.now_s
+
     def start(self, view: ClusterView) -> None:
         """The first view."""
         self.machine.observe(view)
@@ -75,8 +80,8 @@ class SimServer:
         gone = [node for node in view.nodes if node.state is NodeState.GONE]
         for node in gone:
             self.fenced.setdefault(node.rank, self._landed(node))
-        self.carry_out(self.machine.ended(view.ended_workers, self.world.now_s))
-        self.carry_out(self.machine.settle(self.world.now_s))
+        self.carry_out(self.machine.ended(view.ended_workers, self.now_s))
+        self.carry_out(self.machine.settle(self.now_s))
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
         """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
@@ -102,12 +107,12 @@ class SimServer:
         return found
 
     def _tick(self) -> None:
-        self.carry_out(self.machine.tick(self.world.now_s))
+        self.carry_out(self.machine.tick(self.now_s))
         self.world.after(TICK_S, self._tick)
 
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""
-        self.carry_out(self.machine.entry(event, self.world.now_s))
+        self.carry_out(self.machine.entry(event, self.now_s))
 
     def carry_out(self, effects: list[Effect]) -> None:
         """As `ps_server.node` does, with lists for tensors."""
@@ -140,6 +145,7 @@ class SimServer:
                 else:
                     assert record.update_scale == 1.0
                     contributors = record.contributors
+                self._check_enough(record)
                 workers = {part.incarnation for part in contributors if not part.skip}
                 for block in record.blocks:
                     self.updates[record.table_id, block].append(workers)
@@ -158,6 +164,17 @@ class SimServer:
                     on_answer(effect)
         for record, squares in reduced:
             self.carry_out(self.machine.reduced(record, squares))
+
+    def _check_enough(self, record: Record) -> None:
+        """No more are left behind than may be (S7)."""
+        table = self.machine.table(record.table_id)
+        setting = self.settings.at(table, record.clock)
+        if setting.mode is not Mode.BSP:
+            return
+        state = self.machine.parts[record.table_id, record.range_id].state
+        members = [rank for rank in state.ranks if state.is_member(rank, record.clock)]
+        took_part = record.summed_by or record.contributors
+        assert len(took_part) >= len(members) - setting.backup_workers, f"S7: {took_part}"
 
     def _squares(self, record: Record) -> tuple[float, ...]:
         key = (record.table_id, record.range_id, record.clock)
@@ -203,7 +220,7 @@ class SimServer:
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, lasts_s: float) -> int:
         """A reader is about to ask for one state of a table."""
-        return self.machine.begin_cut(table_id, cut_id, self.world.now_s + lasts_s)
+        return self.machine.begin_cut(table_id, cut_id, self.now_s + lasts_s)
 
     def read(
         self,
@@ -213,4 +230,5 @@ class SimServer:
         """A read of one range arrived."""
         number = next(self.numbers)
         self.reads[number] = on_answer
-        self.carry_out(self.machine.pull(event(number), self.world.now_s))
+        self.carry_out(self.machine.pull(event(number), self.now_s))
+        self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None

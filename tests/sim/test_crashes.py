@@ -6,6 +6,8 @@ each server learns of it at another moment. A worker that was only paused goes o
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, TableId
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
@@ -22,6 +24,11 @@ SLOW_S = 40.0
 
 class CrashSimulation(ScheduledSimulation):
     """One seed in which one worker is killed or paused at some moment."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({"fenced", "sealed and held", "no initial values"})
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.slow: SimWorker | None = None
@@ -180,13 +187,4 @@ class CrashSimulation(ScheduledSimulation):
 
 def test_the_living_finish_without_the_dead(sim_seeds: tuple[int, ...]) -> None:
     """S6, whenever it dies; what landed of the dead is what each range held sealed at the fence."""
-    total = run_seeds(CrashSimulation, sim_seeds)
-    often = {
-        "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
-    }  # fmt: skip
-    seldom = {"fenced", "sealed and held", "no initial values"}
-    expected = (often if len(sim_seeds) >= 20 else set()) | (
-        seldom if len(sim_seeds) >= 200 else set()
-    )
-    missing = expected - set(total)
-    assert not missing, f"never happened: {missing}"
+    run_seeds(CrashSimulation, sim_seeds)

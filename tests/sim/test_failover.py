@@ -1,107 +1,153 @@
-"""Servers that are killed or paused while everything else goes on: nothing happens (G1, G2)."""
+"""Servers that die, fall silent, or are slow, while everything else goes on (G1 to G4, S8, S9)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import BackupWish, ClusterView, Session
-from ps_core.errors import Fenced
-from ps_core.keys import NodeId, RangeId
+from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
+from ps_core.keys import Incarnation, NodeId, RangeId
+from ps_server.part_copy import PartCopy, WorkerFacts, copy_of
 from scheduler.cluster_state import (
     BackupsSet,
     ClusterSettings,
     NodeSilent,
     RangesFailedOver,
+    Registration,
     Transition,
+    WorkerGone,
 )
 from tests.sim.actors import Layout, SimWorker
-from tests.sim.replicated import LEASE_S, ReplicatedServer
-from tests.sim.scheduled import BEAT_S, VIEW_DELAY_S, ScheduledSimulation
+from tests.sim.calamities import STRIKES, Calamities, Plan
+from tests.sim.replicated import LEASE_S, Place, ReplicatedServer
+from tests.sim.scheduled import BEAT_S, SCHEDULER, VIEW_DELAY_S, ScheduledSimulation
 from tests.sim.server import SimServer
+from tests.sim.serving import Watch
 from tests.sim.test_simulation import WORKERS, run_seeds
 
-SERVERS = 3
-FATES = ("killed", "killed", "paused", "cut off")
-QUIET_S = 60.0
+QUIET_S = 90.0
+"""In which backups catch up and the dead are declared gone, once all is calm."""
+
+LIVELY_S = 75.0
+"""In which every worker gets further, once all is calm: so long may a change wait for a server."""
+
+CLOCKS = 30
 
 
 class FailoverSimulation(ScheduledSimulation):
-    """One seed in which a server is killed or paused, and another when all have backups again."""
+    """One seed of all that may befall servers."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        *(f"fault: {kind}" for kind in (*STRIKES, "restarted", "drift")),
+        "lost", "duplicated", "resets", "cut", "slowed", "silent servers", "failovers",
+        "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
+        "parked waits", "equal replicas", "gone",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.servers: dict[NodeId, ReplicatedServer] = {}
+        self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
-        draw = self.world.draw
-        for server in self.servers.values():
-            server.peers = self.servers
         self.layout.settings.clipped |= {t.table_id for t in self.layout.tables[:2]}
-        self.strikes = draw.choice((1, 1, 2, 3))
-        self.dead: set[NodeId] = set()
-        self.world.after(draw.random() * draw.choice((1.0, 5.0, 20.0)), self._strike)
+        self.calamities = Calamities(self, self.plan)
+        self._moved_s = dict.fromkeys(self.workers, (0, 0.0))
         self._ask()
+        self._remind()
+        self._look_for_life()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        plan = Plan.drawn(self.world.draw)
+        self.world.counts["fault: drift"] += plan.drift > 0
+        if not plan.resets:
+            self.world.faults = replace(self.world.faults, reset_every_s=1e9)
+        return plan
 
     def settings(self) -> ClusterSettings:
         """Of the cluster."""
-        settings = super().settings()
-        return replace(settings, server_count=SERVERS, replica_count=2, lease_s=LEASE_S)
+        return replace(
+            super().settings(),
+            server_count=self.plan.server_count,
+            replica_count=self.plan.replica_count,
+            lease_s=LEASE_S,
+        )
 
     def server(self, node_id: NodeId) -> SimServer:
         """One of the servers."""
-        return ReplicatedServer(self.world, node_id, WORKERS, self.layout.settings)
-
-    @property
-    def servers(self) -> dict[NodeId, ReplicatedServer]:
-        """All servers."""
-        return {n: s for n, s in self.cluster.items() if isinstance(s, ReplicatedServer)}
+        place = Place(
+            self.plan.clock(self.world.draw), self.servers, self.watch, self.plan.min_in_sync
+        )
+        made = ReplicatedServer(self.world, node_id, self.layout.settings, WORKERS, place)
+        self.servers[node_id] = made
+        return made
 
     def layout_of(self) -> Layout:
         """What a worker knows: views come to each of them at another time."""
         ours = self.layout
         return replace(ours, owner=dict(ours.owner), epoch=dict(ours.epoch))
 
-    # --- servers that die
+    def step_count(self) -> int:
+        """So many that the tables together get through enough clocks."""
+        return max(10, -(-CLOCKS // len(self.layout.tables)))
 
-    def _strike(self) -> None:
-        """When every range has its backups."""
-        draw = self.world.draw
-        if not self._is_whole() or self._is_over():
-            if not self._is_over():
-                self.world.after(0.5, self._strike)
-            return
-        victim = draw.choice([s for n, s in self.servers.items() if n not in self.dead])
-        fate = draw.choice(("paused", "cut off", "cut off") if self.dead else FATES)
-        self.world.say(f"server {victim.node_id} {fate.upper()}")
-        self.world.counts[f"servers {fate}"] += 1
-        if fate == "cut off":
-            victim.is_cut_off = True
-        else:
-            victim.stop()
-        if fate == "killed":
-            self.dead.add(victim.node_id)
-        else:
-            pause_s = draw.choice((1.0, 4.0, 15.0)) + draw.random()
-            self.world.after(pause_s, lambda: self._wake(victim))
-        self.strikes -= 1
-        if self.strikes:
-            self.world.after(1.0 + draw.random() * 10.0, self._strike)
+    # --- what befalls it
 
-    def _wake(self, server: ReplicatedServer) -> None:
-        """It goes on as if nothing had been, until the newest view reaches it."""
-        server.wake()
-        self._tell(server, self.scheduler.view)
+    @property
+    def living(self) -> list[ReplicatedServer]:
+        """The servers that were not killed."""
+        return [server for server in self.servers.values() if not server.is_dead]
 
-    def _is_whole(self) -> bool:
-        return all(
-            len(r.backups) == 1 and not self._is_down(r.primary)
-            for r in self.scheduler.view.ranges
-            if r.primary is not None
-        ) and not any(self._is_down(n) for n in self.servers if n not in self.dead)
+    def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
+        """Whether every range that has lost a server still has one that lives and is heard."""
+        if for_good and any(other.replication._asked for other in self.living):
+            return False  # one may be about to be left without backups
+        dead = {node_id for node_id, other in self.servers.items() if other.is_dead}
+        away = {node_id for node_id, count in self.calamities.away.items() if count > 0}
+        lost = dead | {server.node_id} if for_good else dead
+        for r in self.scheduler.view.ranges:
+            holders = {n for n in (r.primary, *r.backups) if n is not None}
+            left = holders - lost - away - {server.node_id}
+            if holders & lost and not any(
+                self.watch.has(self.servers[node_id], r.range_id) for node_id in left
+            ):
+                return False
+        return True
 
-    def _is_down(self, node_id: NodeId | None) -> bool:
-        if node_id is None:
-            return False
-        return self.servers[node_id].is_down or self.servers[node_id].is_cut_off
+    def kill(self, server: ReplicatedServer) -> None:
+        """For good."""
+        server.kill()
+
+    def restart(self) -> None:
+        """A server that was not there before: what it had is lost."""
+        number = len(self.servers)
+        asking = Registration(
+            bytes([100 + number]) * 16,
+            Role.SERVER,
+            f"sim:{2000 + number}",
+            kernel_fingerprint="sim",
+        )
+        decision = self.scheduler.register(asking, self.world.now_s)
+        session = decision.reply
+        server = self.server(session.node_id)
+        self.cluster[session.node_id] = server
+        for worker in self.workers:
+            worker.meet(server)
+        self.world.say(f"RESTARTED as server {session.node_id}")
+        self.world.counts["servers restarted"] += 1
+        self._beat(session, None)
+        self._promise(session, server)
+        self._ask_for(session)
+        self._publish(decision.transitions)
+
+    def kill_worker(self, worker: SimWorker) -> None:
+        """For good."""
+        worker.stop()
 
     # --- the scheduler
 
@@ -113,61 +159,94 @@ class FailoverSimulation(ScheduledSimulation):
         def arrive() -> None:
             self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
 
-        if not self._is_down(session.node_id):
-            self.world.send("heartbeat", arrive)
+        if self._is_up(session.node_id):
+            self.world.send("heartbeat", arrive, (session.node_id, SCHEDULER))
         self.world.after(BEAT_S / 2, lambda: self._beat(session, worker))
 
+    def _is_up(self, node_id: NodeId) -> bool:
+        server = self.servers[node_id]
+        return not server.is_dead and not server.is_paused
+
     def _promise(self, session: Session, server: SimServer) -> None:
-        if not self._is_down(session.node_id):
+        if self._is_up(session.node_id):
             super()._promise(session, server)
         else:
             self.world.after(0.5, lambda: self._promise(session, server))
 
     def _ask(self) -> None:
-        """Primaries ask for other backups."""
         for session in self.sessions[:-WORKERS]:
-            server = self.servers[session.node_id]
-            for request in () if self._is_down(server.node_id) else server.asked:
+            self._ask_for(session)
 
-                def arrive(session: Session = session, request: object = request) -> None:
-                    wish = BackupWish(
-                        request.range_id,  # type: ignore[attr-defined]
-                        request.assignment_epoch,  # type: ignore[attr-defined]
-                        frozenset(request.backups),  # type: ignore[attr-defined]
-                    )
-                    try:
-                        decision = self.scheduler.set_backups(session, [wish])
-                    except Fenced as error:
-                        self.world.say(f"refused: {error}")
-                        return
-                    for range_id in decision.reply:
-                        self.world.say(f"void: range {range_id}")
-                    self._publish(decision.transitions)
+    def _ask_for(self, session: Session) -> None:
+        """A primary asks for other backups."""
+        server = self.servers[session.node_id]
+        for request in server.asked if self._is_up(session.node_id) else ():
+            link = session.node_id, SCHEDULER
+            self.world.send(f"{session.node_id}: {request}", self._asking(session, request), link)
+        server.asked = []
+        self.world.after(0.5, lambda: self._ask_for(session))
 
-                self.world.send(f"request {session.node_id}: {request}", arrive)
-            server.asked = []
-        self.world.after(0.5, self._ask)
+    def _asking(self, session: Session, wish: BackupWish) -> Callable[[], None]:
+        def arrive() -> None:
+            decision = self.scheduler.set_backups(session, [wish])
+            for range_id in decision.reply:
+                self.world.counts["void requests"] += 1
+                self.world.say(f"void: range {range_id}")
+            self._publish(decision.transitions)
+
+        return arrive
 
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
+        counts = self.world.counts
         if isinstance(transition, RangesFailedOver | BackupsSet):
-            self.world.counts["reconfigured"] += len(transition.range_ids)
-        self.world.counts["silent servers"] += isinstance(transition, NodeSilent) and (
+            ranges = self.scheduler.view.ranges
+            for range_id in transition.range_ids:
+                self.world.say(f"range {range_id}: {ranges[range_id]}")
+            counts["reconfigured"] += len(transition.range_ids)
+            counts["failovers"] += isinstance(transition, RangesFailedOver)
+        counts["silent servers"] += isinstance(transition, NodeSilent) and (
             transition.node.node_id in self.servers
         )
+        if isinstance(transition, WorkerGone):
+            dead = self.calamities.dead_worker
+            assert dead is not None
+            assert transition.node.incarnation == dead.incarnation
+            counts["gone"] += 1
+            self.truth.gone.add(dead.incarnation)
+            self.truth.left |= {(table.table_id, dead.rank) for table in self.layout.tables}
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         super()._publish(transitions)
         if transitions:
-            view = self.scheduler.view
-            self._adopt(self.layout, view)
+            self._adopt(self.layout, self.scheduler.view)
             for worker in self.workers:
-                delay_s = self.world.draw.random() * VIEW_DELAY_S
-                self.world.after(delay_s, lambda w=worker: self._tell_worker(w, view))  # type: ignore[misc]
+                self._tell_worker(worker)
 
-    def _tell_worker(self, worker: SimWorker, view: ClusterView) -> None:
-        if self._adopt(worker.layout, view):
-            worker.window.assign(worker.layout.owner)
+    def _tell(self, server: SimServer, view: object) -> None:
+        delay_s = self.world.draw.random() * VIEW_DELAY_S
+        link = SCHEDULER, server.node_id
+
+        def arrive() -> None:
+            self.world.arrive(link, lambda: server.observe(view))  # type: ignore[arg-type]
+
+        self.world.after(delay_s, arrive)
+
+    def _tell_worker(self, worker: SimWorker) -> None:
+        view = self.scheduler.view
+
+        def arrive() -> None:
+            if self._adopt(worker.layout, view):
+                worker.window.assign(worker.layout.owner)
+
+        self.world.after(self.world.draw.random() * VIEW_DELAY_S, arrive)
+
+    def _remind(self) -> None:
+        """A stream of views that broke begins anew with the newest."""
+        self.world.after(1.0, self._remind)
+        for server in self.living:
+            if server.view_number < self.scheduler.view.view_number:
+                self._tell(server, self.scheduler.view)
 
     @staticmethod
     def _adopt(layout: Layout, view: ClusterView) -> bool:
@@ -181,18 +260,28 @@ class FailoverSimulation(ScheduledSimulation):
 
     # --- the end
 
+    def _look_for_life(self) -> None:
+        """Once all is calm nobody waits for long."""
+        self.world.after(1.0, self._look_for_life)
+        now_s = self.world.now_s
+        for worker, (moves, since_s) in self._moved_s.items():
+            if worker.moves != moves or not self.calamities.is_calm:
+                self._moved_s[worker] = worker.moves, now_s
+            elif not worker.finished and not worker.is_down:
+                waited_s = now_s - since_s
+                assert waited_s < LIVELY_S, f"LIVE: worker {worker.rank}: {self._standstill()}"
+
+    def _is_over(self) -> bool:
+        return all(worker.finished or worker.is_down for worker in self.workers)
+
     def _check_end(self) -> None:
-        for server in self.servers.values():
-            if not self._is_down(server.node_id):
-                continue
-            if server.node_id not in self.dead:
-                self._wake(server)
+        self.calamities.calm()
         settled = self.world.run(self._is_quiet, self.world.now_s + QUIET_S)
-        assert settled, "backups never caught up"
-        for node_id in self.dead:  # nobody looks at what they hold
-            server = self.servers[node_id]
-            server.machine = type(server.machine)(node_id, WORKERS)
-            server.sums.clear()
+        assert settled, f"LIVE: the backups never caught up: {self.scheduler.view.ranges}"
+        for server in self.servers.values():
+            if server.is_dead:  # nobody looks at what it holds
+                server.machine = type(server.machine)(server.node_id, WORKERS)
+                server.sums.clear()
         super()._check_end()
         for assignment in self.scheduler.view.ranges:
             for backup in assignment.backups:
@@ -201,10 +290,14 @@ class FailoverSimulation(ScheduledSimulation):
                 self._check_equal(primary, self.servers[backup], assignment.range_id)
 
     def _is_quiet(self) -> bool:
-        return self._is_whole() and all(
-            server.is_settled and not server.asked
-            for node_id, server in self.servers.items()
-            if node_id not in self.dead
+        view = self.scheduler.view
+        dead = self.calamities.dead_worker
+        backup_count = min(self.plan.replica_count, len(self.living)) - 1
+        return (
+            all(len(r.backups) == backup_count for r in view.ranges if r.primary is not None)
+            and all(s.view_number == view.view_number for s in self.living)
+            and all(s.is_settled and not s.asked for s in self.living)
+            and (dead is None or dead.incarnation in self.truth.gone)
         )
 
     def _check_equal(
@@ -213,17 +306,37 @@ class FailoverSimulation(ScheduledSimulation):
         for table in self.layout.tables:
             for block in table.blocks_by_range(self.layout.range_count).get(range_id, ()):
                 key = table.table_id, block
-                assert primary.values[key] == backup.values[key], f"replicas differ in {key}"
+                values = primary.values[key], backup.values[key]
+                assert values[0] == values[1], f"EQUAL: replicas differ in {key}: {values}"
+            part = primary.machine.parts.get((table.table_id, range_id))
+            copy = backup.replication.replicas[range_id].copies.get(table.table_id)
+            if part is not None and copy is not None:
+                ours, theirs = (_known(c, self.truth.gone) for c in (copy_of(part.state), copy))
+                assert ours == theirs, f"EQUAL: {ours} is copied as {theirs}"
         self.world.counts["equal replicas"] += 1
+
+
+def _known(copy: PartCopy, gone: set[Incarnation]) -> object:
+    """What two copies have alike: which outcomes their workers saw is told in passing, and who is
+    gone each server knows from its view.
+    """
+    return (
+        copy.facts,
+        copy.versions,
+        [
+            (_decided(worker.facts, gone), worker.own_updates, worker.ledger.low_water)
+            for _, worker in sorted(copy.workers.items())
+            if worker.ledger.low_water  # else nothing of it was decided
+        ],
+    )
+
+
+def _decided(facts: WorkerFacts, gone: set[Incarnation]) -> WorkerFacts:
+    left = None if facts.incarnation in gone else facts.left_clock
+    return facts._replace(confirmed=0, left_clock=left)
 
 
 @pytest.mark.timeout(300)
 def test_training_goes_on_without_the_dead(sim_seeds: tuple[int, ...]) -> None:
     """Whatever was answered is there once, whoever serves it."""
-    total = run_seeds(FailoverSimulation, sim_seeds)
-    if len(sim_seeds) >= 20:
-        missing = {
-            "servers killed", "servers paused", "servers cut off", "silent servers", "reconfigured",
-            "ranges taken over", "ranges given up", "snapshots", "joined ranges", "equal replicas",
-        } - set(total)  # fmt: skip
-        assert not missing, f"never happened: {missing}"
+    run_seeds(FailoverSimulation, sim_seeds)

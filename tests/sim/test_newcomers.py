@@ -7,6 +7,8 @@ cluster; its rank, beyond the first ones, may be given anew.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ps_core.cluster_view import Session
 from scheduler.cluster_state import ChangeCommitted, Transition
 from tests.sim.actors import SimWorker
@@ -21,6 +23,13 @@ class NewcomerSimulation(CrashSimulation):
     """One seed in which up to four more workers come."""
 
     max_workers = MAX_WORKERS
+    often: ClassVar[frozenset[str]] = frozenset({
+        *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")),
+        "newcomers", "joined", "left", "killed", "gone", "newcomers' clipped steps under bsp",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({
+        "successors", "ranks given anew", "came before all values", "joined beyond a gap", "paused",
+    })  # fmt: skip
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.has_left: set[int] = set()
@@ -85,14 +94,4 @@ class NewcomerSimulation(CrashSimulation):
 
 def test_they_join_every_table_where_the_others_are(sim_seeds: tuple[int, ...]) -> None:
     """S6: what each of them sealed is there, in its place, whoever dies or leaves meanwhile."""
-    total = run_seeds(NewcomerSimulation, sim_seeds)
-    steps = {f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")}
-    often = {"newcomers", "joined", "left", "killed", "gone", "newcomers' clipped steps under bsp"}
-    seldom = {
-        "successors", "ranks given anew", "came before all values", "joined beyond a gap", "paused",
-    }  # fmt: skip
-    expected = (often | steps if len(sim_seeds) >= 20 else set()) | (
-        seldom if len(sim_seeds) >= 100 else set()
-    )
-    missing = expected - {name for name, count in total.items() if count}
-    assert not missing, f"never happened: {missing}"
+    run_seeds(NewcomerSimulation, sim_seeds)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ps_core.change import Change
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
-from ps_core.keys import TableId
+from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Table
 
 
@@ -132,5 +132,5 @@ class Truth:
     left: set[tuple[TableId, int]] = field(default_factory=set)
     """(table, rank) of workers that have left."""
 
-    gone: set[int] = field(default_factory=set)
+    gone: set[Incarnation] = field(default_factory=set)
     """Incarnations of workers that were declared gone."""

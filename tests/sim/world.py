@@ -6,8 +6,11 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+
+Link = tuple[Hashable, Hashable]
+"""From whom to whom; messages the other way have another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class Faults:
             reset_every_s=draw.choice((1.0, 5.0, 20.0)),
         )
 
+    @classmethod
+    def none(cls) -> Faults:
+        """A network that does its duty."""
+        return cls(0.001, 0.001, 0.0, 0.0, 1e9)
+
 
 class World:
     """Runs callbacks at their virtual times; counts what happens; writes a transcript."""
@@ -41,6 +49,10 @@ class World:
         self.now_s = 0.0
         self.counts: Counter[str] = Counter()
         self.transcript: list[str] = []
+        self.cut: Counter[Link] = Counter()
+        """Links that carry nothing, by how many faults."""
+        self.slow: dict[Link, float] = {}
+        """By how much messages may come later, in seconds."""
         self._narrate = narrate
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -49,7 +61,7 @@ class World:
         """Call `action` in `delay_s`."""
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._numbers), action))
 
-    def send(self, what: str, deliver: Callable[[], None]) -> None:
+    def send(self, what: str, deliver: Callable[[], None], link: Link | None = None) -> None:
         """Carry a message, or not."""
         self.counts["messages"] += 1
         if self.draw.random() < self.faults.lose:
@@ -62,7 +74,17 @@ class World:
             copies = 2
         for _ in range(copies):
             delay_s = self.faults.delay_s + self.draw.random() * self.faults.jitter_s
-            self.after(delay_s, deliver)
+            if link in self.slow:
+                self.counts["slowed"] += 1
+                delay_s += self.draw.random() * self.slow[link]
+            self.after(delay_s, deliver if link is None else lambda: self.arrive(link, deliver))
+
+    def arrive(self, link: Link, deliver: Callable[[], None]) -> None:
+        """A message is at the end of its link, unless that is cut."""
+        if self.cut[link]:
+            self.counts["cut"] += 1
+        else:
+            deliver()
 
     def say(self, line: str) -> None:
         """Add a line to the transcript of a replayed seed."""

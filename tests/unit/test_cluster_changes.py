@@ -314,3 +314,19 @@ def test_a_join_that_is_not_promised_is_proposed_again() -> None:
     assert again.proposed is not None
     assert again.proposed.number > table.proposed.number
     assert again.proposed.join == table.proposed.join
+
+
+def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_for_it() -> None:
+    """What the others promised says nothing of the clocks that its backup may have let through."""
+    cluster = Harness(server_count=2, replica_count=2)
+    servers = [cluster.join(Role.SERVER) for _ in range(2)]
+    worker = cluster.join(Role.WORKER)
+    cluster.create(worker)
+    wish = Wish("model", parsed("ssp:2"), 0, cluster.now_s + 60.0)
+    pending = cluster.cluster.set_consistency(worker, wish, cluster.now_s).reply
+    assert isinstance(pending, Pending)
+    cluster.cluster.promise_change(servers[0], MODEL, pending.number, 0)
+    cluster.pass_time(4.0, servers[0], worker)
+    withdrawn = cluster.cluster.change("model", pending.number, cluster.now_s)
+    assert isinstance(withdrawn, Withdrawn)
+    assert "was lost" in withdrawn.reason

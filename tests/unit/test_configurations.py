@@ -184,7 +184,7 @@ class TestFailover:
         (named,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
         assert sum(count for _, count in named.named) == len(lost)
 
-    def test_who_joins_and_falls_silent_is_dropped_for_another(self, cluster: Replicated) -> None:
+    def test_who_joins_and_falls_silent_has_another_beside_it(self, cluster: Replicated) -> None:
         primary = cluster.servers[0]
         cluster.set_backups(primary, *(wish(r) for r in cluster.of_primary(primary)))
         cluster.pass_time(1, *cluster.servers)
@@ -193,14 +193,22 @@ class TestFailover:
         cluster.transitions.clear()
         cluster.pass_time(4, *cluster.others(victim))
         left = 6 - primary.node_id - victim.node_id
-        for was, now in zip(before, cluster.of_primary(primary), strict=False):
-            assert now.joining == ((left,) if victim.node_id in was.joining else was.joining)
+        for was in before:
+            now = cluster.ranges[was.range_id]
+            more = (left,) if victim.node_id in was.joining else ()
+            assert now.joining == (*was.joining, *more), (
+                "it gives up what it has if it is not named"
+            )
+            assert now.assignment_epoch == was.assignment_epoch
+        cluster.transitions.clear()
+        cluster.transitions += cluster.cluster.deregister(victim, "done", cluster.now_s).transitions
+        assert not any(victim.node_id in r.joining for r in cluster.of_primary(primary))
         (told,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
         dropped_count = sum(victim.node_id in was.joining for was in before)
         assert dict(told.dropped)[victim.node_id] == dropped_count
 
-    def test_a_promoted_backup_is_alone_and_the_others_join_anew(self) -> None:
-        """Another one may be a batch behind or ahead of it."""
+    def test_a_promoted_backup_has_the_others_until_it_asks_and_they_join_anew(self) -> None:
+        """Another one may be a batch behind or ahead of it, and is needed if that one is dead."""
         harness = Harness(server_count=3, replica_count=3, range_count=8)
         servers = [harness.join(Role.SERVER) for _ in range(3)]
         harness.create(harness.join(Role.WORKER))
@@ -209,8 +217,11 @@ class TestFailover:
         harness.pass_time(4, *[s for s in servers if s.node_id != first.primary])
         now = harness.cluster.view.ranges[0]
         assert now.primary in first.backups
-        assert now.backups == ()
-        assert set(now.joining) == set(first.backups) - {now.primary}
+        assert (set(now.backups), now.joining) == (set(first.backups) - {now.primary}, ())
+        promoted = next(s for s in servers if s.node_id == now.primary)
+        harness.cluster.set_backups(promoted, [wish(now)])
+        harness.pass_time(1, *[s for s in servers if s.node_id != first.primary])
+        assert set(harness.cluster.view.ranges[0].joining) == set(first.backups) - {now.primary}
 
     def test_nobody_joins_a_range_whose_primary_is_silent(self) -> None:
         """Who should bring it up to date?"""
@@ -412,3 +423,38 @@ class TestSettings:
                 by=lambda h=harness, w=worker, s=spec: h.create(w, s),  # type: ignore[misc]
                 of=harness,
             )
+
+
+def test_one_that_was_promoted_and_is_dead_too_is_followed_by_another() -> None:
+    """It is silent a lease after it was made primary; nobody has seen anything of it."""
+    harness = Harness(server_count=3, replica_count=3, range_count=8)
+    servers = [harness.join(Role.SERVER) for _ in range(3)]
+    harness.create(harness.join(Role.WORKER))
+    (first, *_) = harness.cluster.view.ranges
+    harness.pass_time(4.0, *[s for s in servers if s.node_id != first.primary])
+    second = harness.cluster.view.ranges[0]
+    assert second.primary in first.backups
+    assert set(second.backups) == set(first.backups) - {second.primary}
+    last = [s for s in servers if s.node_id in second.backups]
+    harness.pass_time(4.0, *last)
+    third = harness.cluster.view.ranges[0]
+    assert (third.primary, third.backups) == (last[0].node_id, ())
+
+
+def test_no_more_are_let_in_than_are_missing() -> None:
+    """Another was named beside one that was silent for a time; both have caught up."""
+    harness = Harness(server_count=4, replica_count=2, range_count=1)
+    servers = [harness.join(Role.SERVER) for _ in range(4)]
+    worker = harness.join(Role.WORKER)
+    harness.create(worker)
+    (first,) = harness.cluster.view.ranges
+    primary = next(s for s in servers if s.node_id == first.primary)
+    harness.cluster.set_backups(primary, [wish(first)])
+    harness.pass_time(1.0, *servers, worker)
+    (joining,) = harness.cluster.view.ranges[0].joining
+    harness.pass_time(4.0, *[s for s in servers if s.node_id != joining], worker)
+    (named,) = harness.cluster.view.ranges
+    assert len(named.joining) == 2
+    assert harness.cluster.set_backups(primary, [wish(named, *named.joining)]).reply == ()
+    (after,) = harness.cluster.view.ranges
+    assert (len(after.backups), after.joining) == (1, ())

@@ -135,6 +135,24 @@ def test_a_carried_seal_whose_answer_is_lost_is_asked_for_alone(window: PushWind
     assert [part.sequence for part in seal.parts] == [2]
 
 
+def test_a_carried_seal_is_asked_for_alone_when_its_push_was_received(window: PushWindow) -> None:
+    """Both outcomes are lost on a stream that stays."""
+    key = _push(window)
+    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.poll(0.0)
+    _say(window, ReplyKind.RECEIVED, key)
+    window.tick(6.0)
+    (seal,) = window.poll(6.0)
+    assert isinstance(seal, SendSeal)
+    assert [part.sequence for part in seal.parts] == [2]
+    _commit(window, _seal_key(0, 2))
+    window.tick(12.0)
+    (push,) = window.poll(12.0)
+    assert isinstance(push, SendPush)
+    (ended,) = _commit(window, key)
+    assert isinstance(ended, StepEnded)
+
+
 def test_a_changed_block_takes_a_new_number_that_names_the_old(window: PushWindow) -> None:
     _push(window)
     window.poll(0.0)

@@ -17,7 +17,7 @@ from ps_server.part_copy import (
     restore,
 )
 from ps_server.range_log import RangeLog
-from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication
+from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
 from ps_worker.push_window import PushWindow
@@ -183,6 +183,34 @@ def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
     found.observe(view(1, (PLACED_EPOCH, node_id, backups, ())), 0.0)
     found.serve(0.0)
     return found
+
+
+def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_left_out() -> None:
+    """Each of them could still be made primary in its place, and may lack its newest batch."""
+    two = replication(TWO)
+    two.observe(view(1, (PLACED_EPOCH, ONE, (TWO, THREE), ())), 0.0)
+    two.serve(0.0)
+    two.observe(view(2, (3, TWO, (THREE,), ())), 0.0)
+    two.serve(LEASE_S)
+    log = two.logs[RANGE]
+    two.granted(THREE, Grant(LEASE_S, (RANGE,)), LEASE_S)
+    log.follow(["a read"])
+    assert log.release(LEASE_S) == []
+    assert two.wishes(LEASE_S) == [BackupWish(RANGE, AssignmentEpoch(3), frozenset())]
+    two.observe(view(3, (4, TWO, (), (THREE,))), LEASE_S)
+    assert log.release(LEASE_S) == ["a read"]
+
+
+def test_who_joins_keeps_what_its_primary_counts_on_until_the_epoch_ends() -> None:
+    """A view that does not name it may be older than what its primary has told it."""
+    three = replication(THREE)
+    three.observe(view(1, (4, ONE, (), (THREE,))), 0.0)
+    snapshot = Snapshot(RANGE, AssignmentEpoch(5), EPOCH, 7, {})
+    assert three.join(snapshot) == Ack(RANGE, 7)
+    assert three.observe(view(2, (5, ONE, (TWO,), ())), 0.0) == ([], [])
+    assert three.replicas[RANGE].number == 7
+    assert three.observe(view(3, (6, ONE, (TWO,), ())), 0.0) == ([RANGE], [])
+    assert three.replicas == {}
 
 
 def test_who_has_nothing_to_serve_does_not_serve() -> None:

@@ -1,0 +1,20 @@
+"""The kinds of simulation, by name."""
+
+from __future__ import annotations
+
+from tests.sim.scheduled import ScheduledSimulation
+from tests.sim.test_crashes import CrashSimulation
+from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_newcomers import NewcomerSimulation
+from tests.sim.test_simulation import Simulation
+
+KINDS: dict[str, type[Simulation]] = {
+    "steps": Simulation,
+    "changes": ScheduledSimulation,
+    "crashes": CrashSimulation,
+    "newcomers": NewcomerSimulation,
+    "failover": FailoverSimulation,
+}
+
+SHARES = {"steps": 5, "changes": 5, "crashes": 5, "newcomers": 5, "failover": 1}
+"""Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -1,0 +1,210 @@
+"""The deliberate bugs that the simulations must see, by the rule of SEMANTICS that each breaks.
+
+A bug that no oracle sees is a gap in the simulation: mend that, and leave the bug here.
+"""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+from tests.sim.replication_mutants import REPLICATION_MUTANTS
+
+_STEPS = ("steps", "changes")
+_FAILOVER = ("failover",)
+_LEDGER = "ps_core/ledger.py"
+_WINDOW = "ps_worker/push_window.py"
+_GATE = "ps_server/update_gate.py"
+_READS = "ps_server/read_gate.py"
+_SCHEDULE = "ps_server/schedule.py"
+_RANGE = "ps_server/range_machine.py"
+_SERVER = "ps_server/server_machine.py"
+
+_ONE_TABLE = (
+    Mutant(
+        "the highest sequence instead of a ledger",
+        "S2",
+        _LEDGER,
+        "return 0 < sequence <= self._low_water or sequence in self._endings",
+        "return 0 < sequence <= max(self._endings, default=self._low_water)",
+        _STEPS,
+    ),
+    Mutant(
+        "a resend is taken as new",
+        "S2",
+        _RANGE,
+        "            if worker.ledger.has_ended(event.sequence):\n                ending",
+        "            if event.sequence in worker.ledger._endings:\n                ending",
+        _STEPS,
+    ),
+    Mutant(
+        "a replaced push counts beside the one that replaces it",
+        "S2",
+        _RANGE,
+        "            self.state.drop_push(step, worker, event.replaces)",
+        "            pass",
+        _STEPS,
+    ),
+    Mutant(
+        "room goes to who came first",
+        "S3",
+        "ps_server/room.py",
+        "for other in sorted((s for s in self._staged if s > step), reverse=True):",
+        "for other in ():",
+        _STEPS,
+    ),
+    Mutant(
+        "what was received survives a broken stream",
+        "S3",
+        _WINDOW,
+        "            if self._owner.get(entry.key.range_id) == server and entry.state in (\n"
+        "                _SENT,\n                _RECEIVED,\n            ):",
+        "            if self._owner.get(entry.key.range_id) == server and entry.state is _SENT:",
+        _FAILOVER,
+    ),
+    Mutant(
+        "what was received survives a move",
+        "S3",
+        _WINDOW,
+        "if entry.key.range_id in moved and entry.state in (_SENT, _RECEIVED):",
+        "if entry.key.range_id in moved and entry.state is _SENT:",
+        _FAILOVER,
+    ),
+    Mutant(
+        "a seal overtakes its pushes at the server",
+        "S4",
+        _GATE,
+        "            if number not in held and not ledger.has_ended(number):\n"
+        "                return False",
+        "            pass",
+        _STEPS,
+    ),
+    Mutant(
+        "a seal leaves before its pushes were received",
+        "S4",
+        _WINDOW,
+        "not step.seals_released and not step.awaited:  # PW-3",
+        "not step.seals_released:",
+        _STEPS,
+    ),
+    Mutant(
+        "an invalid push leaves half a step behind",
+        "S4",
+        _GATE,
+        "        if step.invalid and not step.skip:",
+        "        step.skip = seal.terms.skip\n        if False:",
+        _STEPS,
+    ),
+    Mutant(
+        "an update is scaled by what one range told",
+        "S4",
+        "ps_server/update_scales.py",
+        "        self._state.squares[clock] = squares\n",
+        "        self._state.squares[clock] = squares[:1]\n",
+        _STEPS,
+    ),
+    Mutant(
+        "a read does not wait for its own step",
+        "S5",
+        _READS,
+        "        if self._done_clock(event) < clock:\n            return False\n",
+        "",
+        _STEPS,
+    ),
+    Mutant(
+        "the bound of staleness is one too wide",
+        "S5",
+        _READS,
+        "state.clock >= clock - setting.staleness",
+        "state.clock >= clock - setting.staleness - 1",
+        _STEPS,
+    ),
+    Mutant(
+        "a consistent read is torn: an eager step is in it",
+        "S5",
+        _READS,
+        "        reached = max(self._state.clock, self._state.changed_clock)\n",
+        "        reached = self._state.clock\n",
+        ("changes", "steps"),
+    ),
+    Mutant(
+        "a consistent read is torn: the cut holds nothing",
+        "S5",
+        _SCHEDULE,
+        "if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):",
+        "if False:",
+        _STEPS,
+    ),
+    Mutant(
+        "what is promised is not held",
+        "S6",
+        _SCHEDULE,
+        "return self.hold_clock is not None and clock > self.hold_clock",
+        "return False",
+        ("changes",),
+    ),
+    Mutant(
+        "a change is after what one server reached",
+        "S6",
+        "scheduler/changes.py",
+        "after_clock = max(proposal.clocks.values(), default=clock)",
+        "after_clock = clock",
+        ("changes", "newcomers"),
+    ),
+    Mutant(
+        "a change is committed before all have promised",
+        "S6",
+        "scheduler/changes.py",
+        "        if proposal.missing:\n            return []\n",
+        "",
+        ("changes", "newcomers"),
+    ),
+    Mutant(
+        "a late joiner is waited for from the first clock",
+        "S6",
+        _RANGE,
+        "worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock",
+        "worker.joined_clock = join.after_clock",
+        ("newcomers", "crashes"),
+    ),
+    Mutant(
+        "a late joiner reads before it has joined everywhere",
+        "S6",
+        _READS,
+        "        if state.schedule.holds_reads(clock + 1) or self._is_joining(event):",
+        "        if state.schedule.holds_reads(clock + 1):",
+        ("newcomers", "crashes"),
+    ),
+    Mutant(
+        "the dead are not fenced",
+        "S6",
+        _SERVER,
+        "        if incarnation in self._ended:\n            raise Fenced",
+        "        if False:\n            raise Fenced",
+        ("crashes", "newcomers"),
+    ),
+    Mutant(
+        "what the dead had not sealed counts",
+        "S6",
+        _GATE,
+        "        self.leave_unsealed(worker, out)\n        if not self._state.initialized:",
+        "        if not self._state.initialized:",
+        ("crashes", "newcomers"),
+    ),
+    Mutant(
+        "who was too late is told that it took part",
+        "S7",
+        "ps_server/forming.py",
+        "Ending(Outcome.DISCARDED, past, squares",
+        "Ending(Outcome.APPLIED, past, squares",
+        _STEPS,
+    ),
+    Mutant(
+        "one more is left behind than may be",
+        "S7",
+        "ps_server/forming.py",
+        "ready_count < len(members) - setting.backup_workers:",
+        "ready_count < len(members) - setting.backup_workers - 1:",
+        _STEPS,
+    ),
+)
+
+MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS

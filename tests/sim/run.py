@@ -1,0 +1,109 @@
+"""`make sim`: the seeds of every kind of simulation, on all cores; or one, with its transcript.
+
+Prints what happened, and ends with 1 if a seed failed, or if what should happen now and then never
+did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+from tests.sim.kinds import KINDS, SHARES
+from tests.sim.test_simulation import Run
+
+CHUNK = 10
+
+
+class Seed(NamedTuple):
+    """What came of one."""
+
+    kind: str
+    seed: int
+    counts: Counter[str]
+    problem: str = ""
+    transcript: str = ""
+
+
+def run_one(kind: str, seed: int, *, narrate: bool = False) -> Seed:
+    """Run one seed."""
+    simulation = KINDS[kind](seed, narrate=narrate)
+    problem = ""
+    try:
+        simulation.run()
+    except Exception:  # noqa: BLE001 - whatever it is, the others are run too
+        problem = traceback.format_exc(limit=-2)
+    world = simulation.world
+    return Seed(kind, seed, world.counts, problem, "\n".join(world.transcript))
+
+
+def run_chunk(kind: str, seeds: range) -> list[Seed]:
+    """Run some seeds."""
+    return [run_one(kind, seed) for seed in seeds]
+
+
+def replay(kinds: Sequence[str], seed: int) -> int:
+    """Run a seed of each kind and print its transcript; the exit code."""
+    failed = False
+    for kind in kinds:
+        found = run_one(kind, seed, narrate=True)
+        print(f"=== {kind}, SEED={seed}\n{found.transcript}\n{found.problem or 'as it should be'}")
+        print(", ".join(f"{name} {count}" for name, count in sorted(found.counts.items())))
+        failed = failed or bool(found.problem)
+    return 1 if failed else 0
+
+
+def run_all(kinds: Sequence[str], seed_count: int, jobs: int) -> int:
+    """Run the seeds of each kind; the exit code."""
+    began_s = time.monotonic()
+    runs = {kind: Run(KINDS[kind]) for kind in kinds}
+    failed = 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.sim.kinds"])
+    with ProcessPoolExecutor(jobs, context) as pool:
+        chunks = [
+            pool.submit(run_chunk, kind, range(first, min(first + CHUNK, count)))
+            for kind in kinds
+            for count in [seed_count if len(kinds) == 1 else -(-seed_count // SHARES[kind])]
+            for first in range(0, count, CHUNK)
+        ]
+        for chunk in chunks:
+            for found in chunk.result():
+                if found.problem:
+                    failed += 1
+                    print(f"FAILED {found.kind} SEED={found.seed}\n{found.problem}", flush=True)
+                else:
+                    runs[found.kind].add(found.counts)
+    for kind, run in runs.items():
+        print(f"{kind}: {run.report()}")
+        for words in run.lacks():
+            failed += 1
+            print(f"FAILED {kind}: {words}")
+    print(f"{failed} failures; {time.monotonic() - began_s:.0f} s")
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """As the command line says; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="from 0 up")
+    parser.add_argument("--seed", type=int, help="this one alone, with its transcript")
+    parser.add_argument("--kind", choices=sorted(KINDS), help="only this kind; all its seeds")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    options = parser.parse_args(arguments)
+    kinds = [options.kind] if options.kind else list(KINDS)
+    if options.seed is not None:
+        return replay(kinds, options.seed)
+    return run_all(kinds, options.seeds, options.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

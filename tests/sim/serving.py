@@ -1,0 +1,86 @@
+"""What is watched while servers serve: who may, and what everybody has of what was seen.
+
+Oracles:
+    G2    One server serves a range: when another begins to, no lease of the one before holds any
+          more, on that one's own clock, and nothing that it decided is seen from then on.
+    HELD  What was seen of a range is at every server that the scheduler could name its primary.
+    LIVE  Who was made primary serves when the lease that it granted can have run out everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ps_core.cluster_view import ClusterView
+from ps_core.keys import NodeId, RangeId
+
+if TYPE_CHECKING:
+    from tests.sim.replicated import ReplicatedServer
+
+PATIENCE_S = 1.0
+"""That a server may take beyond a lease and its drift: ticks, and what it is doing."""
+
+
+class Watch:
+    """The oracles of one simulation.
+
+    Args:
+        servers: all there are, and were.
+        view: the newest, as the scheduler has it.
+        lease_s: of the cluster.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[NodeId, ReplicatedServer],
+        view: Callable[[], ClusterView],
+        lease_s: float,
+    ) -> None:
+        self._servers = servers
+        self._view = view
+        self._lease_s = lease_s
+        self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
+
+    def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
+        """The server serves the range from now on."""
+        tenure = server.replication.logs[range_id].tenure
+        before = self._newest.get(range_id, (0, server.node_id))
+        assert tenure > before[0], f"G2: tenure {tenure} of range {range_id} after {before}"
+        self._newest[range_id] = tenure, server.node_id
+        for other in self._servers.values():
+            log = other.replication.logs.get(range_id)
+            if other is server or log is None or log.heirs or other.is_dead:
+                continue
+            assert not log.may_serve(other.now_s), (
+                f"G2: {server.node_id} begins to serve range {range_id} and {other.node_id} still "
+                "holds a lease"
+            )
+
+    def seen(self, server: ReplicatedServer, range_id: RangeId, number: int) -> None:
+        """Somebody sees of the range what the server decided, up to batch `number`."""
+        tenure = server.replication.logs[range_id].tenure
+        newest = self._newest[range_id]
+        assert (tenure, server.node_id) == newest, (
+            f"G2: {server.node_id} serves range {range_id} under tenure {tenure} after {newest}"
+        )
+        assignment = self._view().ranges[range_id]
+        for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
+            assert node_id is not None
+            replica = self._servers[node_id].replication.replicas.get(range_id)
+            has = (0, 0) if replica is None else (replica.tenure, replica.number)
+            assert (tenure, number) <= has < (tenure + 1, 0), (
+                f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
+                f"{node_id}, which could be its primary, has {has}"
+            )
+
+    def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
+        """Whether the server could go on with the range."""
+        replication = server.replication
+        return range_id in replication.logs or range_id in replication.replicas
+
+    def waits(self, server: ReplicatedServer, for_s: float) -> None:
+        """The server has been made primary so long ago, and does not serve yet."""
+        assert for_s < self._lease_s * 1.1 + PATIENCE_S, (
+            f"LIVE: {server.node_id} was made primary {for_s:.1f} s ago and does not serve"
+        )
