@@ -57,6 +57,7 @@ class ReplicatedRanges:
 
     Attributes:
         do: called with what may be done when something came that others had to have first.
+        wishes: what the scheduler is to be asked for.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ReplicatedRanges:
         self.replication = Replication(node_id, machine, setting.lease_s, setting.min_in_sync)
         self.output = OutputCommit(machine, self.replication, shards, self._send)
         self.do: Callable[[Sequence[Deed]], None] = _nothing
+        self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
         self._shards = shards
         self._lease_s = setting.lease_s
@@ -152,19 +154,18 @@ class ReplicatedRanges:
         now_s = self._now()
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
             self._beat_s = now_s
-            self._links.reset_others(self.replication.all_holders)
-            for peer, beat in self.replication.beats(now_s).items():
-                link = self._links.find(peer)
-                if link is not None:
-                    link.send_first(beat_message(beat))
+            self._beat(now_s)
         self._send_again(now_s)
         self._give_snapshots(now_s)
         self.do(self.output.release(now_s, self.replication.logs))
 
-    @property
-    def wishes(self) -> list[BackupWish]:
-        """What the scheduler is to be asked for."""
-        return self.replication.wishes(self._now())
+    def _beat(self, now_s: float) -> None:
+        for peer, beat in self.replication.beats(now_s).items():
+            link = self._links.find(peer)
+            if link is not None:
+                link.send_first(beat_message(beat))
+        self._links.reset_others(self.replication.all_holders)
+        self.wishes = self.replication.wishes(now_s)
 
     def _send(self, peer: NodeId, batch: Batch) -> None:
         link = self._links.find(peer)
