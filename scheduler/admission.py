@@ -191,8 +191,8 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
             raise InvalidConfig(
                 f"the server's kernel_fingerprint is '{request.kernel_fingerprint}'; "
                 f"{describe(node)} has '{theirs}'. Servers of one cluster need the same torch and "
-                f"CPU capability, or their results differ: on mixed machines start all of them with "
-                f"ATEN_CPU_CAPABILITY set to what the least of them has (default, avx2 or avx512)"
+                f"CPU capability, or their results differ: on mixed machines start all of them "
+                f"with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
             )
         # A silent server's address may be taken over: a restart on the same port looks like that.
         if node.address == request.address and node.state is NodeState.ALIVE:
