@@ -87,6 +87,10 @@ class Replica:
         self._granted_s = max(self._granted_s, now_s)
         return True
 
+    def keep_grants(self, before: Replica) -> None:
+        """This one takes the place of `before`, whose grants may not have run out."""
+        self._granted_s = before._granted_s
+
     def promote(self, assignment_epoch: AssignmentEpoch) -> None:
         """It is primary of `epoch`; it serves from `serves_s` on."""
         self.assignment_epoch = assignment_epoch

@@ -4,6 +4,9 @@
 batches, beats, snapshots and their answers between the machines of replication and the wire.
 
 Everything belongs to one event loop.
+
+Invariants:
+    RR-1  What a backup has acknowledged, its values have: where they may not, it has nothing.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class ReplicatedRanges:
         self._lease_s = setting.lease_s
         self._now = now
         self._links = PeerLinks(wire.session_to_proto(session), self)
+        self._view: ClusterView | None = None
         self._tables: dict[TableId, Table] = {}
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
@@ -93,6 +97,7 @@ class ReplicatedRanges:
         for range_id in lost:
             self._shards.remove(range_id)
             self.output.forget(range_id)
+        self._view = view
         self._make_room(view)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
@@ -247,7 +252,7 @@ class ReplicatedRanges:
             is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
             for change in batch.changes if is_taken else ():
                 self._shards.make(change)
-        except PushpullError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, not all of the batch is here
             self._lost_track(batch.range_id, error)
             return None
         return ack
@@ -261,16 +266,22 @@ class ReplicatedRanges:
             return ack
         try:
             self._shards.restore(copy)
-        except PushpullError as error:
+        except Exception as error:  # noqa: BLE001 - as in `take`
             self._lost_track(range_id, error)
             return None
         logs.debug("range_joined", range_id=range_id, number=ack.number)
         return ack
 
-    def _lost_track(self, range_id: RangeId, error: PushpullError) -> None:
-        """It cannot follow the range any more, and must not say that it does."""
-        logs.error("replica_broken", range_id=range_id, error=error.message)
+    def _lost_track(self, range_id: RangeId, error: Exception) -> None:
+        """It cannot follow the range any more, and must not say that it does (RR-1)."""
+        if isinstance(error, PushpullError):
+            logs.error("replica_broken", range_id=range_id, error=error.message)
+        else:
+            logs.exception("replica_broken", error, range_id=range_id)
         self.replication.leave(range_id)
+        self._shards.remove(range_id)
+        if self._view is not None:
+            self._make_room(self._view)
 
     def _fresh(self, batch: Batch) -> PartCopy | None:
         blocks = self._blocks.get((batch.table_id, batch.range_id))

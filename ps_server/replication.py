@@ -42,7 +42,9 @@ _SNAPSHOT_LEASES = 5
 """So long may a range take to get there."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
-"""Of a range that has just been placed: it holds nothing, so nobody has to be told what."""
+"""Of a range that has just been placed: it holds nothing, so nobody has to be told what. That is so
+once: a backup that has left it has missed what came since.
+"""
 
 
 class Ack(NamedTuple):
@@ -112,6 +114,8 @@ class Replication:
         self._heard_s: dict[RangeId, dict[NodeId, float]] = {}
         self._configured: dict[RangeId, frozenset[NodeId]] = {}
         self._asked: dict[RangeId, frozenset[NodeId]] = {}
+        self._in_question: dict[RangeId, set[NodeId]] = {}
+        self._begun: set[RangeId] = set()
 
     # --- what the scheduler says
 
@@ -131,15 +135,18 @@ class Replication:
             log = self.logs.pop(range_id, None)
             if log is not None:
                 effects += self._machine.give_up(range_id)
-                effects += [self._refused(e) for e in log.held if isinstance(e, AnswerPull)]
+                held = [e for e in log.held if isinstance(e, AnswerPull | RefusePull)]
+                effects += map(self._refused, held)
                 lost.append(range_id)
                 self._forget(range_id)
             replica = self.replicas.get(range_id)
             if self._node_id in assignment.backups:
                 assignment_epoch = assignment.assignment_epoch
-                if replica is None and assignment_epoch == PLACED_EPOCH:
+                is_new = assignment_epoch == PLACED_EPOCH and range_id not in self._begun
+                if replica is None and is_new:
                     replica = Replica(range_id, assignment_epoch, self._lease_s, assignment_epoch)
                     self.replicas[range_id] = replica
+                    self._begun.add(range_id)
                 if replica is not None:  # else it is taken for dead, and joins anew
                     replica.follow(assignment_epoch)
             elif (  # of one that is told of a newer epoch its primary may count on what it has
@@ -151,7 +158,7 @@ class Replication:
                 lost.append(range_id)
         return lost, effects
 
-    def _refused(self, held: AnswerPull) -> RefusePull:
+    def _refused(self, held: AnswerPull | RefusePull) -> RefusePull:
         error = NotOwner(f"server {self._node_id} is not primary of range {held.range_id} any more")
         return RefusePull(held.waiter, held.table_id, held.range_id, error)
 
@@ -164,6 +171,7 @@ class Replication:
                 log.reconfigure(assignment_epoch, assignment.backups)
                 if self._asked.pop(range_id, None) is None:  # some that joined may have given up
                     self._joining.pop(range_id, None)
+                self._in_question.pop(range_id, None)
             self._forget_joiners(assignment, log)
         elif replica is not None:
             replica.promote(assignment_epoch)
@@ -261,7 +269,7 @@ class Replication:
     def lost(self, node_id: NodeId) -> None:
         """What was on its way to a server is lost: if it joins it is given all again."""
         for range_id, joiners in self._joining.items():
-            if node_id in joiners and node_id not in self._asked.get(range_id, ()):
+            if node_id in joiners and node_id not in self._in_question.get(range_id, ()):
                 self.logs[range_id].exclude(node_id)
                 del joiners[node_id]
 
@@ -341,7 +349,7 @@ class Replication:
             heard_s = self._heard_s.get(range_id, {})
             living = {n for n, at_s in heard_s.items() if now_s < at_s + self._lease_s}
             if range_id in self._asked:
-                self._asked[range_id] &= living
+                self._asked[range_id] &= living  # what was asked before may yet be granted
             else:
                 self._include(range_id, log, living, now_s)
                 ready = {n for n in log.backups if log.acked_by(n) >= log.released}
@@ -349,6 +357,7 @@ class Replication:
                 if wanted == self._configured[range_id]:
                     continue
                 self._asked[range_id] = wanted
+                self._in_question[range_id] = set(wanted)
             found.append(BackupWish(range_id, log.assignment_epoch, self._asked[range_id]))
         return found
 
@@ -376,13 +385,16 @@ class Replication:
         joiners = self._joining.get(range_id, {})
         for node_id in [n for n in joiners if n not in assignment.joining]:
             del joiners[node_id]
-            if node_id not in (*assignment.backups, *self._asked.get(range_id, ())):
+            if node_id not in (*assignment.backups, *self._in_question.get(range_id, ())):
                 log.exclude(node_id)
 
     def _forget(self, range_id: RangeId) -> None:
         """This server is primary of the range no more."""
-        for kept in (self._joining, self._heard_s, self._asked, self._configured):
-            kept.pop(range_id, None)
+        self._joining.pop(range_id, None)
+        self._heard_s.pop(range_id, None)
+        self._configured.pop(range_id, None)
+        self._asked.pop(range_id, None)
+        self._in_question.pop(range_id, None)
 
     # --- a backup
 
@@ -416,7 +428,7 @@ class Replication:
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
             return Ack(range_id, replica.number)
-        self.replicas[range_id] = Replica(
+        joined = self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,
             self._lease_s,
@@ -424,6 +436,8 @@ class Replication:
             snapshot.copies,
             snapshot.number,
         )
+        if replica is not None:
+            joined.keep_grants(replica)
         return Ack(range_id, snapshot.number)
 
     def beat(self, beat: Beat, now_s: float) -> Grant:

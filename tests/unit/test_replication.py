@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role, Session
+from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_server.changes import Put
-from ps_server.events import Apply, Effect, Record
+from ps_server.events import AnswerPull, Apply, Effect, Record, RefusePull
 from ps_server.part_copy import (
     Delta,
     WorkerFacts,
@@ -17,7 +18,7 @@ from ps_server.part_copy import (
     restore,
 )
 from ps_server.range_log import RangeLog
-from ps_server.replication import PLACED_EPOCH, Ack, Grant, Replication, Snapshot
+from ps_server.replication import PLACED_EPOCH, Ack, Beat, Grant, Replication, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
 from ps_worker.push_window import PushWindow
@@ -315,10 +316,61 @@ def test_who_joins_has_to_make_what_is_held() -> None:
     assert (snapshot.number, snapshot.held) == (1, (put,))
 
 
+def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
+    """The request with it may be granted after the one without it was made (union)."""
+    one = _primary(ONE, TWO)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
+    ((_, snapshot),) = one.snapshots(0.0)
+    one.acked(THREE, Ack(RANGE, snapshot.number), 0.1)
+    assert one.wishes(0.1)[0].backups == {TWO, THREE}
+    one.acked(TWO, Ack(RANGE, 0), LEASE_S)
+    assert one.wishes(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
+    one.lost(THREE)  # and its stream was opened again
+    one.observe(view(3, (PLACED_EPOCH, ONE, (TWO,), ())), 4.0)
+    log = one.logs[RANGE]
+    assert set(log.backups) == {TWO, THREE}
+    one.observe(view(4, (3, ONE, (TWO, THREE), ())), 4.0)
+    assert set(log.backups) == {TWO, THREE}
+
+
+def test_a_backup_that_left_a_new_range_has_nothing_of_it() -> None:
+    """Begun again it would grant the lease, and acknowledge nothing for ever."""
+    two = replication(TWO)
+    placed = (PLACED_EPOCH, ONE, (TWO,), ())
+    two.observe(view(1, placed), 0.0)
+    two.leave(RANGE)
+    two.observe(view(2, placed), 0.0)
+    assert two.replicas == {}
+
+
+def test_who_is_given_all_again_waits_out_what_it_granted_before() -> None:
+    three = replication(THREE)
+    three.observe(view(1, (4, ONE, (), (THREE,))), 0.0)
+    three.join(Snapshot(RANGE, AssignmentEpoch(4), EPOCH, 7, {}))
+    beat = Beat(1.0, ((RANGE, AssignmentEpoch(4)),))
+    assert three.beat(beat, 1.0).range_ids == (RANGE,)
+    three.join(Snapshot(RANGE, AssignmentEpoch(4), EPOCH, 9, {}))
+    three.observe(view(2, (5, ONE, (THREE,), ())), 1.1)
+    three.observe(view(3, (6, THREE, (), ())), 1.2)
+    assert three.serve(0.9 + LEASE_S).ranges[0].primary is None
+
+
 def test_a_server_without_room_is_given_nothing() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     assert list(one.snapshots(0.0, lambda node_id: node_id != THREE)) == []
+
+
+def test_who_reads_from_a_deposed_primary_is_refused_whatever_was_held() -> None:
+    one = _primary(ONE, TWO)
+    answer = AnswerPull(7, TABLE, RANGE, 0, 0, {}, {}, None)
+    refusal = RefusePull(8, TABLE, RANGE, WaitExpired("it took too long"))
+    one.logs[RANGE].follow([answer, refusal])
+    _, effects = one.observe(view(2, (3, TWO, (), (ONE,))), 1.0)
+    assert [(type(e), e.waiter) for e in effects if isinstance(e, RefusePull)] == [
+        (RefusePull, 7),
+        (RefusePull, 8),
+    ]
 
 
 def test_what_a_deposed_primary_held_is_given_up() -> None:
