@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ps_core.cluster_view import BackupWish, ClusterView, Session
 from ps_core.errors import PushpullError
@@ -33,8 +34,8 @@ from ps_server.store_copy import RangeCopy
 
 _BEATS_A_LEASE = 10
 _RESEND_LEASES = 0.5
-"""A backup that has acknowledged nothing for so long is sent all again that it is not known to
-have: it may have got it before it knew that it was to take it."""
+"""A backup that has got on with nothing of a range for so long is sent all of it again that it is
+not known to have: it may have got it before it knew that it was to take it."""
 
 _SNAPSHOT_ROOM_BYTES = 8 * 1024 * 1024
 """No range is copied for a server that so much waits for."""
@@ -46,6 +47,13 @@ class ReplicationSetting:
 
     lease_s: float
     min_in_sync: int = 1
+
+
+class _Lack(NamedTuple):
+    """The first batch of a range that a server is not known to have, and since when that is so."""
+
+    number: int
+    since_s: float
 
 
 class ReplicatedRanges:
@@ -86,7 +94,7 @@ class ReplicatedRanges:
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
         self._beat_s = 0.0
-        self._heard_s: dict[NodeId, float] = {}
+        self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
     # --- views
 
@@ -101,7 +109,15 @@ class ReplicatedRanges:
         self._make_room(view)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
+        self._send_refused()
         return effects
+
+    def _send_refused(self) -> None:
+        """Whoever saw a range's new epoch first has refused what still named the old one."""
+        renewed = self.replication.renewed
+        for peer, batch in self.replication.resends(self.replication.all_holders):
+            if batch.range_id in renewed:
+                self._send(peer, batch)
 
     def _make_room(self, view: ClusterView) -> None:
         """Stores for what this server backs up, or is about to."""
@@ -157,10 +173,10 @@ class ReplicatedRanges:
         join; to be called ten times a lease at least.
         """
         now_s = self._now()
+        self._send_again(now_s)  # first: it looks whether anything waits, and beats do
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
             self._beat_s = now_s
             self._beat(now_s)
-        self._send_again(now_s)
         self._give_snapshots(now_s)
         self.do(self.output.release(now_s, self.replication.logs))
 
@@ -199,14 +215,22 @@ class ReplicatedRanges:
         return self._links.queued_bytes
 
     def _send_again(self, now_s: float) -> None:
-        silent = [
-            p for p, at_s in self._heard_s.items() if now_s > at_s + _RESEND_LEASES * self._lease_s
-        ]
-        wanted = {peer: link for peer in silent if (link := self._links.find(peer)) is not None}
-        idle = {peer for peer, link in wanted.items() if link.is_open and not link.queued_bytes}
-        for peer, batch in self.replication.resends(idle):
-            self._heard_s[peer] = now_s
-            self._send(peer, batch)
+        """Range by range: what a peer says of others tells nothing."""
+        lacking: dict[tuple[NodeId, RangeId], list[Batch]] = {}
+        for peer, batch in self.replication.resends(self.replication.all_holders):
+            lacking.setdefault((peer, batch.range_id), []).append(batch)
+        idle = {peer for peer, _ in lacking if self._links.is_idle(peer)}
+        lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
+        for key, batches in lacking.items():
+            before, number = self._lacks.get(key), batches[0].number
+            since_s = now_s if before is None or before.number != number else before.since_s
+            is_late = now_s > since_s + _RESEND_LEASES * self._lease_s
+            if is_late and key[0] in idle:
+                since_s = now_s
+                for batch in batches:
+                    self._send(key[0], batch)
+            lacks[key] = _Lack(number, since_s)
+        self._lacks = lacks
 
     def _give_snapshots(self, now_s: float) -> None:
         for peer, snapshot in self.output.snapshots(now_s, self._has_room):
@@ -228,7 +252,7 @@ class ReplicatedRanges:
         self.replication.lost(peer)
         for node_id, batch in self.replication.resends({peer}):
             self._send(node_id, batch)
-        self._heard_s[peer] = self._now()
+        self._lacks = {key: lack for key, lack in self._lacks.items() if key[0] != peer}
 
     def peer_said(self, peer: NodeId, response: bytes) -> None:
         """See `PeerListener`."""
@@ -236,7 +260,6 @@ class ReplicatedRanges:
         freed: dict[RangeId, None] = {}
         for answer in answers_from(response):
             if isinstance(answer, Ack):
-                self._heard_s[peer] = now_s
                 self.replication.acked(peer, answer, now_s)
                 freed[answer.range_id] = None
             else:

@@ -97,6 +97,11 @@ class Replication:
         machine: its machine.
         lease_s: of the cluster.
         min_in_sync: servers that must have what is committed.
+
+    Attributes:
+        logs: of the ranges that it is primary of.
+        replicas: of those that it backs up, or is about to serve.
+        renewed: the ranges whose log has got another epoch with the newest view.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Replication:
     ) -> None:
         self.logs: dict[RangeId, RangeLog] = {}
         self.replicas: dict[RangeId, Replica] = {}
+        self.renewed: set[RangeId] = set()
         self._node_id = node_id
         self._machine = machine
         self._lease_s = lease_s
@@ -126,6 +132,7 @@ class Replication:
         lost: list[RangeId] = []
         effects: list[Effect] = []
         self._view = view
+        self.renewed = set()
         self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
         for assignment in view.ranges:
             range_id = assignment.range_id
@@ -169,6 +176,7 @@ class Replication:
         if log is not None:
             if log.assignment_epoch < assignment_epoch:
                 log.reconfigure(assignment_epoch, assignment.backups)
+                self.renewed.add(range_id)
                 if self._asked.pop(range_id, None) is None:  # some that joined may have given up
                     self._joining.pop(range_id, None)
                 self._in_question.pop(range_id, None)

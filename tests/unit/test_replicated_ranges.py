@@ -1,11 +1,14 @@
-"""One server's part in replication: what a backup does with what comes."""
+"""One server's part in replication: what a backup makes of what comes, what a primary sends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+import grpc
+import grpc.aio
 import numpy as np
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
@@ -18,9 +21,12 @@ from ps_server.part_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.range_log import Batch
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.replication import PLACED_EPOCH, Ack, Beat, Snapshot
+from ps_server.replication_reader import ReplicationReader
+from ps_server.replication_wire import SERVICE, answers_message
 from ps_server.server_machine import ServerMachine
 from ps_server.shards import Shards
 from ps_server.store_copy import RangeCopy
+from pushpull.v1 import types_pb2
 from tests.property.shard_twin import table
 
 LEASE_S = 3.0
@@ -60,6 +66,53 @@ def run(scenario: Callable[[Backup], Awaitable[None]]) -> None:
             lanes.close()
 
     asyncio.run(with_backup())
+
+
+class Peer:
+    """A server that hears what a primary says, and answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self._beats: asyncio.Queue[Beat] = asyncio.Queue()
+        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
+        self._server = grpc.aio.server()
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._replicate
+        )
+        handlers = {"Replicate": handler}
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        )
+
+    async def start(self) -> str:
+        """Its address."""
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def next_batch(self) -> Batch:
+        async with asyncio.timeout(10):
+            return await self._batches.get()
+
+    async def next_beat(self, within_s: float = 10.0) -> Beat:
+        async with asyncio.timeout(within_s):
+            return await self._beats.get()
+
+    async def _replicate(
+        self, messages: AsyncIterator[bytes], context: object
+    ) -> AsyncIterator[bytes]:
+        del context
+        reader = ReplicationReader()
+        async for raw in messages:
+            came = reader.read(raw)
+            if isinstance(came, types_pb2.SessionIdentity):
+                yield answers_message(())
+            elif isinstance(came, Beat):
+                self._beats.put_nowait(came)
+            elif isinstance(came, Batch):
+                self._batches.put_nowait(came)
 
 
 def view(number: int, epoch: int, *, joins: bool = False) -> ClusterView:
@@ -122,3 +175,95 @@ def test_one_that_broke_joins_anew() -> None:
         assert backup.value == -1.0
 
     run(scenario)
+
+
+# --- a primary
+
+
+@dataclass
+class Primary:
+    """A server with two ranges and a backup, which hears it."""
+
+    ranges: ReplicatedRanges
+    peer: Peer
+    address: str
+    now_s: float = 0.0
+
+    def observe(self, number: int, epoch: int) -> None:
+        slots = key_ranges(2)
+        two = Node(TWO, Incarnation(2), Role.SERVER, 0, self.address, NodeState.ALIVE)
+        assignments = tuple(
+            RangeAssignment(RangeId(i), slots[i], AssignmentEpoch(epoch), ONE, (TWO,), ())
+            for i in range(2)
+        )
+        self.ranges.observe(ClusterView(number, "cluster", 1, 2, (two,), assignments, ()))
+        self.ranges.serve()
+
+    def decide(self, range_id: RangeId) -> None:
+        """Something is decided, and lost on its way."""
+        facts = fresh_copy(MODEL, BLOCKS).facts
+        delta = Delta(facts, (), (), ())
+        self.ranges.replication.decide((TableId(1), range_id), delta, (), [])
+
+    def hear(self, range_id: RangeId, number: int) -> None:
+        self.ranges.peer_said(TWO, answers_message([Ack(range_id, number)]))
+
+
+async def _opened(primary: Primary) -> None:
+    """Until there is a stream: what is sent before is lost."""
+    for _ in range(500):
+        primary.now_s += LEASE_S / 9
+        primary.ranges.tick()
+        with contextlib.suppress(TimeoutError):
+            await primary.peer.next_beat(within_s=0.02)
+            return
+    raise TimeoutError("no stream was opened")
+
+
+def lead(scenario: Callable[[Primary], Awaitable[None]]) -> None:
+    async def with_primary() -> None:
+        peer = Peer()
+        address = await peer.start()
+        session = Session("cluster", b"t" * 16, ONE, Incarnation(1), Role.SERVER)
+        setting = ReplicationSetting(LEASE_S)
+        shards = Shards(SharedLanes(), {})
+        ranges = ReplicatedRanges(
+            session, ServerMachine(ONE, 1), shards, setting, lambda: primary.now_s
+        )
+        primary = Primary(ranges, peer, address)
+        try:
+            primary.observe(1, PLACED_EPOCH)
+            await _opened(primary)
+            await scenario(primary)
+        finally:
+            await ranges.close()
+            await peer.stop()
+
+    asyncio.run(with_primary())
+
+
+def test_what_a_backup_lacks_of_one_range_is_sent_again_whatever_it_says_of_others() -> None:
+    async def scenario(primary: Primary) -> None:
+        primary.decide(RANGE)
+        for number in range(1, 12):
+            primary.decide(RangeId(1))
+            primary.hear(RangeId(1), number)
+            primary.now_s += LEASE_S / 9
+            primary.ranges.tick()
+            await primary.peer.next_beat()
+        again = await primary.peer.next_batch()
+        assert (again.range_id, again.number) == (RANGE, 1)
+
+    lead(scenario)
+
+
+def test_what_was_refused_for_its_epoch_is_sent_again_with_the_new_one() -> None:
+    """A backup may see a view before its primary does."""
+
+    async def scenario(primary: Primary) -> None:
+        primary.decide(RANGE)
+        primary.observe(2, PLACED_EPOCH + 1)
+        again = await primary.peer.next_batch()
+        assert (again.number, again.assignment_epoch) == (1, PLACED_EPOCH + 1)
+
+    lead(scenario)
