@@ -126,7 +126,9 @@ class PeerLink:
         call = self._open_call()
         writer: asyncio.Task[None] | None = None
         try:
-            header = replication_pb2.ReplicateHeader(session=self._identity)
+            header = replication_pb2.ReplicateHeader(
+                session=self._identity, receiver_node_id=self.node.node_id
+            )
             first = replication_pb2.ReplicateRequest(header=header)
             await call.write(first.SerializeToString())
             if await call.read() is grpc.aio.EOF:  # else the peer says that it listens

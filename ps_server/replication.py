@@ -48,10 +48,13 @@ once: a backup that has left it has missed what came since.
 
 
 class Ack(NamedTuple):
-    """A backup has all batches of a range up to `number`."""
+    """A backup has all batches of a range up to `number`; `assignment_epoch` is the newest that it
+    has heard of.
+    """
 
     range_id: RangeId
     number: int
+    assignment_epoch: AssignmentEpoch
 
 
 class Beat(NamedTuple):
@@ -83,10 +86,11 @@ class Snapshot(NamedTuple):
 
 @dataclass(slots=True)
 class _Joining:
-    """A server that is being brought up to date."""
+    """A server that is being brought up to date, `begun` in that epoch."""
 
     number: int
     since_s: float
+    begun: AssignmentEpoch
 
 
 class Replication:
@@ -269,8 +273,11 @@ class Replication:
             return
         self._heard(ack.range_id, backup, now_s)
         joining = self._joining.get(ack.range_id, {}).get(backup)
-        if joining is not None and ack.number > joining.number:
-            joining.number, joining.since_s = ack.number, now_s
+        if joining is not None:
+            if ack.assignment_epoch < joining.begun:
+                return  # of what it had before, and has given up
+            if ack.number > joining.number:
+                joining.number, joining.since_s = ack.number, now_s
         if ack.number <= log.number:
             log.acked(backup, ack.number)
 
@@ -333,7 +340,8 @@ class Replication:
                     continue  # it has all, or is getting on
                 if node_id in log.backups:
                     continue  # asked for already
-                self._joining.setdefault(range_id, {})[node_id] = _Joining(-1, now_s)
+                joining = _Joining(-1, now_s, log.assignment_epoch)
+                self._joining.setdefault(range_id, {})[node_id] = joining
                 yield node_id, self._snapshot(range_id, log)
 
     def _snapshot(self, range_id: RangeId, log: RangeLog) -> Snapshot:
@@ -416,7 +424,7 @@ class Replication:
         if replica is None or not replica.follows(batch):
             return False, None
         is_next = replica.take(batch, fresh)
-        return is_next, Ack(batch.range_id, replica.number)
+        return is_next, _ack(replica)
 
     def leave(self, range_id: RangeId) -> None:
         """What is here of the range is of no use: be taken for dead, and join anew."""
@@ -435,7 +443,7 @@ class Replication:
         is_known = replica is not None and replica.tenure == snapshot.tenure
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
-            return Ack(range_id, replica.number)
+            return _ack(replica)
         joined = self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,
@@ -446,7 +454,7 @@ class Replication:
         )
         if replica is not None:
             joined.keep_grants(replica)
-        return Ack(range_id, snapshot.number)
+        return _ack(joined)
 
     def beat(self, beat: Beat, now_s: float) -> Grant:
         """A primary asks for the lease."""
@@ -456,3 +464,7 @@ class Replication:
             if range_id in self.replicas and self.replicas[range_id].beat(assignment_epoch, now_s)
         )
         return Grant(beat.sent_s, granted)
+
+
+def _ack(replica: Replica) -> Ack:
+    return Ack(replica.range_id, replica.number, replica.assignment_epoch)

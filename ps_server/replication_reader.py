@@ -18,10 +18,10 @@ from ps_server.replication_wire import (
 )
 from ps_server.snapshot_wire import SnapshotReader
 from ps_server.store_copy import RangeCopy
-from pushpull.v1 import replication_pb2, types_pb2
+from pushpull.v1 import replication_pb2
 
-Came = types_pb2.SessionIdentity | Batch | Beat | RangeCopy
-"""What a primary says; the first is who it is."""
+Came = replication_pb2.ReplicateHeader | Batch | Beat | RangeCopy
+"""What a primary says; the first is who it is, and whom it means."""
 
 
 class ReplicationReader:
@@ -58,7 +58,7 @@ class ReplicationReader:
             case "header":
                 self._is_open = True
                 header: replication_pb2.ReplicateHeader = request.message
-                return header.session
+                return header
             case "batch":
                 return self._batch(request)
             case "beat":

@@ -2,6 +2,10 @@
 
 One stream a primary. Its messages are taken in order, on the loop; acknowledgements and grants
 gather and leave together.
+
+Rules:
+    - A stream that means another server is refused: the address may have been that one's. What one
+      server has would else count for two.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import grpc
 import grpc.aio
 
 from ps_core.cluster_view import Role
-from ps_core.errors import InvalidConfig, NotPermitted, Recovering
+from ps_core.errors import InvalidConfig, NotOwner, NotPermitted, Recovering
 from ps_runtime.errors import translated
 from ps_server.node import ParameterNode
 from ps_server.range_log import Batch
@@ -98,7 +102,10 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
             raise Recovering("the server has not registered yet", retry_after_ms=100)
         if header is None or isinstance(header, Batch | Beat | RangeCopy):
             raise InvalidConfig("a stream between servers begins without its header")
-        session = self._node.sessions.admit(header)
+        own = self._node.session.node_id
+        if header.receiver_node_id != own:
+            raise NotOwner(f"this is server {own}; server {header.receiver_node_id} is meant")
+        session = self._node.sessions.admit(header.session)
         if session.role is not Role.SERVER:
             raise NotPermitted(f"a {session.role.value} replicates; only servers do")
         if self._node.replicas is None:

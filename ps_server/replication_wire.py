@@ -284,7 +284,11 @@ def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
     response = replication_pb2.ReplicateResponse()
     for answer in answers:
         if isinstance(answer, Ack):
-            response.acks.add(range_id=answer.range_id, number=answer.number)
+            response.acks.add(
+                range_id=answer.range_id,
+                number=answer.number,
+                assignment_epoch=answer.assignment_epoch,
+            )
         else:
             response.grants.add(sent_s=answer.sent_s, range_ids=answer.range_ids)
     return response.SerializeToString()
@@ -297,7 +301,10 @@ def answers_from(raw: bytes) -> list[Ack | Grant]:
         InvalidConfig: it is no response.
     """
     response = parsed(replication_pb2.ReplicateResponse, raw)
-    acks = [Ack(range_id_from_proto(each.range_id), each.number) for each in response.acks]
+    acks = [
+        Ack(range_id_from_proto(a.range_id), a.number, AssignmentEpoch(a.assignment_epoch))
+        for a in response.acks
+    ]
     grants = [
         Grant(each.sent_s, tuple(map(range_id_from_proto, each.range_ids)))
         for each in response.grants

@@ -187,7 +187,7 @@ def range_copies(draw: st.DrawFn) -> RangeCopy:
 
 BEATS = st.builds(Beat, DOUBLES, st.lists(st.tuples(RANGE_IDS, EPOCHS), max_size=5).map(tuple))
 ANSWERS = st.one_of(
-    st.builds(Ack, RANGE_IDS, COUNTS),
+    st.builds(Ack, RANGE_IDS, COUNTS, EPOCHS),
     st.builds(Grant, DOUBLES, st.lists(RANGE_IDS, max_size=4).map(tuple)),
 )
 

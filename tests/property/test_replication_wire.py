@@ -49,14 +49,16 @@ from tests.property.store_pair import EPOCH, RANGE, TABLE, record_of
 
 SESSION = types_pb2.SessionIdentity(cluster_id="c", node_id=3)
 HEADER = ReplicateRequest(
-    header=replication_pb2.ReplicateHeader(session=SESSION)
+    header=replication_pb2.ReplicateHeader(session=SESSION, receiver_node_id=4)
 ).SerializeToString()
 MODEL: Table = table([64] * 8)
 
 
 def reader(small_bytes: int = SMALL_BYTES) -> ReplicationReader:
     found = ReplicationReader(small_bytes)
-    assert found.read(HEADER) == SESSION
+    header = found.read(HEADER)
+    assert isinstance(header, replication_pb2.ReplicateHeader)
+    assert (header.session, header.receiver_node_id) == (SESSION, 4)
     return found
 
 

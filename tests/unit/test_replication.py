@@ -207,7 +207,7 @@ def test_who_joins_keeps_what_its_primary_counts_on_until_the_epoch_ends() -> No
     three = replication(THREE)
     three.observe(view(1, (4, ONE, (), (THREE,))), 0.0)
     snapshot = Snapshot(RANGE, AssignmentEpoch(5), EPOCH, 7, {})
-    assert three.join(snapshot) == Ack(RANGE, 7)
+    assert three.join(snapshot) == Ack(RANGE, 7, AssignmentEpoch(5))
     assert three.observe(view(2, (5, ONE, (TWO,), ())), 0.0) == ([], [])
     assert three.replicas[RANGE].number == 7
     assert three.observe(view(3, (6, ONE, (TWO,), ())), 0.0) == ([RANGE], [])
@@ -242,7 +242,7 @@ def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     three = replication(THREE)
     three.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ack = three.join(snapshot)
-    assert ack == Ack(RANGE, 0)
+    assert ack == Ack(RANGE, 0, EPOCH)
     one.acked(THREE, ack, 0.1)
     (request,) = one.wishes(0.1)
     assert request.backups == {THREE}
@@ -257,12 +257,12 @@ def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> Non
     log = one.logs[RANGE]
     log.decide(TABLE, delta(), (), ["seen"])
     assert log.release(0.0) == ["seen"]
-    one.acked(THREE, Ack(RANGE, 0), 0.1)
+    one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
     assert one.wishes(0.1) == []
     log.decide(TABLE, delta(), (), ["held"])
     one.granted(THREE, Grant(0.1, (RANGE,)), 0.1)
     assert log.release(0.1) == []
-    one.acked(THREE, Ack(RANGE, 1), 0.2)
+    one.acked(THREE, Ack(RANGE, 1, EPOCH), 0.2)
     assert [wish.backups for wish in one.wishes(0.2)] == [{THREE}]
 
 
@@ -273,7 +273,7 @@ def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
     log = one.logs[RANGE]
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
-    one.acked(THREE, Ack(RANGE, 0), 0.1)
+    one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
     one.wishes(0.1)
     assert THREE in log.backups
     one.wishes(0.1 + LEASE_S)
@@ -321,9 +321,9 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     one = _primary(ONE, TWO)
     one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
     ((_, snapshot),) = one.snapshots(0.0)
-    one.acked(THREE, Ack(RANGE, snapshot.number), 0.1)
+    one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
     assert one.wishes(0.1)[0].backups == {TWO, THREE}
-    one.acked(TWO, Ack(RANGE, 0), LEASE_S)
+    one.acked(TWO, Ack(RANGE, 0, EPOCH), LEASE_S)
     assert one.wishes(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
     one.lost(THREE)  # and its stream was opened again
     one.observe(view(3, (PLACED_EPOCH, ONE, (TWO,), ())), 4.0)
@@ -331,6 +331,17 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     assert set(log.backups) == {TWO, THREE}
     one.observe(view(4, (3, ONE, (TWO, THREE), ())), 4.0)
     assert set(log.backups) == {TWO, THREE}
+
+
+def test_what_one_that_joins_had_before_it_gave_all_up_does_not_count() -> None:
+    """An acknowledgement may come late: it was left out, and is to join, since it said that."""
+    one = _primary(ONE, THREE)
+    one.observe(view(2, (3, ONE, (), (THREE,))), 0.0)
+    ((_, snapshot),) = one.snapshots(0.0)
+    one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
+    assert one.wishes(0.1) == []
+    one.acked(THREE, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.1)
+    assert [wish.backups for wish in one.wishes(0.1)] == [{THREE}]
 
 
 def test_a_backup_that_left_a_new_range_has_nothing_of_it() -> None:

@@ -61,18 +61,22 @@ class ReplicateResponse(_message.Message):
     def __init__(self, acks: _Optional[_Iterable[_Union[Ack, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class ReplicateHeader(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "receiver_node_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
+    receiver_node_id: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., receiver_node_id: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("range_id", "number")
+    __slots__ = ("range_id", "number", "assignment_epoch")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     number: int
-    def __init__(self, range_id: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    assignment_epoch: int
+    def __init__(self, range_id: _Optional[int] = ..., number: _Optional[int] = ..., assignment_epoch: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("sent_s", "range_ids", "assignment_epochs")

@@ -5,28 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
 import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
+from ps_runtime import wire
+from ps_runtime.channels import aio_channel
+from ps_runtime.errors import from_rpc_error
+from ps_runtime.metrics import ServerMetrics
 from ps_server.changes import Change, Elements, Put, SentTotal
 from ps_server.events import Contributor, Record
 from ps_server.lanes import SharedLanes
+from ps_server.node import ParameterNode
 from ps_server.part_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.peer_links import REPLICATE
 from ps_server.range_log import Batch
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.replication import PLACED_EPOCH, Ack, Beat, Snapshot
 from ps_server.replication_reader import ReplicationReader
+from ps_server.replication_service import ReplicationServicer, add_to_server
 from ps_server.replication_wire import SERVICE, answers_message
 from ps_server.server_machine import ServerMachine
 from ps_server.shards import Shards
 from ps_server.store_copy import RangeCopy
-from pushpull.v1 import types_pb2
+from pushpull.v1 import replication_pb2
 from tests.property.shard_twin import table
 
 LEASE_S = 3.0
@@ -107,7 +117,7 @@ class Peer:
         reader = ReplicationReader()
         async for raw in messages:
             came = reader.read(raw)
-            if isinstance(came, types_pb2.SessionIdentity):
+            if isinstance(came, replication_pb2.ReplicateHeader):
                 yield answers_message(())
             elif isinstance(came, Beat):
                 self._beats.put_nowait(came)
@@ -148,7 +158,7 @@ def test_what_it_could_not_make_it_does_not_acknowledge() -> None:
 
     async def scenario(backup: Backup) -> None:
         backup.ranges.observe(view(1, PLACED_EPOCH))
-        assert backup.ranges.take(batch(1, put())) == Ack(RANGE, 1)
+        assert backup.ranges.take(batch(1, put())) == Ack(RANGE, 1, PLACED_EPOCH)
         broken = batch(2, put(total="not a sum"))  # a bug, and not one of the catalogue's errors
         assert backup.ranges.take(broken) is None
         backup.ranges.observe(view(2, PLACED_EPOCH))
@@ -169,9 +179,11 @@ def test_one_that_broke_joins_anew() -> None:
         copy = Snapshot(
             RANGE, AssignmentEpoch(3), PLACED_EPOCH, 1, {TableId(1): fresh_copy(MODEL, BLOCKS)}
         )
-        assert backup.ranges.join(RangeCopy(copy, {TableId(1): store})) == Ack(RANGE, 1)
+        assert backup.ranges.join(RangeCopy(copy, {TableId(1): store})) == Ack(
+            RANGE, 1, AssignmentEpoch(3)
+        )
         again = batch(2, put())._replace(assignment_epoch=AssignmentEpoch(3))
-        assert backup.ranges.take(again) == Ack(RANGE, 2)
+        assert backup.ranges.take(again) == Ack(RANGE, 2, AssignmentEpoch(3))
         assert backup.value == -1.0
 
     run(scenario)
@@ -206,7 +218,7 @@ class Primary:
         self.ranges.replication.decide((TableId(1), range_id), delta, (), [])
 
     def hear(self, range_id: RangeId, number: int) -> None:
-        self.ranges.peer_said(TWO, answers_message([Ack(range_id, number)]))
+        self.ranges.peer_said(TWO, answers_message([Ack(range_id, number, PLACED_EPOCH)]))
 
 
 async def _opened(primary: Primary) -> None:
@@ -267,3 +279,42 @@ def test_what_was_refused_for_its_epoch_is_sent_again_with_the_new_one() -> None
         assert (again.number, again.assignment_epoch) == (1, PLACED_EPOCH + 1)
 
     lead(scenario)
+
+
+# --- the service
+
+
+def test_a_stream_that_means_another_server_is_refused() -> None:
+    """A server that is started again has the address of the one before, and would count for two."""
+
+    async def scenario() -> None:
+        key = b"k" * 16
+        one, two = (
+            Session("cluster", b"t" * 16, node_id, Incarnation(node_id), Role.SERVER)
+            for node_id in (ONE, TWO)
+        )
+        metrics = ServerMetrics(CollectorRegistry())
+        node = ParameterNode(two, key, 1, metrics, lambda: 0.0)
+        node.replicate(ReplicationSetting(LEASE_S))
+        servicer = ReplicationServicer()
+        servicer.attach(node)
+        server = grpc.aio.server()
+        add_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        caller = wire.session_to_proto(replace(one, token=one.signed(key)))
+        async with aio_channel(f"127.0.0.1:{port}") as channel:
+            for meant in (NodeId(3), TWO):
+                call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(REPLICATE)()
+                header = replication_pb2.ReplicateHeader(session=caller, receiver_node_id=meant)
+                request = replication_pb2.ReplicateRequest(header=header)
+                await call.write(request.SerializeToString())
+                if meant == TWO:
+                    assert await call.read() == b""
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError, match="this is server 2") as refused:
+                    await call.read()
+                assert isinstance(from_rpc_error(refused.value), NotOwner)
+        await server.stop(None)
+
+    asyncio.run(scenario())
