@@ -157,10 +157,10 @@ class ReplicatedRanges:
         join; to be called ten times a lease at least.
         """
         now_s = self._now()
+        self._send_again(now_s)  # before the beats, with which no stream is idle
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
             self._beat_s = now_s
             self._beat(now_s)
-        self._send_again(now_s)
         self._give_snapshots(now_s)
         self.do(self.output.release(now_s, self.replication.logs))
 
