@@ -41,7 +41,8 @@ class Counted:
     def gradient(self, rank: int) -> npt.NDArray[np.float32]:
         """One step of a worker."""
         own = (np.arange(SIZE) % self.world == rank).astype(np.float32)
-        return np.multiply(own, np.repeat(_WEIGHTS, BLOCK), dtype=np.float32)
+        made: npt.NDArray[np.float32] = own * np.repeat(_WEIGHTS, BLOCK).astype(np.float32)
+        return made
 
     def steps(self, values: Any) -> npt.NDArray[np.int64]:
         """How many steps each block has: (BLOCK_COUNT, world), whole ones."""
