@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from tests.integration.counted_steps import BLOCK, SIZE, Counted, Load
+from tests.integration.counted_steps import BLOCK, Counted, Load
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
     ReplicatedCluster,
@@ -29,8 +29,9 @@ from tests.integration.replicated_cluster import (
 pytestmark = pytest.mark.timeout(180)
 
 WORKERS = 2
-COUNTED = Counted(WORKERS)
-STEPS = 60
+COUNTED = Counted(WORKERS, block_count=24)
+SIZE = 24 * BLOCK
+STEPS = 45
 
 GOES_ON_S = 8.0
 """Training goes on within it: less than the ten seconds after which a worker asks again, who would
@@ -90,7 +91,7 @@ def under_load(scene: Scene) -> Iterator[list[Load]]:
         COUNTED.check(client.pull(table), taken)
 
 
-def progress(loads: list[Load], count: int = 10) -> None:
+def progress(loads: list[Load], count: int = 5) -> None:
     """Each worker commits so many more steps."""
     for load in loads:
         load.more(count, GOES_ON_S)
@@ -169,6 +170,19 @@ def test_a_server_paused_for_longer_than_the_lease_comes_back_as_a_backup(scene:
         cluster.kill(other)
         cluster.taken_over_from(other)
         progress(loads)
+
+
+def test_a_read_at_a_paused_server_is_answered_by_another_one(scene: Scene) -> None:
+    cluster = scene.cluster
+    paused = cluster.have(3)[0]
+    (client, table), _ = scene.create(COUNTED.create)
+    client.wait(client.push(table, COUNTED.gradient(client.rank)))
+    paused.process.send(signal.SIGSTOP)
+    try:
+        COUNTED.check(client.pull(table, timeout_s=GOES_ON_S), [1, 0])
+    finally:
+        paused.process.send(signal.SIGCONT)
+    cluster.wait_line(paused.process, "event=ranges_given_up")
 
 
 # --- the dead are replaced
