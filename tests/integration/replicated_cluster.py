@@ -88,12 +88,11 @@ class Views:
 class ReplicatedCluster:
     """A scheduler and servers that come and die. Made by `replicated_cluster`."""
 
-    def __init__(self, launcher: Launcher, shape: ClusterShape, lines: _Lines) -> None:
+    def __init__(self, launcher: Launcher, shape: ClusterShape, lines: Lines) -> None:
         self._launcher = launcher
         self._shape = shape
         self._lines = lines
         self._count = 0
-        self._frozen: set[int] = set()
         ready = start_scheduler(launcher, shape)
         self.address, self.scheduler_http = ready.address, ready.http_address
         self.scheduler = launcher.processes[0]
@@ -111,7 +110,10 @@ class ReplicatedCluster:
     def begin(self) -> RoleProcess:
         """Start another server, and go on; `served` waits for it."""
         self._count += 1
-        return start_server(self._launcher, self._shape, self.address, self._count - 1)
+        return self._launch(self._count - 1)
+
+    def _launch(self, index: int) -> RoleProcess:
+        return start_server(self._launcher, self._shape, self.address, index)
 
     def served(self, process: RoleProcess) -> Served:
         """A server that was begun, when it serves."""
@@ -191,7 +193,7 @@ class ReplicatedCluster:
         self.views.close()
 
 
-class _Lines:
+class Lines:
     """All that roles print, by process."""
 
     def __init__(self) -> None:
@@ -227,7 +229,7 @@ def replicated_cluster(
     `ClusterShape`.
     """
     given = {"replica_count": 2, "lease_s": LEASE_S, **shape}
-    lines = _Lines()
+    lines = Lines()
     with Launcher(on_line=lines.add) as launcher:
         made = ClusterShape(servers, workers, environment=environment, **given)
         cluster = ReplicatedCluster(launcher, made, lines)
