@@ -12,6 +12,7 @@ COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
 KIND ?=
+CHAOS ?=
 TORCH_INDEX ?=
 export COMPOSE
 
@@ -28,7 +29,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants bench bench-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants chaos bench bench-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +81,9 @@ sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED= wit
 
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants
+
+chaos: $(READY) ## Kill, pause and cut off real servers under load, for minutes (CHAOS='--kills 20 --json FILE')
+	@PYTHONPATH=.:protos $(BIN)/python -m tests.chaos $(CHAOS)
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks

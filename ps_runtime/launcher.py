@@ -462,18 +462,22 @@ def start_scheduler(
 
 def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> list[RoleProcess]:
     """Start the servers of a local cluster; `Launcher.wait_ready` waits for each."""
-    started = []
-    for index in range(shape.server_count):
-        bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
-        arguments = (
-            "--listen=127.0.0.1:0",
-            "--http-listen=127.0.0.1:0",
-            f"--scheduler={scheduler}",
-            f"--ready-file={launcher.ready_file(bare)}",
-            f"--drain-grace-s={_DRAIN_GRACE_S}",
-        )
-        started.append(launcher.start(replace(bare, arguments=arguments)))
-    return started
+    return [start_server(launcher, shape, scheduler, index) for index in range(shape.server_count)]
+
+
+def start_server(
+    launcher: Launcher, shape: ClusterShape, scheduler: str, index: int
+) -> RoleProcess:
+    """Start one server of a local cluster, or another one, by an index that none has."""
+    bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
+    arguments = (
+        "--listen=127.0.0.1:0",
+        "--http-listen=127.0.0.1:0",
+        f"--scheduler={scheduler}",
+        f"--ready-file={launcher.ready_file(bare)}",
+        f"--drain-grace-s={_DRAIN_GRACE_S}",
+    )
+    return launcher.start(replace(bare, arguments=arguments))
 
 
 def worker_command(

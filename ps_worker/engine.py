@@ -369,6 +369,7 @@ class Engine:
         self._view = view
         self._links.update(view)
         self._pushes.take_view(view)
+        self._puller.take_view(view)
 
     def _fail(self, error: PushpullError) -> None:
         if self._failure is not None:

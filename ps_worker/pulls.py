@@ -115,6 +115,16 @@ class Puller:
         self._counters = counters
         self._view = view
         self._blocks: dict[TableId, dict[RangeId, tuple[int, ...]]] = {}
+        self._asked: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
+
+    def take_view(self, view: ClusterView) -> None:
+        """A newer view came: who waits for a server that ranges have moved from asks another one.
+        A server that is paused or cut off says nothing, not even that it has gone.
+        """
+        for patience, (server, ranges) in list(self._asked.items()):
+            if any(view.ranges[range_id].primary != server for range_id in ranges):
+                del self._asked[patience]
+                patience.reschedule(asyncio.get_running_loop().time())
 
     async def read(self, order: ReadOrder) -> Pulled:
         """Read what `order` says into its memory.
@@ -252,10 +262,18 @@ class Puller:
             request.shared = asking.lane is not None
             is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
             parts = link.pull(request, wait_s + _CALL_GRACE_S, is_small=is_small)
-            async with contextlib.aclosing(parts):
-                async for answer in parts:
-                    errors += self._take(asking, answer)
+            async with asyncio.timeout(None) as patience, contextlib.aclosing(parts):
+                self._asked[patience] = server, ranges
+                try:
+                    async for answer in parts:
+                        errors += self._take(asking, answer)
+                finally:
+                    self._asked.pop(patience, None)
             reading.torn_count += bool(asking.torn)
+        except TimeoutError:
+            errors.append(
+                StaleAssignment(f"ranges of server {server} have moved while it was read")
+            )
         except PushpullError as error:
             errors.append(error)
         return errors
