@@ -27,7 +27,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim bench bench-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim core-mutants bench bench-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ format: $(READY) ## Format the code and apply the lint's safe fixes
 
 sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED=
 	$(BIN)/python -m pytest $(if $(SEED),--sim-seed=$(SEED),$(PARALLEL) --sim-seeds=$(SEEDS)) tests/sim
+
+core-mutants: export PYTHONPATH := .:protos
+core-mutants: $(READY) ## Put small faults into ps_core, one by one: do its tests find 90 % of them?
+	@$(BIN)/python -m tests.mutation
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks
