@@ -29,7 +29,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants chaos bench bench-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants core-mutants chaos bench bench-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ sim-mutants: $(READY) ## Put one deliberate bug after the other into the machine
 
 chaos: $(READY) ## Kill, pause and cut off real servers under load, for minutes (CHAOS='--kills 20 --json FILE')
 	@PYTHONPATH=.:protos $(BIN)/python -m tests.chaos $(CHAOS)
+
+core-mutants: export PYTHONPATH := .:protos
+core-mutants: $(READY) ## Put small faults into ps_core, one by one: do its tests find 90 % of them?
+	@$(BIN)/python -m tests.mutation
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
 	@$(BIN)/python -m benchmarks

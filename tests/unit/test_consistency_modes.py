@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ps_core.change import Change
-from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
+from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
@@ -356,79 +356,6 @@ def test_a_wait_says_that_some_may_be_missing() -> None:
 
 
 # --- settings
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "bsp", "bsp:backup=2", "bsp:backup=1,grace=20ms", "ssp:0", "ssp:4",
-        "ssp:2..8", "ssp:0..1", "ssp:2..8@5", "ssp:2..8@8", "asp", "asp:reject=8",
-        "asp:damp=0.5", "asp:divide", "asp:compensate=0.04", "asp:compensate=2,adaptive",
-    ],
-)  # fmt: skip
-def test_a_setting_is_read_as_it_is_written(text: str) -> None:
-    assert str(parsed(text)) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "consistency is ''; expected one of bsp, "),
-        ("ssp", "consistency is 'ssp'"),
-        ("ssp:x", "consistency is 'ssp:x'"),
-        ("ssp:-1", "staleness is -1; expected 0 to"),
-        ("ssp:8..2", "most is 2; expected above 8, the lowest that s may be"),
-        ("ssp:4..4", "most is 4; expected above 4"),
-        ("ssp:0..0", "most is 0; expected above 0"),
-        ("ssp:-1..4", "staleness is -1; expected 0 to"),
-        ("ssp:1..9999999", "most is 9999999; expected 0 to"),
-        ("ssp:2..8@9", "staleness is 9; expected 2 to 8, the bounds"),
-        ("ssp:2..8@1", "staleness is 1; expected 2 to 8, the bounds"),
-        ("ssp:2..", "consistency is 'ssp:2..'; expected one of bsp"),
-        ("ssp:..8", "consistency is 'ssp:..8'"),
-        ("ssp:2..8@", "consistency is 'ssp:2..8@'"),
-        ("ssp:4@5", "consistency is 'ssp:4@5'"),
-        ("asp:2..8", "consistency is 'asp:2..8'"),
-        ("bsp:backup=-1", "backup_workers is -1"),
-        ("bsp:grace=5ms", "consistency is 'bsp:grace=5ms'"),
-        ("bsp:backup=1,grace=99999999ms", "grace_ms is 99999999"),
-        ("asp:damp=0", "alpha is 0.0; expected above 0"),
-        ("asp:damp=nan", "alpha is nan"),
-        ("asp:reject=-2", "bound is -2"),
-        ("asp:reject=1,damp=2", "consistency is 'asp:reject=1,damp=2'"),
-        ("asp:accept=1", "consistency is 'asp:accept=1'"),
-        ("asp:divide=2", "consistency is 'asp:divide=2'"),
-        ("asp:adaptive", "consistency is 'asp:adaptive'"),
-        ("asp:damp=1,adaptive", "has adaptive; expected it with ASP and compensate only"),
-        ("bsp,adaptive", "consistency is 'bsp,adaptive'"),
-        ("bsp:backup=1,adaptive", "consistency is 'bsp:backup=1,adaptive'"),
-        ("asp:compensate=-1", "strength is -1.0"),
-        ("asp:compensate=1,adaptive=3", "consistency is 'asp:compensate=1,adaptive=3'"),
-    ],
-)
-def test_a_wrong_setting_is_named(text: str, words: str) -> None:
-    with pytest.raises(InvalidConfig) as failure:
-        parsed(text)
-    assert words in failure.value.message
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        (Consistency(Mode.ASP, backup_workers=1), "expected it with BSP only"),
-        (Consistency(Mode.BSP, staleness=1), "expected it with SSP only"),
-        (Consistency(Mode.SSP, policy=StalePolicy.DIVIDE), "expected it with ASP only"),
-        (Consistency(Mode.BSP, grace_ms=5), "expected it with BSP and backup workers only"),
-        (Consistency(Mode.ASP, alpha=1.0), "expected it with ASP and damp only"),
-        (Consistency(Mode.ASP, most=3), "has most; expected it with SSP only"),
-        (Consistency(Mode.BSP, least=3), "has least; expected it with SSP only"),
-        (Consistency(Mode.SSP, staleness=3, least=3), "most is 0; expected above 3"),
-        (Consistency(Mode.SSP, most=3, least=-1), "least is -1; expected 0 to"),
-    ],
-)
-def test_a_field_belongs_to_one_mode(setting: Consistency, words: str) -> None:
-    with pytest.raises(InvalidConfig, match=words):
-        setting.validated()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Which tests speak for which module of `ps_core`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_WORDS = "tests/unit/test_contract_words.py"
+_VECTORS = "tests/unit/test_published_vectors.py"
+
+TESTS: dict[str, tuple[str, ...]] = {
+    "ps_core.change": ("tests/unit/test_cluster_view.py",),
+    "ps_core.cluster_view": ("tests/unit/test_cluster_view.py", _WORDS, _VECTORS),
+    "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
+    "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
+    "ps_core.envelope": ("tests/unit/test_envelope.py",),
+    "ps_core.errors": ("tests/unit/test_runtime_errors.py",),
+    "ps_core.failure_detector": ("tests/unit/test_failure_detector.py",),
+    "ps_core.keys": (_VECTORS, "tests/property/test_keys_and_tables.py"),
+    "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),
+    "ps_core.limits": ("tests/unit/test_limits.py",),
+    "ps_core.losses": ("tests/unit/test_losses.py",),
+    "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
+    "ps_core.tables": (
+        "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
+        "tests/property/test_keys_and_tables.py",
+    ),
+    "ps_core.update_offer": ("tests/unit/test_update_offers.py",),
+}  # fmt: skip
+"""Those that are run against a module's mutants; they fail fast, so the most telling come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """A mutant that does what the module does, and why.
+
+    Attributes:
+        module: its dotted name.
+        where: the class and function.
+        change: as the report shows it.
+        why: the reason why no test can tell the two apart, or none should.
+    """
+
+    module: str
+    where: str
+    change: str
+    why: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What finds the mutant, wherever its line is."""
+        return self.module, self.where, self.change
+
+
+def source_of(module: str) -> str:
+    """The text of a module."""
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+def equivalents() -> list[Equivalent]:
+    """The mutants that are known to be no faults: equivalent.toml, beside this file."""
+    text = Path(__file__).with_name("equivalent.toml").read_text()
+    found: list[Mapping[str, str]] = tomllib.loads(text).get("mutant", [])
+    return [Equivalent(**entry) for entry in found]

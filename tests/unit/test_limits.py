@@ -1,0 +1,51 @@
+"""Each relation between limits is seen to bite: the file is run again with one number changed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from ps_core import limits
+from ps_core.errors import InvariantViolation
+
+TREE = ast.parse(Path(str(limits.__file__)).read_text())
+
+
+def run_with(name: str, value: float) -> None:
+    """Run what `ps_core.limits` says, with another value of one limit."""
+    tree = ast.parse(ast.unparse(TREE))
+    (chosen,) = (
+        statement
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name
+    )
+    chosen.value = ast.Constant(value)
+    exec(compile(ast.fix_missing_locations(tree), limits.__name__, "exec"), {})  # noqa: S102
+
+
+KIB, MIB = 1024, 1024**2
+
+
+@pytest.mark.parametrize(
+    ("relation", "name", "holds", "breaks"),
+    [
+        ("LIM-1", "DEFAULT_BLOCK_ELEMENTS", 64 * KIB, 64 * KIB + 32),
+        ("LIM-2", "MAX_BLOCK_ELEMENTS", 512 * KIB, 512 * KIB + 1),
+        ("LIM-2", "MAX_MESSAGE_BYTES", 4 * MIB + 64 * KIB, 4 * MIB + 64 * KIB - 1),
+        ("LIM-3", "FOREIGN_MAX_MESSAGE_BYTES", 2 * MIB + 64 * KIB, 2 * MIB + 64 * KIB - 1),
+        ("LIM-4", "HEARTBEAT_INTERVAL_S", 1.5, 1.6),
+        ("LIM-5", "RANGE_COUNT", 65_536, 65_537),
+        ("LIM-6", "LANE_BATCH_BYTES", 8 * MIB, 8 * MIB + 1),
+        ("LIM-7", "MAX_LANE_SEGMENT_BYTES", 16 * MIB, 16 * MIB - 1),
+        ("LIM-8", "LEASE_S", 29.9, 30.0),
+    ],
+)
+def test_a_limit_that_contradicts_another_is_refused(
+    relation: str, name: str, holds: float, breaks: float
+) -> None:
+    run_with(name, holds)
+    with pytest.raises(InvariantViolation) as failure:
+        run_with(name, breaks)
+    assert failure.value.invariant == relation

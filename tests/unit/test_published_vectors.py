@@ -1,0 +1,106 @@
+"""Slots, ranges, segments, presence, codecs and tokens are those that docs/protocol_vectors.json
+publishes: a client in another language was written from that file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_core import codec
+from ps_core.cluster_view import Role, Session
+from ps_core.keys import (
+    Incarnation,
+    NodeId,
+    Slot,
+    TableId,
+    key_ranges,
+    range_of_slot,
+    slot_of_ordinal,
+)
+from ps_core.tables import (
+    Codec,
+    DType,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableSpec,
+    TensorSpec,
+    pack_presence,
+    unpack_presence,
+)
+
+VECTORS: dict[str, Any] = json.loads(
+    (Path(__file__).resolve().parents[2] / "docs" / "protocol_vectors.json").read_text()
+)
+
+
+def test_slots() -> None:
+    for vector in VECTORS["slots"]:
+        assert slot_of_ordinal(vector["ordinal"]) == vector["slot"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["ranges"])
+def test_ranges(vector: dict[str, Any]) -> None:
+    count = vector["range_count"]
+    ranges = key_ranges(count)
+    assert len(ranges) == count
+    for published in vector["ranges"]:
+        found = ranges[published["range"]]
+        assert (found.begin, found.end) == (published["begin_slot"], published["end_slot"])
+        assert Slot(found.begin) in found
+        assert Slot(found.end) not in found
+    for published in vector["slots"]:
+        assert range_of_slot(Slot(published["slot"]), count) == published["range"]
+
+
+@pytest.mark.parametrize("layout", VECTORS["layouts"])
+def test_layouts(layout: dict[str, Any]) -> None:
+    tensors = tuple(
+        TensorSpec(t["name"], tuple(t["shape"]), t["offset"]) for t in layout["tensors"]
+    )
+    spec = TableSpec(
+        "t", DType.FLOAT32, layout["element_count"], OptimizerSpec(OptimizerKind.SGD),
+        block_elements=layout["block_elements"], tensors=tensors,
+    )  # fmt: skip
+    table = Table(TableId(1), layout["first_ordinal"], spec.validated())
+    assert table.block_count == len(layout["blocks"])
+    for block in layout["blocks"]:
+        number = block["block"]
+        assert table.block_length(number) == block["length"]
+        assert table.range_of_block(number, layout["range_count"]) == block["range"]
+        found = [(s.tensor, s.begin, s.end) for s in table.segments(number)]
+        assert found == [(s["tensor"], s["begin"], s["end"]) for s in block["segments"]]
+    for range_id, blocks in table.blocks_by_range(layout["range_count"]).items():
+        assert blocks == tuple(b["block"] for b in layout["blocks"] if b["range"] == range_id)
+
+
+def test_presence() -> None:
+    for vector in VECTORS["presence"]:
+        present = tuple(vector["present"])
+        assert pack_presence(present).hex() == vector["hex"]
+        assert unpack_presence(bytes.fromhex(vector["hex"]), len(present)) == present
+
+
+@pytest.mark.parametrize("vector", VECTORS["codecs"])
+def test_codecs(vector: dict[str, Any]) -> None:
+    kind = Codec(vector["codec"])
+    assert kind.element_bytes == vector["element_bytes"]
+    payload = bytes.fromhex(vector["hex"])
+    assert codec.encode(np.array(vector["values"], np.float64), kind) == payload
+    decoded = codec.decode(payload, kind)
+    assert decoded.astype(np.float64).tolist() == [float(value) for value in vector["decoded"]]
+
+
+def test_token() -> None:
+    token = VECTORS["token"]
+    session = Session(
+        token["cluster_id"], bytes.fromhex(token["timeline"]), NodeId(token["node_id"]),
+        Incarnation(token["incarnation"]), Role(token["role"]), token["rank"],
+        bytes.fromhex(token["session_token"]),
+    )  # fmt: skip
+    assert session.is_genuine(bytes.fromhex(token["token_key"]))

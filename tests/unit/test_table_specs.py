@@ -1,0 +1,408 @@
+"""Tables as values: what a spec may say, what is filled in, and where its blocks lie."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from ps_core import limits
+from ps_core.change import Change
+from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
+from ps_core.errors import InvalidConfig, InvalidKeys
+from ps_core.keys import TableId
+from ps_core.tables import (
+    HYPERPARAMETER_DEFAULTS,
+    Codec,
+    DType,
+    Initializer,
+    InitializerKind,
+    Kernels,
+    OptimizerKind,
+    OptimizerSpec,
+    Reduction,
+    Segment,
+    Table,
+    TableSpec,
+    TensorSpec,
+    pack_presence,
+    presence_bytes,
+    unpack_presence,
+)
+
+SGD = OptimizerSpec(OptimizerKind.SGD)
+SPEC = TableSpec("t", DType.FLOAT32, 10, SGD)
+
+
+def spec_of(**fields: object) -> TableSpec:
+    return replace(SPEC, **fields)  # type: ignore[arg-type]  # what a test changes
+
+
+def optimizer(kind: OptimizerKind, **fields: object) -> OptimizerSpec:
+    return replace(OptimizerSpec(kind), **fields)  # type: ignore[arg-type]
+
+
+def refuses(spec: TableSpec, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=re.escape(words)):
+        spec.validated()
+
+
+# --- what is meant where nothing is said
+
+
+def test_a_spec_is_filled_in() -> None:
+    found = SPEC.validated()
+    assert found.block_elements == limits.DEFAULT_BLOCK_ELEMENTS
+    assert found.tensors == (TensorSpec("t", (10,), 0),)
+    assert dict(found.optimizer.hyperparameters) == HYPERPARAMETER_DEFAULTS[OptimizerKind.SGD]
+    assert (found.mode, found.consistency) == (Mode.BSP, Consistency())
+    assert (found.reduction, found.optimizer.kernels) == (Reduction.MEAN, Kernels.FAST)
+    assert (found.initializer.kind, found.initializer.constant) == (InitializerKind.ZEROS, 0.0)
+    assert found.initializer.inline == b""
+    assert (found.allow_non_finite, found.gate_bytes) == (False, 0)
+    settings = found.optimizer
+    assert not any((settings.nesterov, settings.amsgrad, settings.centered, settings.maximize))
+    assert found.validated() == found
+
+
+def test_block_elements_of_0_are_the_default_and_others_stay() -> None:
+    assert spec_of(block_elements=0).validated().block_elements == limits.DEFAULT_BLOCK_ELEMENTS
+    assert spec_of(block_elements=128).validated().block_elements == 128
+
+
+def test_a_bound_that_moves_begins_at_its_lowest() -> None:
+    assert spec_of(consistency=parsed("ssp:2..8@5")).validated().consistency == parsed("ssp:2..8")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [*zip(DType, (4, 4, 4, 8), strict=True)])
+def test_sums_are_wider_than_what_is_summed_where_that_is_narrow(dtype: DType, size: int) -> None:
+    assert spec_of(dtype=dtype).accumulator_element_bytes == size
+
+
+THEIRS = {
+    OptimizerKind.SGD: torch.optim.SGD,
+    OptimizerKind.ADAM: torch.optim.Adam,
+    OptimizerKind.ADAMW: torch.optim.AdamW,
+    OptimizerKind.ADAGRAD: torch.optim.Adagrad,
+    OptimizerKind.RMSPROP: torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_the_defaults_are_those_of_torch(kind: OptimizerKind) -> None:
+    parameters = inspect.signature(THEIRS[kind]).parameters.values()
+    defaults = {each.name: each.default for each in parameters}
+    defaults |= dict(zip(("beta1", "beta2"), defaults.get("betas", ()), strict=False))
+    ours = HYPERPARAMETER_DEFAULTS[kind]
+    assert ours == {name: defaults[name] for name in ours}
+
+
+# --- names, sizes and layouts
+
+
+def test_a_name_has_a_byte_at_least_and_so_many_at_most() -> None:
+    most = limits.MAX_TABLE_NAME_BYTES
+    for name in ("n", "n" * most, "ü" * (most // 2)):
+        assert spec_of(name=name).validated().name == name
+    refuses(spec_of(name=""), "table name has 0 bytes; expected 1 to")
+    refuses(spec_of(name="n" * (most + 1)), f"table name has {most + 1} bytes")
+    refuses(spec_of(name="ü" * (most // 2) + "n"), f"table name has {most + 1} bytes")
+
+
+def test_a_table_has_an_element() -> None:
+    assert spec_of(element_count=1).validated().tensors == (TensorSpec("t", (1,), 0),)
+    refuses(spec_of(element_count=0), "element_count is below 1")
+
+
+@pytest.mark.parametrize("size", [64, 128, limits.MAX_BLOCK_ELEMENTS])
+def test_a_block_may_be_a_multiple_of_64(size: int) -> None:
+    assert spec_of(block_elements=size).validated().block_elements == size
+
+
+@pytest.mark.parametrize("size", [-64, 1, 63, 65, limits.MAX_BLOCK_ELEMENTS + 64])
+def test_a_block_of_another_size_is_refused(size: int) -> None:
+    refuses(spec_of(block_elements=size), f"block_elements is {size}; expected a multiple of 64")
+
+
+def layout(*tensors: tuple[tuple[int, ...], int]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"t{n}", shape, offset) for n, (shape, offset) in enumerate(tensors))
+
+
+def test_tensors_follow_each_other_without_gap() -> None:
+    good = layout(((2, 2), 0), ((), 4), ((0, 3), 5), ((5,), 5))
+    assert [tensor.element_count for tensor in good] == [4, 1, 0, 5]
+    assert spec_of(tensors=good).validated().tensors == good
+    refuses(spec_of(tensors=layout(((4,), 0), ((6,), 5))), "'t1' starts at 5; expected 4")
+    refuses(spec_of(tensors=layout(((4,), 0), ((6,), 3))), "'t1' starts at 3; expected 4")
+    refuses(spec_of(tensors=layout(((4,), 0))), "have 4 elements; element_count is 10")
+    refuses(spec_of(tensors=layout(((11,), 0))), "have 11 elements; element_count is 10")
+
+
+def test_a_tensor_may_have_as_many_dimensions_as_torch_allows() -> None:
+    most = limits.MAX_TENSOR_DIMENSION_COUNT
+    shape = (10,) + (1,) * (most - 1)
+    assert spec_of(tensors=layout((shape, 0))).validated().tensors[0].element_count == 10
+    refuses(spec_of(tensors=layout(((*shape, 1), 0))), f"'t0' has {most + 1} dimensions")
+
+
+def test_a_table_may_have_so_many_tensors_and_no_more() -> None:
+    """The number is looked at before the tensors are: here they are one and the same."""
+    most = limits.MAX_TENSOR_COUNT
+    refuses(spec_of(tensors=layout(((10,), 0)) * (most + 1)), f"has {most + 1} tensors; expected")
+    refuses(spec_of(tensors=layout(((10,), 0)) * most), "'t0' starts at 0; expected 10")
+
+
+# --- hyperparameters
+
+
+def test_numbers_that_are_given_go_before_the_tables_own_and_those_before_the_defaults() -> None:
+    own = optimizer(OptimizerKind.SGD, hyperparameters=(("lr", 0.5), ("momentum", 0.9)))
+    expected = {"lr": 0.25, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}
+    assert own.merged((("lr", 0.25),)) == tuple(sorted(expected.items()))
+    assert dict(own.merged(()))["lr"] == 0.5
+
+
+def test_a_number_that_the_optimizer_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="sgd has no hyperparameter 'beta1'; it has dampening"):
+        SGD.merged((("beta1", 0.5),))
+    with pytest.raises(InvalidConfig, match="'lr'; it has none"):
+        OptimizerSpec(OptimizerKind.ADD).merged((("lr", 0.5),))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_is_finite(value: float) -> None:
+    with pytest.raises(InvalidConfig, match="expected a finite number"):
+        SGD.merged((("lr", value),))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_rate_has_any_sign_up_to_a_magnitude(sign: int) -> None:
+    most = sign * limits.MAX_HYPERPARAMETER_MAGNITUDE
+    assert dict(SGD.merged((("lr", most),)))["lr"] == most
+    with pytest.raises(InvalidConfig, match="expected a magnitude of at most"):
+        SGD.merged((("lr", most * 1.001),))
+
+
+def test_what_is_0_is_the_same_bits_whatever_its_sign() -> None:
+    assert str(SGD.merged((("lr", -0.0),))) == str(SGD.merged((("lr", 0.0),)))
+
+
+BOUNDED = [
+    (OptimizerKind.ADAM, "beta1", True), (OptimizerKind.ADAM, "beta2", True),
+    (OptimizerKind.SGD, "momentum", False), (OptimizerKind.RMSPROP, "alpha", False),
+    (OptimizerKind.ADAM, "eps", False), (OptimizerKind.SGD, "weight_decay", False),
+    (OptimizerKind.ADAGRAD, "lr_decay", False),
+    (OptimizerKind.ADAGRAD, "initial_accumulator_value", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "is_share"), BOUNDED)
+def test_a_number_is_what_torch_accepts(kind: OptimizerKind, name: str, is_share: bool) -> None:
+    """A share is below 1, everything is at least 0."""
+    spec = OptimizerSpec(kind)
+    assert dict(spec.merged(((name, 0.0),)))[name] == 0.0
+    with pytest.raises(InvalidConfig, match=rf"'{name}' is -0\.001; expected at least 0"):
+        spec.merged(((name, -0.001),))
+    if is_share:
+        with pytest.raises(InvalidConfig, match=r"at least 0\.0, below 1\.0"):
+            spec.merged(((name, 1.0),))
+    else:
+        assert dict(spec.merged(((name, 1.5),)))[name] == 1.5
+
+
+def test_a_custom_updates_numbers_are_its_own_and_have_no_bounds() -> None:
+    custom = optimizer(
+        OptimizerKind.CUSTOM, custom_update="lion", hyperparameters=(("beta1", 2.0), ("z", -1.0))
+    )
+    assert custom.merged((("z", -7.0),)) == (("beta1", 2.0), ("z", -7.0))
+    assert (custom.label, SGD.label) == ("custom:lion", "sgd")
+    with pytest.raises(InvalidConfig, match="custom:lion has no hyperparameter 'lr'"):
+        custom.merged((("lr", 1.0),))
+
+
+# --- variants of optimizers
+
+HAVE = {
+    "nesterov": {OptimizerKind.SGD},
+    "amsgrad": {OptimizerKind.ADAM, OptimizerKind.ADAMW},
+    "centered": {OptimizerKind.RMSPROP},
+    "maximize": set(OptimizerKind) - {OptimizerKind.CUSTOM},
+}
+
+
+@pytest.mark.parametrize(("flag", "kind"), [*product(HAVE, OptimizerKind)])
+def test_a_variant_belongs_to_the_optimizers_that_have_it(flag: str, kind: OptimizerKind) -> None:
+    fields: dict[str, object] = {flag: True}
+    if kind is OptimizerKind.CUSTOM:
+        fields["custom_update"] = "lion"
+    if flag == "nesterov" and kind is OptimizerKind.SGD:
+        fields["hyperparameters"] = (("momentum", 0.9),)
+    spec = spec_of(optimizer=optimizer(kind, **fields))
+    if kind in HAVE[flag]:
+        assert getattr(spec.validated().optimizer, flag) is True
+    else:
+        refuses(spec, f"table 't': {kind.value}")
+
+
+def test_an_update_has_a_name_where_it_is_custom_and_only_there() -> None:
+    named = spec_of(optimizer=optimizer(OptimizerKind.CUSTOM, custom_update="lion"))
+    assert named.validated().optimizer.custom_update == "lion"
+    refuses(spec_of(optimizer=optimizer(OptimizerKind.CUSTOM)), "expected a name with custom")
+    refuses(spec_of(optimizer=replace(SGD, custom_update="lion")), "expected a name with custom")
+
+
+def test_an_updates_name_has_so_many_bytes_at_most() -> None:
+    most = limits.MAX_CUSTOM_UPDATE_NAME_BYTES
+    longest = spec_of(optimizer=optimizer(OptimizerKind.CUSTOM, custom_update="n" * most))
+    assert longest.validated().optimizer.custom_update == "n" * most
+    long = optimizer(OptimizerKind.CUSTOM, custom_update="n" * (most + 1))
+    refuses(spec_of(optimizer=long), f"custom_update has {most + 1} bytes; expected at most {most}")
+
+
+@pytest.mark.parametrize(("momentum", "dampening"), [(0.0, 0.0), (0.9, 0.1), (0.0, 0.1)])
+def test_nesterov_needs_momentum_and_no_dampening(momentum: float, dampening: float) -> None:
+    numbers = (("dampening", dampening), ("momentum", momentum))
+    asked = replace(SGD, nesterov=True, hyperparameters=numbers)
+    refuses(spec_of(optimizer=asked), "nesterov needs momentum above 0 and no dampening")
+    spec_of(optimizer=replace(asked, nesterov=False)).validated()
+
+
+# --- optimizers and consistency
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "refused"),
+    [
+        (OptimizerKind.AGGREGATE, ("bsp",), ("bsp:backup=1", "ssp:1", "asp")),
+        (OptimizerKind.ASSIGN, ("bsp", "ssp:1", "asp"), ("asp:divide", "asp:reject=1")),
+        (OptimizerKind.ADD, ("asp", "asp:divide", "asp:damp=1"), ("asp:compensate=1",)),
+        (OptimizerKind.SGD, ("asp:compensate=1", "bsp:backup=1"), ()),
+    ],
+)
+def test_what_an_optimizer_takes(
+    kind: OptimizerKind, fits: tuple[str, ...], refused: tuple[str, ...]
+) -> None:
+    for text in fits:
+        spec = spec_of(optimizer=OptimizerSpec(kind), consistency=parsed(text))
+        assert spec.validated().consistency == parsed(text)
+    for text in refused:
+        refuses(spec_of(optimizer=OptimizerSpec(kind), consistency=parsed(text)), "table 't': A")
+
+
+def test_a_table_says_which_of_its_settings_is_wrong() -> None:
+    wrong = Consistency(Mode.ASP, policy=StalePolicy.DAMP)
+    refuses(spec_of(consistency=wrong), "table 't': alpha is 0.0; expected above 0")
+
+
+# --- initial values
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_inline_values_are_as_long_as_the_table(dtype: DType) -> None:
+    size = 10 * {DType.FLOAT64: 8, DType.FLOAT32: 4}.get(dtype, 2)
+    spec = spec_of(dtype=dtype, initializer=Initializer(InitializerKind.INLINE, inline=bytes(size)))
+    assert spec.validated().initializer.inline == bytes(size)
+    for other in (size - 1, size + 1, 0):
+        inline = Initializer(InitializerKind.INLINE, inline=bytes(other))
+        refuses(replace(spec, initializer=inline), f"has {other} bytes; expected {size}, at most")
+
+
+def test_inline_values_have_so_many_bytes_at_most() -> None:
+    most = limits.MAX_INLINE_INITIALIZER_BYTES
+    for size in (most, most + 4):
+        inline = Initializer(InitializerKind.INLINE, inline=bytes(size))
+        spec = spec_of(element_count=size // 4, initializer=inline)
+        if size == most:
+            assert len(spec.validated().initializer.inline) == most
+        else:
+            refuses(spec, f"has {size} bytes; expected {size}, at most {most}")
+
+
+def constant(value: float, **fields: object) -> TableSpec:
+    return spec_of(initializer=Initializer(InitializerKind.CONSTANT, constant=value), **fields)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_constant_is_one_that_the_table_can_hold(sign: int) -> None:
+    largest = sign * limits.MAX_FLOAT32
+    assert constant(largest).validated().initializer.constant == largest
+    refuses(constant(largest * 1.001), "expected a finite number that float32 tables can hold")
+    constant(largest * 1.001, dtype=DType.FLOAT64).validated()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_constant_is_finite_unless_the_table_allows_others(value: float) -> None:
+    refuses(constant(value), "expected a finite number")
+    constant(value, allow_non_finite=True).validated()
+
+
+# --- blocks
+
+
+def table(element_count: int, *tensors: tuple[tuple[int, ...], int], first: int = 0) -> Table:
+    spec = spec_of(element_count=element_count, block_elements=64, tensors=layout(*tensors))
+    return Table(TableId(1), first, spec.validated())
+
+
+def test_the_last_block_is_what_remains() -> None:
+    for count, lengths in ((1, [1]), (64, [64]), (65, [64, 1]), (130, [64, 64, 2])):
+        found = table(count)
+        assert [found.block_length(block) for block in range(found.block_count)] == lengths
+
+
+def test_there_is_no_other_block() -> None:
+    found = table(130)
+    for block in (-1, 3):
+        with pytest.raises(InvalidKeys, match=f"has blocks 0 to 2; got {block}"):
+            found.block_length(block)
+
+
+def test_segments_are_where_tensors_and_blocks_overlap() -> None:
+    """A tensor that ends with a block is not in the next, and one without elements is in none."""
+    found = table(140, ((64,), 0), ((0,), 64), ((70,), 64), ((), 134), ((5,), 135))
+    assert found.segments(0) == (Segment(0, 0, 64),)
+    assert found.segments(1) == (Segment(2, 0, 64),)
+    assert found.segments(2) == (Segment(2, 0, 6), Segment(3, 6, 7), Segment(4, 7, 12))
+
+
+def test_ranges_come_in_order_with_their_blocks_in_order() -> None:
+    found = table(64 * 600, first=5).blocks_by_range(7)
+    assert list(found) == sorted(found)
+    assert all(list(blocks) == sorted(blocks) for blocks in found.values())
+    assert sorted(block for blocks in found.values() for block in blocks) == list(range(600))
+
+
+def test_the_newest_setting_holds() -> None:
+    before = table(64)
+    after = replace(before, change=Change(1, 4, parsed("asp")))
+    assert (before.consistency, after.consistency) == (Consistency(), parsed("asp"))
+    assert after.numbers.merged((("lr", 0.5),)) == SGD.merged((("lr", 0.5),))
+
+
+# --- presence
+
+
+def test_presence_takes_a_bit_for_each_segment() -> None:
+    assert [presence_bytes(count) for count in (0, 1, 8, 9, 16, 17)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_presence_of_another_length_is_refused() -> None:
+    for bitmap, count in ((b"\0", 9), (b"\0\0", 8)):
+        with pytest.raises(InvalidKeys, match=f"presence has {len(bitmap)} bytes; expected"):
+            unpack_presence(bitmap, count)
+
+
+def test_the_lowest_bit_is_the_first_segment() -> None:
+    assert pack_presence((True,) + (False,) * 8) == b"\x01\x00"
+    assert unpack_presence(b"\x01\x00", 9) == (True,) + (False,) * 8
+    assert unpack_presence(b"", 3) == (True, True, True)
+
+
+@pytest.mark.parametrize(("codec", "size"), [*zip(Codec, (4, 2, 2, 8), strict=True)])
+def test_elements_have_the_width_of_their_codec(codec: Codec, size: int) -> None:
+    assert codec.element_bytes == size
