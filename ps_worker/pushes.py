@@ -43,6 +43,11 @@ from pushpull.v1 import parameters_pb2, types_pb2
 TICK_INTERVAL_S = 0.05
 """How often the window looks for retries that are due, while anything is on its way."""
 
+_EPOCHS_TO_RETURN = 3
+"""Another takes a range, lets the one before join it, and is followed by it: three at least."""
+
+_NOBODY = NodeId(0)
+
 _KINDS = {
     parameters_pb2.REPLY_KIND_RECEIVED: ReplyKind.RECEIVED,
     parameters_pb2.REPLY_KIND_COMMITTED: ReplyKind.COMMITTED,
@@ -166,9 +171,19 @@ class PushDriver:
     # --- from the network
 
     def take_view(self, view: ClusterView) -> None:
-        """A newer view came."""
-        self._view = view
+        """A newer view came. Views in between may not have: a server that lost a range and is its
+        primary again has forgotten what it had received.
+        """
+        before, self._view = self._view, view
         owners = {a.range_id: a.primary for a in view.ranges if a.primary is not None}
+        may_be_back = {
+            new.range_id: _NOBODY
+            for old, new in zip(before.ranges, view.ranges, strict=True)
+            if new.primary is not None
+            and new.assignment_epoch >= old.assignment_epoch + _EPOCHS_TO_RETURN
+        }
+        if may_be_back:
+            self._window.assign(owners | may_be_back)
         self._window.assign(owners)
         self._pump_soon()
 
