@@ -94,6 +94,7 @@ class ReplicatedRanges:
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
         self._beat_s = 0.0
+        self._missing: tuple[RangeId, ...] = ()
         self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
     # --- views
@@ -110,6 +111,10 @@ class ReplicatedRanges:
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
         self._send_refused()
+        missing = self.replication.missing
+        if missing != self._missing:
+            self._missing = missing
+            logs.error("ranges_lost", view=view.view_number, ranges=len(missing))
         return effects
 
     def _send_refused(self) -> None:

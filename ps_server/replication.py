@@ -201,7 +201,10 @@ class Replication:
         ranges = []
         for assignment in view.ranges:
             range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
-            if assignment.primary == self._node_id and replica is not None:
+            if assignment.primary == self._node_id and replica is None:
+                if range_id not in self.logs:  # nor may it begin anew: it would be without training
+                    assignment = replace(assignment, primary=None)
+            elif assignment.primary == self._node_id and replica is not None:
                 if now_s < replica.serves_s:
                     assignment = replace(assignment, primary=None)
                 else:
@@ -211,6 +214,17 @@ class Replication:
                     self._machine.adopt(range_id, replica.copies, now_s)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
+
+    @property
+    def missing(self) -> tuple[RangeId, ...]:
+        """What the newest view gives this server, and nobody has any more."""
+        return tuple(
+            a.range_id
+            for a in (() if self._view is None else self._view.ranges)
+            if a.primary == self._node_id
+            and a.range_id not in self.logs
+            and a.range_id not in self.replicas
+        )
 
     def _log(self, assignment: RangeAssignment, number: int = 0) -> RangeLog:
         return RangeLog(

@@ -221,7 +221,10 @@ class Shards:
         store = self._store(record.table_id, record.range_id)
         match change:
             case Put():
-                total = None if change.total is None else _received(store, record, change.total)
+                if change.total is None:
+                    return self.apply(record)
+                total = _received(store, record, change.total)
+                store.drop(record.clock)  # a primary that took over sends what it was told was kept
                 return self.apply(record, total)
             case Kept():
                 sent = change.total._replace(is_reduced=True)

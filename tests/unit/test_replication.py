@@ -218,8 +218,9 @@ def test_who_has_nothing_to_serve_does_not_serve() -> None:
     """A range of another epoch than the first holds something, and not here."""
     two = replication(TWO)
     two.observe(view(9, (7, TWO, (), ())), 0.0)
-    two.serve(0.0)
+    assert two.serve(0.0).ranges[0].primary is None
     assert two.logs == {}
+    assert two.missing == (RANGE,)
 
 
 def test_a_silent_backup_is_asked_to_be_left_out() -> None:

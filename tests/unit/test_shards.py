@@ -120,6 +120,14 @@ def test_a_change_of_what_is_not_here_is_refused(
     assert value(shards) == 0.0
 
 
+def test_a_sum_that_was_kept_and_comes_whole_is_kept_no_more(shards: Shards) -> None:
+    """A primary that took over does not know which of its backups have it."""
+    shards.make(Kept(record(), SUM))
+    shards.make(Put(record(scale=0.5), SUM._replace(is_reduced=True)))
+    assert value(shards) == -0.5
+    assert shards.stores[TABLE, LEFT].snapshot().sums == ()
+
+
 @pytest.fixture
 def lending() -> Iterator[Shards]:
     """Shards of a server that sessions on its host may share memory with."""
