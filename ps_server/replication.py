@@ -8,8 +8,8 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
-    - A backup from which nothing came for a lease is asked to be left out, and so are those of the
-      primary before.
+    - A backup from which nothing came for a lease, in which this server was not paused, is asked to
+      be left out, and so are those of the primary before.
     - The word of one that joins counts when it is nearly there, so that it can catch up while steps
       go on; the scheduler is asked for it when it has all that anybody may have seen.
 
@@ -40,6 +40,9 @@ _NEAR_COUNT = 64
 
 _SNAPSHOT_LEASES = 5
 """So long may a range take to get there."""
+
+_PAUSE_LEASES = 0.5
+"""Between two looks at the backups, which are ten times as frequent, so much is a pause."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
 """Of a range that has just been placed: it holds nothing, so nobody has to be told what. That is so
@@ -126,6 +129,7 @@ class Replication:
         self._asked: dict[RangeId, frozenset[NodeId]] = {}
         self._in_question: dict[RangeId, set[NodeId]] = {}
         self._begun: set[RangeId] = set()
+        self._looked_s: float | None = None
 
     # --- what the scheduler says
 
@@ -374,6 +378,7 @@ class Replication:
         Until it has answered, with the set that it was asked for or with another, the word of both
         sets counts; so a set that is as it was is asked for too, if another was before.
         """
+        self._forgive_pause(now_s)
         found = []
         for range_id, log in self.logs.items():
             heard_s = self._heard_s.get(range_id, {})
@@ -390,6 +395,16 @@ class Replication:
                 self._in_question[range_id] = set(wanted)
             found.append(BackupWish(range_id, log.assignment_epoch, self._asked[range_id]))
         return found
+
+    def _forgive_pause(self, now_s: float) -> None:
+        """Who could not be heard because this server was paused is not silent."""
+        before_s, self._looked_s = self._looked_s, now_s
+        paused_s = 0.0 if before_s is None else now_s - before_s
+        if paused_s <= _PAUSE_LEASES * self._lease_s:
+            return
+        for heard_s in self._heard_s.values():
+            for node_id, at_s in heard_s.items():
+                heard_s[node_id] = min(at_s + paused_s, now_s)
 
     def _include(self, range_id: RangeId, log: RangeLog, living: set[NodeId], now_s: float) -> None:
         """Let the word of those count who join and are nearly there, while they live and get on:

@@ -234,6 +234,15 @@ def test_a_silent_backup_is_asked_to_be_left_out() -> None:
     assert one.wishes(LEASE_S) == []
 
 
+def test_a_primary_that_was_paused_listens_before_it_takes_backups_for_dead() -> None:
+    """What they said lies unread; left out, they would have to join anew."""
+    one = _primary(ONE, TWO)
+    assert one.wishes(0.1) == []
+    assert one.wishes(3 * LEASE_S) == []
+    assert one.wishes(3.5 * LEASE_S) == []
+    assert [wish.backups for wish in one.wishes(4 * LEASE_S)] == [frozenset()]
+
+
 def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
@@ -324,7 +333,9 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     ((_, snapshot),) = one.snapshots(0.0)
     one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
     assert one.wishes(0.1)[0].backups == {TWO, THREE}
+    one.wishes(0.1 + LEASE_S / 2)
     one.acked(TWO, Ack(RANGE, 0, EPOCH), LEASE_S)
+    one.wishes(LEASE_S)
     assert one.wishes(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
     one.lost(THREE)  # and its stream was opened again
     one.observe(view(3, (PLACED_EPOCH, ONE, (TWO,), ())), 4.0)
