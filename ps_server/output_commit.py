@@ -181,7 +181,9 @@ class OutputCommit:
             return [effect for effect in decided.effects if isinstance(effect, RefusePull)]
         delta = delta_of(part.state, decided.effects, decided.counted)
         news = self._news(place, delta)
-        if not decided.changes and not delta.endings and news is None:
+        # Who joins is told all anew: where nobody listens, reads need not wait for what is told.
+        is_heard = news is not None and bool(self._replication.holders(place[1]))
+        if not decided.changes and not delta.endings and not is_heard:
             self._replication.logs[place[1]].follow(decided.held)
             return []
         batch = self._replication.decide(
@@ -225,9 +227,17 @@ class OutputCommit:
             if is_news or (self._is_promised_unheard(place) and not is_marked):
                 mark = Told(place, next(self._marks), promised)
                 self._untold[place] = mark
-                self._decide(place, _Decided(held=[mark]))
-                told.add(place[1])
+                if self._can_be_told(place[1]):
+                    self._decide(place, _Decided(held=[mark]))
+                    told.add(place[1])
         return self.release(now_s, told)
+
+    def _can_be_told(self, range_id: RangeId) -> bool:
+        """Whether it is of use to tell anything: with too few servers and nobody who listens it
+        would stand in the way of reads until somebody joins, who is told all anew.
+        """
+        log = self._replication.logs.get(range_id)
+        return log is None or not log.is_short or bool(self._replication.holders(range_id))
 
     def _is_promised_unheard(self, place: _Place) -> bool:
         """Whether a promise may be on its way to the backups, with something else."""

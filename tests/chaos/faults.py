@@ -109,7 +109,9 @@ class Faults:
         self._healed(kind, victim, ranges, since_s, first_s)
 
     def _victim(self) -> Served:
-        return self._draw.choice(self._chaos.cluster.living)
+        """Any server that is primary of something: of others training takes little notice."""
+        cluster = self._chaos.cluster
+        return self._draw.choice([s for s in cluster.living if cluster.primary_of(s)])
 
     def _healed(
         self, kind: str, victim: Served, ranges: int, since_s: float, first_s: list[float]

@@ -47,8 +47,8 @@ class Report:
 
     @property
     def kills(self) -> list[Recovery]:
-        """The recoveries from SIGKILL, of servers that were primary of anything."""
-        return [r for r in self.recoveries if r.kind == "SIGKILL" and r.range_count]
+        """The recoveries from SIGKILL."""
+        return [r for r in self.recoveries if r.kind == "SIGKILL"]
 
     @property
     def growth(self) -> list[str]:
@@ -95,13 +95,11 @@ class Report:
         yield f"{'fault':<26}{'count':>6}{'p50 s':>8}{'max s':>8}{'healed p50 s':>14}"
         for kind in dict.fromkeys(r.kind for r in self.recoveries):
             those = [r for r in self.recoveries if r.kind == kind]
-            times = [r.first_s for r in those if r.range_count] or [0.0]
-            idle = sum(not r.range_count for r in those)
+            times = [r.first_s for r in those]
             healed_s = statistics.median(r.healed_s for r in those)
             yield (
                 f"{kind:<26}{len(those):>6}{statistics.median(times):>8.2f}{max(times):>8.2f}"
                 f"{healed_s:>14.1f}"
-                + (f"  ({idle} of servers that were primary of nothing)" if idle else "")
             )
         if self.kills:
             times = [r.first_s for r in self.kills]
