@@ -84,10 +84,11 @@ class _Told:
 
 
 class Told(NamedTuple):
-    """Held: the backups have been told of a part's promise."""
+    """Held: the backups have been told of a part's promise, the newest at that time."""
 
     place: _Place
     number: int
+    promised: int
 
 
 class OutputCommit:
@@ -218,8 +219,11 @@ class OutputCommit:
                 continue
             before = self._told.get(place)
             is_news = before is None or before.facts != facts_of(part.state)
-            if is_news or (self._is_promised_unheard(place) and place not in self._untold):
-                mark = Told(place, next(self._marks))
+            promised = part.state.schedule.promised
+            marked = self._untold.get(place)  # it may be of a promise before this one
+            is_marked = marked is not None and marked.promised == promised
+            if is_news or (self._is_promised_unheard(place) and not is_marked):
+                mark = Told(place, next(self._marks), promised)
                 self._untold[place] = mark
                 self._decide(place, _Decided(held=[mark]))
                 told.add(place[1])

@@ -162,7 +162,8 @@ class Replication:
         if log is not None:
             if log.assignment_epoch < assignment_epoch:
                 log.reconfigure(assignment_epoch, assignment.backups)
-                self._asked.pop(range_id, None)
+                if self._asked.pop(range_id, None) is None:  # some that joined may have given up
+                    self._joining.pop(range_id, None)
             self._forget_joiners(assignment, log)
         elif replica is not None:
             replica.promote(assignment_epoch)

@@ -16,7 +16,8 @@ Rules:
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
       may be a batch behind or ahead of it, so they join anew.
     - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
-      what it has when it is not named, and its primary may not learn of that in time.
+      what it has when it is not named, and its primary may not learn of that in time. So silent
+      ones that are too many are given up under a new epoch, from which their primary begins anew.
 
 Invariants:
     CF-1  An epoch names one configuration of its range, and epochs grow.
@@ -171,11 +172,16 @@ class Configurations:
             living_count = sum(node_id in servers.living for node_id in joining)
             missing = self._backup_count - len(old.backups) - living_count
             added = servers.free_for(old)[:missing] if missing > 0 else []
+            is_too_much = len(old.backups) + len(joining) + len(added) > 2 * self._backup_count
+            if is_too_much:  # for a view: the silent are given up, and what they were told is void
+                joining = [node_id for node_id in joining if node_id in servers.living]
             if not added and len(joining) == len(old.joining):
                 continue
             new = replace(old, joining=(*joining, *added))
             servers.move(old, new)
             self._state.ranges[old.range_id] = new
+            if is_too_much:
+                self._commit(new)
             named.update(added)
             dropped.update(set(old.joining) - set(joining))
         return [JoinersNamed(_sorted(named), _sorted(dropped))] if named or dropped else []

@@ -89,7 +89,11 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
         now = self.harness.cluster.view.ranges
         for wanted in wishes:
             if wanted.range_id in may:
-                assert frozenset(now[wanted.range_id].backups) == wanted.backups
+                kept = wanted.backups & set(before[wanted.range_id].backups)
+                granted = frozenset(now[wanted.range_id].backups)
+                assert kept <= granted <= wanted.backups
+                count = max(len(kept), min(len(wanted.backups), self.replica_count - 1))
+                assert len(granted) == count
                 next_epoch = wanted.assignment_epoch + 1
                 assert now[wanted.range_id].assignment_epoch == next_epoch
         self.is_looked = False
@@ -111,13 +115,17 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
             was_placed = old.primary is None and new.primary is not None
             if new.primary != old.primary and not was_placed:
                 assert new.primary in old.backups
-                assert new.backups == ()
+                assert set(new.backups) == set(old.backups) - {new.primary}
                 assert old.primary not in view.living_servers
             elif not was_placed:
                 assert set(new.backups) <= {*old.backups, *old.joining}
             if new.assignment_epoch == old.assignment_epoch:
                 assert (new.primary, new.backups) == (old.primary, old.backups)
-            assert len(set(new.holders)) == len(new.holders) <= self.replica_count
+            assert len(set(new.holders)) == len(new.holders) <= 2 * self.replica_count - 1
+            if (new.primary, new.assignment_epoch) == (old.primary, old.assignment_epoch):
+                assert {n for n in old.joining if view.nodes_by_id[n].state.is_member} <= set(
+                    new.joining
+                )
         self.before = view
 
     @invariant()
@@ -130,9 +138,10 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
             if not living:
                 continue
             assert assignment.primary in living
-            assert set(assignment.joining) <= view.living_servers
-            is_full = len(assignment.holders) == self.replica_count
-            assert is_full or view.living_servers <= set(assignment.holders)
+            living_joiners = view.living_servers & set(assignment.joining)
+            is_full = len(assignment.backups) + len(living_joiners) >= self.replica_count - 1
+            has_room = len(assignment.holders) < 2 * self.replica_count - 1
+            assert is_full or not has_room or view.living_servers <= set(assignment.holders)
 
     @invariant()
     def who_has_left_by_silence_holds_nothing(self) -> None:

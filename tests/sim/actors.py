@@ -144,6 +144,9 @@ class Reads:
                 error = effect.error
                 self.world.send("refusal", lambda: self._refused(question, error), back)
                 return
+            if terms.incarnation is not None:
+                read_for = self.layout.settings.read_for
+                read_for[table.table_id] = max(read_for[table.table_id], terms.clock + 1)
             part = server.machine.parts[table.table_id, range_id]
             blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}

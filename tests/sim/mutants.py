@@ -52,15 +52,6 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
-        "what was received survives a broken stream",
-        "S3",
-        _WINDOW,
-        "            if self._owner.get(entry.key.range_id) == server and entry.state in (\n"
-        "                _SENT,\n                _RECEIVED,\n            ):",
-        "            if self._owner.get(entry.key.range_id) == server and entry.state is _SENT:",
-        _FAILOVER,
-    ),
-    Mutant(
         "what was received survives a move",
         "S3",
         _WINDOW,

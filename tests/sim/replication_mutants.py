@@ -85,14 +85,6 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "the epoch of an entry is not checked",
-        "S8",
-        _SERVER,
-        "        if assignment_epoch != place.assignment_epoch:",
-        "        if False:",
-        _FAILOVER,
-    ),
-    Mutant(
         "no lease is needed",
         "S8",
         _LOG,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ps_core.cluster_view import ClusterView
 from ps_core.keys import NodeId, RangeId
+from ps_server.server_machine import Promise
 
 if TYPE_CHECKING:
     from tests.sim.replicated import ReplicatedServer
@@ -73,6 +74,19 @@ class Watch:
                 f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )
+
+    def promised(self, server: ReplicatedServer, promise: Promise) -> None:
+        """The scheduler is told that the server holds what is beyond a clock of a table."""
+        for (table_id, range_id), part in server.machine.parts.items():
+            if table_id != promise.table_id or range_id not in server.replication.logs:
+                continue
+            for node_id in self._view().ranges[range_id].backups:
+                replica = self._servers[node_id].replication.replicas.get(range_id)
+                copy = None if replica is None else replica.copies.get(table_id)
+                assert copy is not None and copy.facts.promised >= promise.number, (  # noqa: PT018
+                    f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
+                    f"{part.state.schedule.hold_clock}"
+                )
 
     def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
         """Whether the server could go on with the range."""

@@ -35,6 +35,8 @@ QUIET_S = 90.0
 LIVELY_S = 75.0
 """In which every worker gets further, once all is calm: so long may a change wait for a server."""
 
+WORKER_TIMEOUT_S = 10.0
+
 CLOCKS = 30
 
 
@@ -51,6 +53,7 @@ class FailoverSimulation(ScheduledSimulation):
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.servers: dict[NodeId, ReplicatedServer] = {}
+        self._has_steps = False
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
         self.layout.settings.clipped |= {t.table_id for t in self.layout.tables[:2]}
@@ -76,6 +79,7 @@ class FailoverSimulation(ScheduledSimulation):
             server_count=self.plan.server_count,
             replica_count=self.plan.replica_count,
             lease_s=LEASE_S,
+            worker_timeout_s=WORKER_TIMEOUT_S,
         )
 
     def server(self, node_id: NodeId) -> SimServer:
@@ -93,8 +97,10 @@ class FailoverSimulation(ScheduledSimulation):
         return replace(ours, owner=dict(ours.owner), epoch=dict(ours.epoch))
 
     def step_count(self) -> int:
-        """So many that the tables together get through enough clocks."""
-        return max(10, -(-CLOCKS // len(self.layout.tables)))
+        """So many that the tables together get through enough clocks; some leave before."""
+        count = max(10, -(-CLOCKS // len(self.layout.tables)))
+        is_first, self._has_steps = not self._has_steps, True
+        return count if is_first else self.world.draw.choice((count, count, 2, count // 2))
 
     # --- what befalls it
 
@@ -169,6 +175,8 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _promise(self, session: Session, server: SimServer) -> None:
         if self._is_up(session.node_id):
+            for promise in server.promises:
+                self.watch.promised(self.servers[session.node_id], promise)
             super()._promise(session, server)
         else:
             self.world.after(0.5, lambda: self._promise(session, server))

@@ -60,12 +60,18 @@ class Settings:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
         self.may_change = False
+        self.read_for: dict[TableId, int] = defaultdict(int)
+        """The newest clock for which a worker was answered a read, under what was its setting."""
         self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
         self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
 
     def change(self, table_id: TableId, change: Change) -> None:
         """It is committed. What it makes void was not reached by anyone."""
         settings = self._settings[table_id]
+        read_for = self.read_for[table_id]
+        assert change.after_clock >= read_for, (
+            f"S6: {change} of table {table_id}: a read for clock {read_for} was answered"
+        )
         while len(settings) > 1 and settings[-1][0] >= change.after_clock:
             settings.pop()
         settings.append((change.after_clock, change.consistency))
