@@ -53,7 +53,7 @@ class Plan:
         others = [kind for kind in STRIKES if kind != first]
         return cls(
             server_count=draw.choice((3, 3, 4)),
-            replica_count=draw.choice((2, 2, 3)),
+            replica_count=draw.choice((2, 3)),
             min_in_sync=draw.choice((1, 1, 2)),
             kinds=(first, *draw.sample(others, draw.choice((2, 3)))),
             strike_count=draw.randint(3, 7),
@@ -239,12 +239,14 @@ class Calamities:
         return True
 
     def _slow(self) -> bool:
-        """Messages between two servers, or all of one, come late."""
-        draw = self._world.draw
-        if len(self._stage.living) < 2:
+        """Messages between two servers, or all of one, come late; the scheduler may not hear it."""
+        draw, victim = self._world.draw, self._victim()
+        others: list[NodeId] = [s.node_id for s in self._stage.living if s is not victim]
+        if victim is None or not others:
             return False
-        one, other = draw.sample([server.node_id for server in self._stage.living], 2)
-        others: list[NodeId] = [s.node_id for s in self._stage.living if s.node_id != one]
+        one, other = victim.node_id, draw.choice(others)
+        if draw.random() < 0.5:
+            self._cut(_both_ways(one, [SCHEDULER]), self._for_a_while(one))
         links = draw.choice(([(one, other)], [(other, one)], _both_ways(one, others)))
         by_s = draw.choice((0.5, LEASE_S, 3 * LEASE_S))
         self._world.say(f"SLOW {links} by up to {by_s:.1f} s")
