@@ -41,9 +41,9 @@ class Course:
             for of, where, change in self._reasons
             if of == module and (of, where, change) not in keys
         ]
-        usual_s = runner.baseline_s(module)
+        runner.check_tests(module)
         timely = takewhile(lambda _: time.monotonic() < self.end_s, found)
-        for mutant, verdict in runner.judged(module, timely, self.jobs, usual_s):
+        for mutant, verdict in runner.judged(module, timely, self.jobs):
             is_equivalent = (module, mutant.where, mutant.change) in self._reasons
             if verdict is not runner.Verdict.SURVIVED:
                 row["killed"] += 1

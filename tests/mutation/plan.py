@@ -29,7 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
         "tests/property/test_keys_and_tables.py",
     ),
-    "ps_core.update_offer": ("tests/unit/test_update_offers.py",),
+    "ps_core.update_offer": ("tests/unit/test_update_offer_rules.py",),
 }  # fmt: skip
 """Those that are run against a module's mutants; they fail fast, so the most telling come first."""
 

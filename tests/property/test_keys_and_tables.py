@@ -51,6 +51,12 @@ def test_an_impossible_number_of_ranges_is_refused(count: int) -> None:
         key_ranges(count)
 
 
+def test_there_may_be_a_range_for_every_slot() -> None:
+    ranges = key_ranges(SLOT_COUNT)
+    assert len(ranges) == SLOT_COUNT
+    assert all(range_of_slot(Slot(n), SLOT_COUNT) == n for n in (0, 1, 40_503, SLOT_COUNT - 1))
+
+
 def test_consecutive_ordinals_take_every_slot_once() -> None:
     assert len({slot_of_ordinal(n) for n in range(12_345, 12_345 + SLOT_COUNT)}) == SLOT_COUNT
 
@@ -119,13 +125,45 @@ def test_bfloat16_rounds_to_nearest_even_as_torch_does(numbers: list[float]) -> 
     assert np.array_equal(ours, theirs, equal_nan=True)
 
 
+_NEAR_TIES = st.sampled_from((0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF))
+
+
+@given(st.lists(st.tuples(st.integers(0, 0xFFFF), _NEAR_TIES), min_size=1, max_size=50))
+def test_bfloat16_rounds_what_lies_between_two_as_torch_does(halves: list[tuple[int, int]]) -> None:
+    """What lies in the middle goes to the even one."""
+    values = np.array([upper << 16 | lower for upper, lower in halves], np.uint32).view(np.float32)
+    ours = codec.raw_view(codec.encode(values, Codec.BF16), Codec.BF16)
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(ours[~np.isnan(values)], theirs[~np.isnan(values)])
+
+
+@pytest.mark.parametrize(
+    ("bits", "carried"),
+    [
+        (0x7F800001, 0x7FC0), (0xFF800001, 0xFFC0), (0x7FC00000, 0x7FC0), (0x7FFFFFFF, 0x7FFF),
+        (0xFFA10000, 0xFFE1),
+    ],
+)  # fmt: skip
+def test_a_nan_stays_one_with_its_sign_and_its_upper_bits(bits: int, carried: int) -> None:
+    """Cut off, the first would be infinite; rounded, the fourth would be -0."""
+    payload = codec.encode(np.array([bits], np.uint32).view(np.float32), Codec.BF16)
+    assert int.from_bytes(payload, "little") == carried
+
+
+@pytest.mark.parametrize("kind", Codec)
+def test_a_vector_of_another_order_is_read_as_people_write_it(kind: Codec) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert codec.encode(values.T, kind) == codec.encode(values.T.copy(), kind)
+    assert codec.decode(codec.encode(values.T, kind), kind).tolist() == [0, 3, 1, 4, 2, 5]
+
+
 @given(st.integers(0, 100), st.integers(0, 100), st.sampled_from(list(Codec)))
 def test_a_length_that_lies_is_refused(elements: int, extra: int, kind: Codec) -> None:
     size = elements * kind.element_bytes
     codec.check_length(size, kind, elements)
-    if extra:
+    for wrong in {size + extra, size - extra} - {size}:
         with pytest.raises(InvalidTensor, match=f"expected {size}"):
-            codec.check_length(size + extra, kind, elements)
+            codec.check_length(wrong, kind, elements)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.errors import InvalidKeys, InvariantViolation
+from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.limits import MAX_LEDGER_GAP_COUNT
 
@@ -33,6 +35,7 @@ def test_it_answers_as_a_dictionary_would(actions: list[tuple[str, int, Ending]]
             twin[sequence] = ending
         low = next(n for n in range(1, 100) if n not in twin) - 1
         assert ledger.low_water == low
+        assert ledger.confirmed == confirmed
         assert ledger.kept_count == len([n for n in twin if n > confirmed])
         for number in range(1, 35):
             assert ledger.has_ended(number) == (number in twin)
@@ -79,4 +82,105 @@ def test_an_outcome_that_nobody_was_told_may_be_overturned() -> None:
 
 
 def test_zero_is_no_sequence() -> None:
-    assert not Ledger().has_ended(0)
+    for ledger in (Ledger(), Ledger.of(2, 2, {})):
+        assert [ledger.has_ended(sequence) for sequence in (-1, 0)] == [False, False]
+
+
+def test_a_sequence_within_reach_is_let_pass() -> None:
+    ledger = Ledger.of(7, 7, {})
+    for sequence in (1, 7, 8, 7 + MAX_LEDGER_GAP_COUNT):
+        ledger.check_in_reach(sequence)
+    with pytest.raises(InvalidKeys, match=f"expected 1 to {7 + MAX_LEDGER_GAP_COUNT}"):
+        ledger.check_in_reach(8 + MAX_LEDGER_GAP_COUNT)
+
+
+def test_what_was_confirmed_has_ended_though_nothing_of_it_is_kept() -> None:
+    ledger = Ledger.of(3, 3, {})
+    assert [ledger.has_ended(sequence) for sequence in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_an_ending_says_nothing_beside_its_outcome_unless_told() -> None:
+    ending = Ending(Outcome.APPLIED)
+    assert (ending.error, ending.staleness, ending.squares) == (None, 0, ())
+
+
+# --- ledgers of other servers
+
+
+def course(actions: list[tuple[str, int, Ending]]) -> Ledger:
+    """A ledger to which all of it happened that can."""
+    ledger = Ledger()
+    for kind, sequence, ending in actions:
+        if kind == "confirm":
+            ledger.confirm(sequence)
+        elif not ledger.has_ended(sequence):
+            ledger.end(sequence, ending)
+    return ledger
+
+
+def everything(ledger: Ledger) -> tuple[int, int, dict[int, Ending]]:
+    return ledger.low_water, ledger.confirmed, dict(ledger.kept)
+
+
+@given(st.lists(ACTIONS, max_size=40), st.lists(ACTIONS, max_size=40))
+def test_a_copy_is_the_same_and_goes_its_own_way(
+    before: list[tuple[str, int, Ending]], after: list[tuple[str, int, Ending]]
+) -> None:
+    ledger = course(before)
+    for twin in (ledger.copy(), Ledger.of(ledger.low_water, ledger.confirmed, ledger.kept)):
+        as_it_was = everything(ledger)
+        assert everything(twin) == as_it_was
+        for kind, sequence, ending in after:
+            if kind == "confirm":
+                twin.confirm(sequence)
+            elif not twin.has_ended(sequence):
+                twin.end(sequence, ending)
+        assert everything(ledger) == as_it_was
+        assert everything(twin) == everything(course(before + after))
+
+
+def kept(*sequences: int) -> dict[int, Ending]:
+    return dict.fromkeys(sequences, Ending(Outcome.APPLIED))
+
+
+FAR = MAX_LEDGER_GAP_COUNT
+
+
+@pytest.mark.parametrize(
+    ("low_water", "confirmed", "sequences"),
+    [
+        (0, 0, ()), (3, 3, ()), (3, 1, (2, 3)), (1, 0, (1,)), (3, 1, (2, 3, 5, 9)),
+        (0, 0, (2,)), (0, 0, (FAR,)), (3, 3, (3 + FAR,)), (FAR, 0, range(1, FAR + 1)),
+        (FAR + 5, 5, range(6, FAR + 6)),
+    ],
+)  # fmt: skip
+def test_a_ledger_that_can_be_is_taken_over(
+    low_water: int, confirmed: int, sequences: Iterable[int]
+) -> None:
+    ledger = Ledger.of(low_water, confirmed, kept(*sequences))
+    assert everything(ledger) == (low_water, confirmed, kept(*sequences))
+
+
+@pytest.mark.parametrize(
+    ("low_water", "confirmed", "sequences"),
+    [
+        (0, -1, (0,)),  # nothing was confirmed before the first
+        (1, 2, ()),  # confirmed before it ended
+        (3, 1, (2,)), (3, 1, (3,)), (3, 1, ()),  # ended, and its outcome is not there
+        (3, 1, (1, 2, 3)), (3, 3, (2,)),  # kept although it was confirmed
+        (3, 1, (2, 3, 4)), (0, 0, (1,)),  # the low-water mark stands too low
+        (0, 0, (FAR + 1,)), (3, 3, (4 + FAR,)),  # beyond reach
+        (FAR + 1, 0, range(1, FAR + 2)),  # more than a ledger keeps
+    ],
+)  # fmt: skip
+def test_a_ledger_that_cannot_be_is_refused(
+    low_water: int, confirmed: int, sequences: Iterable[int]
+) -> None:
+    with pytest.raises(InvalidConfig, match=f"ended up to {low_water}, was confirmed"):
+        Ledger.of(low_water, confirmed, kept(*sequences))
+
+
+def test_what_is_kept_cannot_be_changed_from_outside() -> None:
+    ledger = Ledger.of(1, 0, kept(1))
+    with pytest.raises(TypeError):
+        ledger.kept[2] = Ending(Outcome.APPLIED)  # type: ignore[index]  # which is what is tested

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.envelope import join, join_several, split, split_several, varint
+from ps_core.envelope import (
+    ALIGNMENT_BYTES,
+    join,
+    join_several,
+    split,
+    split_several,
+    varint,
+    wrap,
+)
 from ps_core.errors import InvalidTensor
+from ps_core.tables import Codec
 from pushpull.v1 import parameters_pb2, replication_pb2
 
 
@@ -89,3 +98,109 @@ def test_several_joined_are_what_protobuf_would_write(head: bytes, payloads: lis
 def test_several_of_another_kind_are_left_to_protobuf() -> None:
     message = replication_pb2.ReplicateRequest(beat=replication_pb2.Beat(sent_s=1.0))
     assert split_several(message.SerializeToString(), BATCH, BLOCKS, PAYLOAD) is None
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("number", [0, 1, 126, 127, 128, 129, 255, 256, 16_383, 16_384, 2**64 - 1])
+def test_a_number_is_what_protobuf_writes_and_reads(number: int) -> None:
+    field = parameters_pb2.BlockPush.DESCRIPTOR.fields_by_name["sequence"]
+    written = parameters_pb2.BlockPush(sequence=number).SerializeToString()
+    key = varint(field.number << 3)
+    assert written == (key + varint(number) if number else b"")
+    message = wrap(1, key + varint(number))
+    assert split(message, 1, 15) == (key + varint(number), memoryview(b""))
+
+
+def test_a_number_of_more_than_ten_bytes_is_none() -> None:
+    """64 bits take ten groups of seven: what goes on beyond is no number, however it ends."""
+    longest, beyond = b"\xff" * 9 + b"\x01", b"\xff" * 10 + b"\x01"
+    assert split(wrap(1, b"\x10" + longest), 1, 15) is not None
+    with pytest.raises(InvalidTensor, match="ends inside a number at byte 11"):
+        split(wrap(1, b"\x10" + beyond), 1, 15)
+
+
+# --- fields of every kind
+
+
+def test_fields_of_fixed_width_are_kept_whole_around_a_payload() -> None:
+    """Nothing of ours has such fields today; a newer peer's message may."""
+    eight, four = b"\x11" + bytes(range(8)), b"\x1d" + bytes(range(4))
+    message = wrap(1, eight + b"\x7a\x02hi" + four)
+    assert split(message, 1, 15) == (eight + four, memoryview(b"hi"))
+
+
+@pytest.mark.parametrize("field", [b"\x11" + bytes(7), b"\x1d" + bytes(3), b"\x12\x03ab", b"\x12"])
+def test_a_field_that_is_cut_off_is_refused(field: bytes) -> None:
+    for part in (field, b"\x08\x01" + field):
+        with pytest.raises(InvalidTensor, match=r"message of .* ends inside"):
+            split(wrap(1, part), 1, 15)
+        with pytest.raises(InvalidTensor, match=r"message of .* ends inside"):
+            split_several(wrap(1, part), 1, 2, 4)
+
+
+@pytest.mark.parametrize("wire_type", [3, 4, 6, 7])
+def test_wire_types_that_proto3_lacks_are_refused_anywhere(wire_type: int) -> None:
+    for inner in (varint(5 << 3 | wire_type), b"\x08\x01" + varint(5 << 3 | wire_type)):
+        with pytest.raises(InvalidTensor, match=f"wire type {wire_type}"):
+            split_several(wrap(2, inner), 2, 2, 4)
+
+
+def test_a_number_in_the_field_of_the_parts_is_no_part() -> None:
+    assert split_several(wrap(2, b"\x10\x07"), 2, 2, 4) == (b"\x10\x07", [])
+
+
+def test_a_message_has_one_field_and_nothing_behind_it() -> None:
+    message = wrap(1, b"\x08\x05")
+    assert message == b"\x0a\x02\x08\x05"
+    for came in (message + b"\x08\x01", message[:3]):
+        with pytest.raises(InvalidTensor, match=f"a message of {len(came)} bytes announces 4"):
+            split(came, 1, 15)
+
+
+# --- where a payload lies
+
+
+def _offset(message: bytes, payload: bytes) -> int:
+    assert message.count(payload) == 1
+    return message.index(payload)
+
+
+SMALL = list(range(16, 48))
+LARGE = [*range(200, 232), 1000, 20_000, 70_000]
+"""With what is beside them and up to 15 bytes of padding, all of these stay clear of 128 and 16,384
+bytes, where the padding may make a length's own varint longer: then a payload lies anywhere.
+"""
+
+
+@pytest.mark.parametrize("rest_count", [0, 1, 5, 17])
+@pytest.mark.parametrize("size", SMALL + LARGE)
+def test_with_padding_a_payload_begins_where_its_receiver_can_compute_on_it(
+    size: int, rest_count: int
+) -> None:
+    rest, payload = b"\x08\x01" * rest_count, b"\xff" * size
+    joined = join(1, rest, 15, payload, 14)
+    assert _offset(joined, payload) % ALIGNMENT_BYTES == 0
+    padding_bytes = len(joined) - len(join(1, rest, 15, payload))
+    assert 2 <= padding_bytes < 2 + ALIGNMENT_BYTES
+    found = split(joined, 1, 15)
+    assert found is not None
+    assert found[1] == payload
+    assert found[0] == rest + b"\x72" + bytes((padding_bytes - 2,)) + bytes(padding_bytes - 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(size, 1) for size in SMALL] + [(n, c) for n in LARGE for c in (1, 2, 3)]
+)
+def test_of_several_payloads_each_begins_there(size: int, count: int) -> None:
+    parts = [(b"\x08" + bytes((n,)), bytes((200 + n,)) * size) for n in range(count)]
+    joined = join_several(BATCH, b"\x08\x01", BLOCKS, parts, PAYLOAD, PADDING)
+    for _, payload in parts:
+        assert _offset(joined, payload) % ALIGNMENT_BYTES == 0
+    assert len(joined) < count * (size + ALIGNMENT_BYTES + 16) + 8
+
+
+def test_an_element_of_any_codec_may_begin_there() -> None:
+    assert all(ALIGNMENT_BYTES % codec.element_bytes == 0 for codec in Codec)
+    assert ALIGNMENT_BYTES & (ALIGNMENT_BYTES - 1) == 0  # else it would be no bound of an address

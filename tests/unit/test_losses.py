@@ -39,5 +39,13 @@ def test_what_is_not_finite_is_counted_and_spoils_nothing(loss: float) -> None:
     assert (found.count, found.mean, found.non_finite_count) == (2, 2.0, 1)
 
 
+def test_a_stretch_has_the_non_finite_ones_that_came_in_it() -> None:
+    before = totals([math.nan, 1.0])
+    after = totals([math.inf, math.nan, 2.0], before)
+    stretch = after.since(before)
+    assert (stretch.count, stretch.non_finite_count, stretch.mean) == (1, 2, 2.0)
+    assert LossTotals.together([before, stretch]) == after
+
+
 def test_none_say_nothing() -> None:
     assert (NO_LOSSES.mean, NO_LOSSES.error_square) == (0.0, 0.0)
