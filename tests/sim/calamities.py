@@ -228,6 +228,9 @@ class Calamities:
             [(one, worker)],
             [(node_id, one) for node_id in others],
             [(one, node_id) for node_id in others],
+            # A primary that the scheduler hears goes on alone, and the others join it anew.
+            _both_ways(one, others),
+            _both_ways(one, others),
         ]
         return self._cut(draw.choice(choices), self._for_a_while(one))
 

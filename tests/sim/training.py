@@ -21,14 +21,18 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             yield from _step(worker, truth, table, 0)
         yield from _read_and_check(worker, truth, table, 0)
         clocks[table.table_id] = 0
-    for _ in range(steps):
+    leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
+    for number in range(steps):
         for table in worker.layout.tables:
             clock = clocks[table.table_id] + 1
+            if number == steps - 1 and leaves_by_its_step:
+                yield from _step(worker, truth, table, clock, last=True)
+                continue
             yield from _step(worker, truth, table, clock)
             yield from _read_and_check(worker, truth, table, clock)
             answers = worker.reads.answers.values()  # with backup workers, others go on without it
             clocks[table.table_id] = max(clock, min(answer.clock for answer in answers))
-    for table in worker.layout.tables:
+    for table in () if leaves_by_its_step else worker.layout.tables:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
@@ -60,7 +64,9 @@ def _begin_where_the_others_are(
         yield from _read_and_check(worker, truth, table, newest)
 
 
-def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+def _step(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, *, last: bool = False
+) -> Waits:
     draw, layout = worker.world.draw, worker.layout
     blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
     draw.shuffle(blocks)
@@ -97,10 +103,13 @@ def _step(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
-    terms = SealTerms(skip=skip, clip_scale=CLIP_SCALE if clips else None)
+    terms = SealTerms(skip=skip, last=last, clip_scale=CLIP_SCALE if clips else None)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.rank] = clock
-    if clock and draw.random() < 0.3:  # before its step has ended: it waits for that
+    if last:
+        truth.left.add((table.table_id, worker.rank))
+        worker.world.counts["left by a step"] += 1
+    if clock and not last and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
         worker.read_early = True
         yield from _read(worker, table, clock)
