@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -66,7 +67,7 @@ def clipped(client: ps.Client, table: ps.TableHandle, gradient: Array) -> Any:
     """The update waits for the scale that follows from its norm over all servers."""
     client.push(table, gradient, seal=False)
     told = client.wait(client.seal(table, clip_scale=1.0))
-    norm = float(np.sqrt(sum(told.squares.values())))
+    norm = math.sqrt(math.fsum(told.squares.values()))  # the same at all, in whichever order
     client.wait(client.scale_update(table, told.clock, min(1.0, 1.0 / norm)))
     return client.pull(table)
 
