@@ -47,7 +47,7 @@ class Course:
             is_equivalent = (module, mutant.where, mutant.change) in self._reasons
             if verdict is not runner.Verdict.SURVIVED:
                 row["killed"] += 1
-                row["of these: no end"] += verdict is runner.Verdict.TIMED_OUT
+                row["of these: no end"] += verdict is runner.Verdict.NO_END
                 if is_equivalent:
                     self.wrong.append(f"{mutant} is not equivalent: its tests tell it apart")
             elif is_equivalent:

@@ -18,7 +18,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
-    "ps_core.errors": ("tests/unit/test_runtime_errors.py",),
+    "ps_core.errors": ("tests/unit/test_errors.py", "tests/unit/test_runtime_errors.py"),
     "ps_core.failure_detector": ("tests/unit/test_failure_detector.py",),
     "ps_core.keys": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),

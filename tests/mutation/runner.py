@@ -5,6 +5,7 @@ that has imported what the tests need and nothing of ours.
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import os
 import resource
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from pathlib import Path
@@ -45,19 +46,22 @@ _OPTIONS = (
 )  # fmt: skip
 """The last: that hypothesis was imported before pytest could rewrite it is what saves the time."""
 
-_PASSED, _FAILED, _INTERRUPTED, _WRONG = 0, 1, 2, 99
+_PASSED, _NO_ROOM, _WRONG = 0, 98, 99
+_FAILED = (1, 2, 3)
+"""A test fails, a test's file cannot be imported, or pytest itself comes to grief on what it gets.
+"""
 
 
 class Verdict(Enum):
     """What became of a mutant."""
 
     KILLED = "killed"
-    TIMED_OUT = "timed out"
+    NO_END = "no end"
     SURVIVED = "survived"
 
 
 @dataclass(frozen=True, slots=True)
-class _Changed(MetaPathFinder, Loader):
+class _Changed(MetaPathFinder, InspectLoader):
     """Imports one module from a changed tree, and leaves all others alone."""
 
     module: str
@@ -71,6 +75,9 @@ class _Changed(MetaPathFinder, Loader):
     def create_module(self, _spec: ModuleSpec) -> ModuleType | None:
         return None
 
+    def get_source(self, _fullname: str) -> str:
+        return ast.unparse(self.tree)
+
     def exec_module(self, module: ModuleType) -> None:
         exec(compile(self.tree, f"<{self.module}>", "exec"), module.__dict__)  # noqa: S102
 
@@ -83,6 +90,8 @@ def prepare() -> None:
     ours = [name for name in sys.modules if name.startswith("ps_")]
     if ours:
         raise RuntimeError(f"{', '.join(ours)} would not be imported again with its fault")
+    gc.collect()
+    gc.freeze()  # pytest collects garbage after each run: without torch's objects, in no time
     settings.register_profile(
         "mutants",
         deadline=None,
@@ -136,10 +145,12 @@ def _next_verdict(running: dict[int, Mutant | None]) -> tuple[Mutant | None, Ver
     process, status = os.waitpid(-1, 0)
     mutant = running.pop(process)
     if os.WIFSIGNALED(status):
-        timed_out = os.WTERMSIG(status) == signal.SIGPROF
-        return mutant, Verdict.TIMED_OUT if timed_out else Verdict.KILLED
+        is_endless = os.WTERMSIG(status) == signal.SIGPROF
+        return mutant, Verdict.NO_END if is_endless else Verdict.KILLED
     code = os.WEXITSTATUS(status)
-    if code not in (_PASSED, _FAILED, _INTERRUPTED):
+    if code == _NO_ROOM:
+        return mutant, Verdict.NO_END
+    if code != _PASSED and code not in _FAILED:
         raise RuntimeError(f"pytest ended with {code} for {mutant or 'the module as it is'}")
     return mutant, Verdict.SURVIVED if code == _PASSED else Verdict.KILLED
 
@@ -151,6 +162,8 @@ def _started(module: str, tree: ast.Module) -> int:
     code, errors = _WRONG, os.dup(sys.stderr.fileno())
     try:
         code = _tested(module, tree)
+    except MemoryError:
+        code = _NO_ROOM
     except BaseException:
         os.dup2(errors, sys.stderr.fileno())
         traceback.print_exc()

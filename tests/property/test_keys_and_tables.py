@@ -216,3 +216,18 @@ def test_what_is_remembered_of_merged_numbers_changes_nothing(
         assert _merged(numbers, given_numbers) == _merged(spec, given_numbers)
         if fed_back and _merged(spec, given_numbers).startswith("("):
             assert numbers.merged(spec.merged(given_numbers)) == spec.merged(given_numbers)
+
+
+def test_numbers_are_merged_once_for_all_that_have_the_same() -> None:
+    """Whose steps come with what was merged already get that very tuple: a comparison by identity
+    is all that it costs then.
+    """
+    numbers = StepNumbers(OptimizerSpec(OptimizerKind.SGD, (("lr", 0.25),)))
+    plain = numbers.merged(())
+    assert numbers.merged(()) is plain
+    assert numbers.merged((*plain[:1], *plain[1:])) is plain
+    other = numbers.merged((("lr", 0.5),))
+    assert dict(other)["lr"] == 0.5
+    assert numbers.merged((("lr", 0.5),)) is other
+    assert numbers.merged((*other[:1], *other[1:])) is other
+    assert numbers.merged(()) == plain

@@ -78,6 +78,9 @@ def test_the_silence_is_given_to_a_tenth_of_a_second() -> None:
     assert "node 4 (server) has left the cluster: it was given up after 3 s" in given_up.fence_words
     given_up = replace(given_up, silence_ms=2_940)
     assert "after 2.9 s of silence" in given_up.fence_words
+    for state in (LEFT, GONE):
+        long = replace(node(4, Role.WORKER, 1, state), silence_ms=99_000_000)
+        assert "after 99000 s of silence" in long.fence_words
 
 
 def test_who_left_by_itself_was_not_given_up() -> None:

@@ -50,6 +50,7 @@ def test_an_offer_has_a_name_and_a_fingerprint_unless_it_cannot_be_run() -> None
     assert one.validated() is one
     broken = UpdateOffer("lion", problem="zoo 1.0 cannot be loaded")
     assert broken.validated() is broken
+    assert broken.fingerprint == ""
     refuses(replace(broken, name=""), "its name has 0 bytes; expected 1 to")
 
 
