@@ -8,7 +8,8 @@ Rules:
     - A batch is applied when it comes. Its primary may not know yet that it is committed; but only
       a backup that has it can be promoted, and a promoted one commits all that it has.
     - A beat is granted by answering it. From when it is promoted it grants no more, and it serves
-      when the last one that it granted has run out on its own clock, counted from its answer.
+      when the last one that it granted has run out: by its own clock, counted from its answer, and
+      by any that is slower by `MAX_DRIFT`.
 
 Invariants:
     RE-1  `number` is the newest batch, and every one before it was taken.
@@ -24,6 +25,9 @@ from collections.abc import Callable
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.part_copy import PartCopy
 from ps_server.range_log import Batch
+
+MAX_DRIFT = 0.05
+"""By so much of the time that passes may the clocks of two servers run apart."""
 
 
 class Replica:
@@ -99,4 +103,4 @@ class Replica:
     @property
     def serves_s(self) -> float:
         """When nobody can hold a lease that it granted."""
-        return self._granted_s + self._lease_s
+        return self._granted_s + self._lease_s * (1.0 + MAX_DRIFT)

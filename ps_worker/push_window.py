@@ -207,14 +207,14 @@ class PushWindow:
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
         for entry in list(self._open()):
-            if self._owner.get(entry.key.range_id) == server and entry.state in (
-                _SENT,
-                _RECEIVED,
-            ):
+            is_there = self._owner.get(entry.key.range_id) == server
+            if is_there and entry.state in (_SENT, _RECEIVED):
                 self._requeue(entry)
 
     def reply(self, server: NodeId, reply: Reply, now_s: float) -> list[Effect]:
-        """A server answered. Answers to entries that have ended, or are unknown, change nothing."""
+        """A server answered. To an entry that is queued again, or has another owner by now, nothing
+        but an outcome counts; to one that has ended, or is unknown, nothing.
+        """
         kind = reply.kind
         if kind is _SAYS_CREDIT:
             self._blocked.pop((server, reply.table_id), None)
@@ -224,13 +224,15 @@ class PushWindow:
         entry = numbering.open.get(reply.sequence) if numbering is not None else None
         if entry is None:
             return []
-        if kind is _SAYS_RECEIVED:
-            self._received(entry)
-            return []
         if kind is _SAYS_COMMITTED:
             if reply.ending is None:
                 raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
             return self._end(entry, reply.ending)
+        if entry.state is _QUEUED or self._owner.get(reply.range_id) != server:
+            return []
+        if kind is _SAYS_RECEIVED:
+            self._received(entry)
+            return []
         if kind in (ReplyKind.REFUSED, ReplyKind.GIVEN_BACK):
             delay_s = reply.error.retry_after_ms / 1000 if reply.error else self._resend_after_s
             self._blocked[(server, reply.table_id)] = now_s + delay_s

@@ -17,7 +17,16 @@ from tests.sim.replicated import LEASE_S, Clock, ReplicatedServer
 from tests.sim.scheduled import SCHEDULER
 from tests.sim.world import Faults, Link, World
 
-STRIKES = ("killed", "paused", "cut off", "out of sight", "one way", "slow links", "worker killed")
+STRIKES = (
+    "killed",
+    "paused",
+    "cut off",
+    "out of sight",
+    "deaf",
+    "one way",
+    "slow links",
+    "worker killed",
+)
 DRIFTS = (0.0, 0.0, 0.002, 0.02)
 """By how much a clock may run faster or slower than the world's."""
 
@@ -106,6 +115,7 @@ class Calamities:
             "paused": self._pause,
             "cut off": self._cut_off,
             "out of sight": self._out_of_sight,
+            "deaf": self._deaf,
             "one way": self._one_way,
             "slow links": self._slow,
             "worker killed": self._kill_worker,
@@ -211,6 +221,15 @@ class Calamities:
             return False
         for_s = self._for_a_while(victim.node_id)
         return self._cut(_both_ways(victim.node_id, [SCHEDULER]), for_s)
+
+    def _deaf(self) -> bool:
+        """To the scheduler and the other servers, who hear it: it misses views too."""
+        victim = self._victim()
+        if victim is None:
+            return False
+        others = [s.node_id for s in self._stage.living if s is not victim]
+        for_s = self._for_a_while(victim.node_id)
+        return self._cut([(other, victim.node_id) for other in (SCHEDULER, *others)], for_s)
 
     def _one_way(self) -> bool:
         draw, victim = self._world.draw, self._victim()

@@ -339,7 +339,7 @@ class ReplicatedServer(SimServer):
         return tuple(self.sums.pop(_key_of(record), ()))
 
     def _give_snapshots(self) -> None:
-        for peer, snapshot in self.output.snapshots(self.now_s):
+        for peer, snapshot in self.output.snapshots(self.now_s, self._is_open):
             values: dict[str, object] = {
                 "values": self._of_range(snapshot.range_id, self.values),
                 "updates": self._of_range(snapshot.range_id, self.updates),
@@ -349,6 +349,12 @@ class ReplicatedServer(SimServer):
             values["sums"] = {key: list(self.sums[key]) for key in kept}  # type: ignore[attr-defined]
             self.world.counts["snapshots"] += 1
             self._send(peer, (snapshot, values))
+
+    def _is_open(self, peer: NodeId) -> bool:
+        """Whether there is a stream to the peer: none comes about while the network is cut."""
+        receiver, cut = self.peers.get(peer), self.world.cut
+        is_cut = cut[self.node_id, peer] or cut[peer, self.node_id]
+        return receiver is not None and not receiver.is_dead and not is_cut
 
     def _of_range(self, range_id: RangeId, found: dict[tuple[TableId, int], list]) -> dict:  # type: ignore[type-arg]
         return {

@@ -75,6 +75,40 @@ def test_payload_in_flight_stays_within_the_window(window: PushWindow) -> None:
     assert [e.key for e in window.poll(0.0) if isinstance(e, SendPush)] == [keys[2]]
 
 
+def test_what_an_old_owner_received_is_sent_to_the_new_one_all_the_same(
+    window: PushWindow,
+) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    (again,) = window.poll(0.1)
+    assert isinstance(again, SendPush)
+    assert again.server == FAR
+    window.reply(NEAR, Reply(ReplyKind.RECEIVED, *key), 0.2)
+    assert window.in_flight_bytes == 100, "the new owner has not said so"
+    window.tick(6.0)
+    assert [e.server for e in window.poll(6.0) if isinstance(e, SendPush)] == [FAR]
+
+
+def test_what_an_old_owner_committed_has_ended(window: PushWindow) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    ending = Ending(Outcome.APPLIED)
+    window.reply(NEAR, Reply(ReplyKind.COMMITTED, *key, ending=ending), 0.2)
+    assert window.open_entries() == ()
+
+
+def test_being_given_back_again_does_not_put_off_when_it_goes(window: PushWindow) -> None:
+    key = _push(window)
+    window.poll(0.0)
+    full = Overloaded("given back", retry_after_ms=500)
+    for at_s in (0.1, 0.4):  # the second is for a seal that asked again
+        _say(window, ReplyKind.GIVEN_BACK, key, at_s, error=full)
+    window.tick(0.7)
+    assert [e.key for e in window.poll(0.7) if isinstance(e, SendPush)] == [key]
+
+
 def test_one_entry_may_always_go(window: PushWindow) -> None:
     window.submit(BlockPlace(TABLE, RangeId(0), 0), 1, b"", byte_count=10_000)
     assert len(window.poll(0.0)) == 1

@@ -18,6 +18,7 @@ from ps_server.part_copy import (
     restore,
 )
 from ps_server.range_log import RangeLog
+from ps_server.replica import MAX_DRIFT
 from ps_server.replication import PLACED_EPOCH, Ack, Beat, Grant, Replication, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
@@ -94,6 +95,7 @@ def test_a_goodbye_that_was_not_answered_is_said_again() -> None:
     at.push(1, 1, 1)
     at.seal(1, 2, 1, last=True)  # its step counts: the update waits for the other
     other = moved(at)
+    assert not other.machine.state.by_rank[1].has_left
     other.push(0, 1, 1)
     assert (0, 2) not in outcomes(other.seal(0, 2, 1))
     other.push(1, 1, 1)
@@ -175,7 +177,9 @@ def test_a_backup_that_is_promoted_serves_when_the_lease_has_run_out() -> None:
     two.observe(view(2, (3, TWO, (), ())), 6.0)
     assert two.serve(6.0).ranges[0].primary is None
     assert two.waits
-    assert two.serve(5.0 + LEASE_S).ranges[0].primary == TWO
+    slow_clock_s = LEASE_S * (1.0 + MAX_DRIFT)
+    assert two.serve(4.99 + slow_clock_s).ranges[0].primary is None
+    assert two.serve(5.01 + slow_clock_s).ranges[0].primary == TWO
     assert two.logs[RANGE].backups == ()
 
 
