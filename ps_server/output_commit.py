@@ -37,8 +37,8 @@ from ps_server.events import (
     ReplyTo,
 )
 from ps_server.part_copy import Delta, Facts, WorkerFacts, delta_of, facts_of
-from ps_server.range_log import Batch
-from ps_server.replication import Replication, Snapshot
+from ps_server.replication import Replication
+from ps_server.replication_messages import Batch, Snapshot
 from ps_server.server_machine import Promise, ServerMachine
 
 _Place = tuple[TableId, RangeId]
@@ -177,21 +177,21 @@ class OutputCommit:
 
     def _decide(self, place: _Place, decided: _Decided) -> list[Deed]:
         part = self._machine.parts.get(place)
-        if part is None or place[1] not in self._replication.logs:  # it was given up
+        primary = self._replication.primaries.get(place[1])
+        if part is None or primary is None:  # it was given up
             return [effect for effect in decided.effects if isinstance(effect, RefusePull)]
         delta = delta_of(part.state, decided.effects, decided.counted)
         news = self._news(place, delta)
         # Who joins is told all anew: where nobody listens, reads need not wait for what is told.
-        is_heard = news is not None and bool(self._replication.holders(place[1]))
+        is_heard = news is not None and bool(primary.holders)
         if not decided.changes and not delta.endings and not is_heard:
-            self._replication.logs[place[1]].follow(decided.held)
+            primary.log.follow(decided.held)
             return []
         batch = self._replication.decide(
             place, delta._replace(workers=news or ()), decided.changes, decided.held
         )
-        if batch is not None:
-            for node_id in self._replication.holders(place[1]):
-                self._send(node_id, batch)
+        for node_id in primary.holders:
+            self._send(node_id, batch)
         return []
 
     def _news(self, place: _Place, delta: Delta) -> tuple[WorkerFacts, ...] | None:
@@ -236,14 +236,14 @@ class OutputCommit:
         """Whether it is of use to tell anything: with too few servers and nobody who listens it
         would stand in the way of reads until somebody joins, who is told all anew.
         """
-        log = self._replication.logs.get(range_id)
-        return log is None or not log.is_short or bool(self._replication.holders(range_id))
+        primary = self._replication.primaries.get(range_id)
+        return primary is None or not primary.log.is_short or bool(primary.holders)
 
     def _is_promised_unheard(self, place: _Place) -> bool:
         """Whether a promise may be on its way to the backups, with something else."""
-        log = self._replication.logs.get(place[1])
+        primary = self._replication.primaries.get(place[1])
         holds = self._machine.parts[place].state.schedule.hold_clock is not None
-        return holds and log is not None and not log.is_settled
+        return holds and primary is not None and not primary.log.is_settled
 
     @property
     def promises(self) -> tuple[Promise, ...]:

@@ -222,6 +222,11 @@ class PeerLinks:
         return link is not None and link.is_open and not link.queued_bytes
 
     @property
+    def busy(self) -> set[NodeId]:
+        """The servers to which something is on its way that their streams have not taken."""
+        return {node_id for node_id, link in self._links.items() if link.queued_bytes}
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written, to all of them."""
         return sum(link.queued_bytes for link in self._links.values())

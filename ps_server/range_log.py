@@ -31,25 +31,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.part_copy import Delta
-
-
-class Batch(NamedTuple):
-    """What one event decided in one table: `changes` are for the values, opaque here. `tenure` is
-    the epoch in which its primary became one: numbers of two tenures have nothing in common.
-    """
-
-    range_id: RangeId
-    tenure: AssignmentEpoch
-    assignment_epoch: AssignmentEpoch
-    number: int
-    table_id: TableId
-    delta: Delta
-    changes: tuple[Any, ...]
+from ps_server.replication_messages import Batch
 
 
 @dataclass(slots=True)
@@ -73,6 +59,7 @@ class RangeLog:
         min_in_sync: servers, this one included, that must have what is committed.
 
     Attributes:
+        range_id: the range.
         assignment_epoch: the newest.
         tenure: the first.
         number: of the newest batch.
@@ -90,7 +77,7 @@ class RangeLog:
     ) -> None:
         self.assignment_epoch = self.tenure = assignment_epoch
         self.number = number
-        self._range_id = range_id
+        self.range_id = range_id
         self._lease_s = lease_s
         self._min_in_sync = min_in_sync
         self._entries: deque[_Entry] = deque()
@@ -149,7 +136,7 @@ class RangeLog:
         """An event decided something: the batch to send to every backup. Its effects wait."""
         self.number += 1
         batch = Batch(
-            self._range_id,
+            self.range_id,
             self.tenure,
             self.assignment_epoch,
             self.number,
@@ -232,10 +219,6 @@ class RangeLog:
         """Whether the lease holds."""
         since_s = min((self._granted_s.get(b, -math.inf) for b in self._acked), default=math.inf)
         return now_s < since_s + self._lease_s
-
-    def silent_since(self, backup: NodeId) -> float:
-        """When the newest beat was sent that the backup has granted; -inf if none."""
-        return self._granted_s.get(backup, -math.inf)
 
     # --- other configurations
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.part_copy import PartCopy
-from ps_server.range_log import Batch
+from ps_server.replication_messages import Batch
 
 MAX_DRIFT = 0.05
 """By so much of the time that passes may the clocks of two servers run apart."""

@@ -24,8 +24,8 @@ from ps_server.events import Effect
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.peer_links import PeerLinks
-from ps_server.range_log import Batch
-from ps_server.replication import Ack, Beat, Grant, Replication
+from ps_server.replication import Replication
+from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from ps_server.replication_wire import answers_from, batch_messages, beat_message
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.shards import Shards, for_backup
@@ -146,11 +146,11 @@ class ReplicatedRanges:
 
     def serve(self) -> ClusterView:
         """The newest view as the machine shall see it; see `Replication.serve`."""
-        before = set(self.replication.logs)
+        before = set(self.replication.primaries)
         view = self.replication.serve(self._now())
-        taken = sum(1 for r in view.ranges if r.range_id in set(self.replication.logs) - before)
+        taken = set(self.replication.primaries) - before
         if taken:
-            logs.info("ranges_served", view=view.view_number, ranges=taken)
+            logs.info("ranges_served", view=view.view_number, ranges=len(taken))
         return view
 
     @property
@@ -178,12 +178,13 @@ class ReplicatedRanges:
         join; to be called ten times a lease at least.
         """
         now_s = self._now()
+        self.replication.sending(self._links.busy, now_s)
         self._send_again(now_s)  # first: it looks whether anything waits, and beats do
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
             self._beat_s = now_s
             self._beat(now_s)
         self._give_snapshots(now_s)
-        self.do(self.output.release(now_s, self.replication.logs))
+        self.do(self.output.release(now_s, self.replication.primaries))
 
     def _beat(self, now_s: float) -> None:
         for peer, beat in self.replication.beats(now_s).items():
@@ -212,7 +213,7 @@ class ReplicatedRanges:
     @property
     def held_count(self) -> int:
         """Decisions that not every backup has yet."""
-        return sum(log.held_count for log in self.replication.logs.values())
+        return sum(p.log.held_count for p in self.replication.primaries.values())
 
     @property
     def queued_bytes(self) -> int:

@@ -8,10 +8,6 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
-    - A backup from which nothing came for a lease, in which this server was not paused, is asked to
-      be left out, and so are those of the primary before.
-    - The word of one that joins counts when it is nearly there, so that it can catch up while steps
-      go on; the scheduler is asked for it when it has all that anybody may have seen.
 
 Invariants:
     RN-1  A server serves what some view gives it.
@@ -22,8 +18,7 @@ What it deliberately does not do: carry messages or values (the edge does, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner
@@ -31,15 +26,11 @@ from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.changes import Change
 from ps_server.events import AnswerPull, Effect, RefusePull
 from ps_server.part_copy import Delta, PartCopy, copy_of
-from ps_server.range_log import Batch, RangeLog
+from ps_server.primary import Primary
+from ps_server.range_log import RangeLog
 from ps_server.replica import Replica
+from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.server_machine import ServerMachine
-
-_NEAR_COUNT = 64
-"""One that joins and misses so many batches at most is waited for, so that it catches up."""
-
-_SNAPSHOT_LEASES = 5
-"""So long may a range take to get there."""
 
 _PAUSE_LEASES = 0.5
 """Between two looks at the backups, which are ten times as frequent, so much is a pause."""
@@ -48,52 +39,6 @@ PLACED_EPOCH = AssignmentEpoch(2)
 """Of a range that has just been placed: it holds nothing, so nobody has to be told what. That is so
 once: a backup that has left it has missed what came since.
 """
-
-
-class Ack(NamedTuple):
-    """A backup has all batches of a range up to `number`; `assignment_epoch` is the newest that it
-    has heard of.
-    """
-
-    range_id: RangeId
-    number: int
-    assignment_epoch: AssignmentEpoch
-
-
-class Beat(NamedTuple):
-    """A primary asks its backup for the lease of these ranges."""
-
-    sent_s: float
-    epochs: tuple[tuple[RangeId, AssignmentEpoch], ...]
-
-
-class Grant(NamedTuple):
-    """The answer to a beat, for the ranges that it was granted for."""
-
-    sent_s: float
-    range_ids: tuple[RangeId, ...]
-
-
-class Snapshot(NamedTuple):
-    """All of a range as of batch `number`, for a server that joins it. The values come beside it,
-    from the edge: those that were released, on which the changes of `held` are still to be made.
-    """
-
-    range_id: RangeId
-    assignment_epoch: AssignmentEpoch
-    tenure: AssignmentEpoch
-    number: int
-    copies: dict[TableId, PartCopy]
-    held: tuple[Change, ...] = ()
-
-
-@dataclass(slots=True)
-class _Joining:
-    """A server that is being brought up to date, `begun` in that epoch."""
-
-    number: int
-    since_s: float
-    begun: AssignmentEpoch
 
 
 class Replication:
@@ -106,15 +51,15 @@ class Replication:
         min_in_sync: servers that must have what is committed.
 
     Attributes:
-        logs: of the ranges that it is primary of.
-        replicas: of those that it backs up, or is about to serve.
-        renewed: the ranges whose log has got another epoch with the newest view.
+        primaries: the ranges that it is primary of.
+        replicas: those that it backs up, or is about to serve.
+        renewed: the ranges that have got another epoch with the newest view.
     """
 
     def __init__(
         self, node_id: NodeId, machine: ServerMachine, lease_s: float, min_in_sync: int = 1
     ) -> None:
-        self.logs: dict[RangeId, RangeLog] = {}
+        self.primaries: dict[RangeId, Primary] = {}
         self.replicas: dict[RangeId, Replica] = {}
         self.renewed: set[RangeId] = set()
         self._node_id = node_id
@@ -123,11 +68,6 @@ class Replication:
         self._min_in_sync = min_in_sync
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
-        self._joining: dict[RangeId, dict[NodeId, _Joining]] = {}
-        self._heard_s: dict[RangeId, dict[NodeId, float]] = {}
-        self._configured: dict[RangeId, frozenset[NodeId]] = {}
-        self._asked: dict[RangeId, frozenset[NodeId]] = {}
-        self._in_question: dict[RangeId, set[NodeId]] = {}
         self._begun: set[RangeId] = set()
         self._looked_s: float | None = None
 
@@ -147,13 +87,12 @@ class Replication:
             if assignment.primary == self._node_id:
                 self._be_primary(assignment, now_s)
                 continue
-            log = self.logs.pop(range_id, None)
-            if log is not None:
+            primary = self.primaries.pop(range_id, None)
+            if primary is not None:
                 effects += self._machine.give_up(range_id)
-                held = [e for e in log.held if isinstance(e, AnswerPull | RefusePull)]
+                held = [e for e in primary.log.held if isinstance(e, AnswerPull | RefusePull)]
                 effects += map(self._refused, held)
                 lost.append(range_id)
-                self._forget(range_id)
             replica = self.replicas.get(range_id)
             if self._node_id in assignment.backups:
                 assignment_epoch = assignment.assignment_epoch
@@ -179,21 +118,15 @@ class Replication:
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
-        log, replica = self.logs.get(range_id), self.replicas.get(range_id)
-        self._configured[range_id] = frozenset(assignment.backups)
-        if log is not None:
-            if log.assignment_epoch < assignment_epoch:
-                log.reconfigure(assignment_epoch, assignment.backups)
+        primary, replica = self.primaries.get(range_id), self.replicas.get(range_id)
+        if primary is not None:
+            if primary.observe(assignment):
                 self.renewed.add(range_id)
-                if self._asked.pop(range_id, None) is None:  # some that joined may have given up
-                    self._joining.pop(range_id, None)
-                self._in_question.pop(range_id, None)
-            self._forget_joiners(assignment, log)
         elif replica is not None:
             replica.promote(assignment_epoch)
         elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
-            self.logs[range_id] = self._log(assignment)
-            self._heard_s[range_id] = dict.fromkeys(assignment.backups, now_s)
+            log = self._log(assignment)
+            self.primaries[range_id] = Primary(log, self._lease_s, heard_s=now_s)
 
     def serve(self, now_s: float) -> ClusterView:
         """The newest view as the machine shall see it: ranges whose old lease may still hold are
@@ -206,15 +139,16 @@ class Replication:
         for assignment in view.ranges:
             range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
             if assignment.primary == self._node_id and replica is None:
-                if range_id not in self.logs:  # nor may it begin anew: it would be without training
+                if range_id not in self.primaries:  # nor may it begin anew, without the training
                     assignment = replace(assignment, primary=None)
             elif assignment.primary == self._node_id and replica is not None:
                 if now_s < replica.serves_s:
                     assignment = replace(assignment, primary=None)
                 else:
                     del self.replicas[range_id]
-                    self.logs[range_id] = self._log(assignment, replica.number)
-                    self.logs[range_id].inherit()
+                    log = self._log(assignment, replica.number)
+                    log.inherit()
+                    self.primaries[range_id] = Primary(log, self._lease_s)
                     self._machine.adopt(range_id, replica.copies, now_s)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
@@ -226,7 +160,7 @@ class Replication:
             a.range_id
             for a in (() if self._view is None else self._view.ranges)
             if a.primary == self._node_id
-            and a.range_id not in self.logs
+            and a.range_id not in self.primaries
             and a.range_id not in self.replicas
         )
 
@@ -249,16 +183,16 @@ class Replication:
 
     def decides_alone(self, range_id: RangeId) -> bool:
         """Whether nobody else has to hear of what is decided in the range, which then is done."""
-        log = self.logs.get(range_id)
-        if log is None or not log.is_alone or self._joining.get(range_id):
+        primary = self.primaries.get(range_id)
+        if primary is None or not primary.is_alone:
             return False
-        log.decide_alone()
+        primary.log.decide_alone()
         return True
 
     @property
     def all_holders(self) -> set[NodeId]:
         """Everybody who gets batches of some range."""
-        return {node_id for range_id in self.logs for node_id in self.holders(range_id)}
+        return {node_id for primary in self.primaries.values() for node_id in primary.holders}
 
     def decide(
         self,
@@ -266,77 +200,50 @@ class Replication:
         delta: Delta,
         changes: Iterable[object],
         effects: list[object],
-    ) -> Batch | None:
-        """An event decided something; the batch for `holders`, None if the range was given up."""
-        log = self.logs.get(place[1])
-        return None if log is None else log.decide(place[0], delta, tuple(changes), effects)
-
-    def holders(self, range_id: RangeId) -> tuple[NodeId, ...]:
-        """Who gets the batches of a range."""
-        # One that joins and was asked for is both.
-        joiners = self._joining.get(range_id, ())
-        return tuple(dict.fromkeys((*self.logs[range_id].backups, *joiners)))
+    ) -> Batch:
+        """An event decided something in a range of this server's; the batch for its `holders`."""
+        return self.primaries[place[1]].log.decide(place[0], delta, tuple(changes), effects)
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
         """What may be done now, range by range."""
-        logs = self.logs
-        return [
-            e for range_id in range_ids if range_id in logs for e in logs[range_id].release(now_s)
-        ]
+        found = (self.primaries.get(range_id) for range_id in range_ids)
+        return [e for p in found if p is not None for e in p.log.release(now_s)]
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
         """A backup, or one that joins, has taken batches."""
-        log = self.logs.get(ack.range_id)
-        if log is None:
-            return
-        self._heard(ack.range_id, backup, now_s)
-        joining = self._joining.get(ack.range_id, {}).get(backup)
-        if joining is not None:
-            if ack.assignment_epoch < joining.begun:
-                return  # of what it had before, and has given up
-            if ack.number > joining.number:
-                joining.number, joining.since_s = ack.number, now_s
-        if ack.number <= log.number:
-            log.acked(backup, ack.number)
-
-    def lost(self, node_id: NodeId) -> None:
-        """What was on its way to a server is lost: if it joins it is given all again."""
-        for range_id, joiners in self._joining.items():
-            if node_id in joiners and node_id not in self._in_question.get(range_id, ()):
-                self.logs[range_id].exclude(node_id)
-                del joiners[node_id]
+        primary = self.primaries.get(ack.range_id)
+        if primary is not None:
+            primary.acked(backup, ack, now_s)
 
     def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
         """A backup has answered a beat."""
         for range_id in grant.range_ids:
-            if range_id in self.logs:
-                self.logs[range_id].granted(backup, grant.sent_s)
-                self._heard(range_id, backup, now_s)
+            if range_id in self.primaries:
+                self.primaries[range_id].granted(backup, grant.sent_s, now_s)
 
-    def _heard(self, range_id: RangeId, backup: NodeId, now_s: float) -> None:
-        self._heard_s.setdefault(range_id, {})[backup] = now_s
+    def lost(self, node_id: NodeId) -> None:
+        """What was on its way to a server is lost: if it joins it is given all again."""
+        for primary in self.primaries.values():
+            primary.lost(node_id)
+
+    def sending(self, node_ids: Iterable[NodeId], now_s: float) -> None:
+        """Something is on its way to these servers still: they are not behind with that."""
+        for node_id in node_ids:
+            for primary in self.primaries.values():
+                primary.sending(node_id, now_s)
 
     def beats(self, now_s: float) -> dict[NodeId, Beat]:
         """What to ask each backup for."""
         asked: dict[NodeId, list[tuple[RangeId, AssignmentEpoch]]] = {}
-        for range_id, log in self.logs.items():
-            for backup in log.backups:
-                asked.setdefault(backup, []).append((range_id, log.assignment_epoch))
+        for range_id, primary in self.primaries.items():
+            for backup in primary.log.backups:
+                asked.setdefault(backup, []).append((range_id, primary.log.assignment_epoch))
         return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
         """Batches that these have not acknowledged."""
-        for log in self.logs.values():
-            for backup in log.backups:
-                if backup in peers:
-                    for batch in log.unacked(backup):
-                        yield backup, batch._replace(assignment_epoch=log.assignment_epoch)
-        for range_id, joiners in self._joining.items():
-            log = self.logs[range_id]
-            for node_id, joining in joiners.items():
-                if node_id in peers and node_id not in log.backups:
-                    for batch in log.after(joining.number):
-                        yield node_id, batch._replace(assignment_epoch=log.assignment_epoch)
+        for primary in self.primaries.values():
+            yield from primary.resends(peers)
 
     def snapshots(
         self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
@@ -345,101 +252,31 @@ class Replication:
         Each is to be sent, with the values of that moment, before the next is asked for.
         """
         for assignment in self._with_joining:
-            range_id, log = assignment.range_id, self.logs.get(assignment.range_id)
-            if log is None:
-                continue
-            for node_id in assignment.joining:
-                if not has_room(node_id):
-                    continue
-                joining = self._joining.get(range_id, {}).get(node_id)
-                if joining is not None and (
-                    joining.number == log.number or not self._stands(joining, now_s)
-                ):
-                    continue  # it has all, or is getting on
-                if node_id in log.backups:
-                    continue  # asked for already
-                joining = _Joining(-1, now_s, log.assignment_epoch)
-                self._joining.setdefault(range_id, {})[node_id] = joining
-                yield node_id, self._snapshot(range_id, log)
+            primary = self.primaries.get(assignment.range_id)
+            if primary is not None:
+                for node_id in assignment.joining:
+                    if primary.begins_copy(node_id, now_s, has_room):
+                        yield node_id, self._snapshot(primary.log)
 
-    def _snapshot(self, range_id: RangeId, log: RangeLog) -> Snapshot:
+    def _snapshot(self, log: RangeLog) -> Snapshot:
         copies = {
             table_id: copy_of(part.state)
             for (table_id, at), part in self._machine.parts.items()
-            if at == range_id
+            if at == log.range_id
         }
         held = tuple(effect for effect in log.held if isinstance(effect, Change))
         number = log.begin_snapshot()
-        return Snapshot(range_id, log.assignment_epoch, log.tenure, number, copies, held)
+        return Snapshot(log.range_id, log.assignment_epoch, log.tenure, number, copies, held)
 
     def wishes(self, now_s: float) -> list[BackupWish]:
-        """What to ask the scheduler for: without those who are silent, with those who caught up.
-
-        Until it has answered, with the set that it was asked for or with another, the word of both
-        sets counts; so a set that is as it was is asked for too, if another was before.
-        """
-        self._forgive_pause(now_s)
-        found = []
-        for range_id, log in self.logs.items():
-            heard_s = self._heard_s.get(range_id, {})
-            living = {n for n, at_s in heard_s.items() if now_s < at_s + self._lease_s}
-            if range_id in self._asked:
-                self._asked[range_id] &= living  # what was asked before may yet be granted
-            else:
-                self._include(range_id, log, living, now_s)
-                ready = {n for n in log.backups if log.acked_by(n) >= log.released}
-                wanted = frozenset((self._configured[range_id] | ready) & living) - log.heirs
-                if wanted == self._configured[range_id]:
-                    continue
-                self._asked[range_id] = wanted
-                self._in_question[range_id] = set(wanted)
-            found.append(BackupWish(range_id, log.assignment_epoch, self._asked[range_id]))
-        return found
-
-    def _forgive_pause(self, now_s: float) -> None:
-        """Who could not be heard because this server was paused is not silent."""
+        """What to ask the scheduler for; see `Primary.wish`."""
         before_s, self._looked_s = self._looked_s, now_s
         paused_s = 0.0 if before_s is None else now_s - before_s
-        if paused_s <= _PAUSE_LEASES * self._lease_s:
-            return
-        for heard_s in self._heard_s.values():
-            for node_id, at_s in heard_s.items():
-                heard_s[node_id] = min(at_s + paused_s, now_s)
-
-    def _include(self, range_id: RangeId, log: RangeLog, living: set[NodeId], now_s: float) -> None:
-        """Let the word of those count who join and are nearly there, while they live and get on:
-        what was done already is not kept to be sent again.
-        """
-        joiners = self._joining.get(range_id, {})
-        for node_id, joining in list(joiners.items()):
-            lacks = joining.number < log.released
-            if self._stands(joining, now_s) and (lacks or node_id not in living):
-                log.exclude(node_id)
-                del joiners[node_id]
-            elif joining.number >= log.number - _NEAR_COUNT:
-                log.include(node_id, joining.number)
-
-    def _stands(self, joining: _Joining, now_s: float) -> bool:
-        """Whether one that joins does not get on."""
-        leases = _SNAPSHOT_LEASES if joining.number < 0 else 1
-        return now_s >= joining.since_s + leases * self._lease_s
-
-    def _forget_joiners(self, assignment: RangeAssignment, log: RangeLog) -> None:
-        """Those whom the scheduler does not name any more."""
-        range_id = assignment.range_id
-        joiners = self._joining.get(range_id, {})
-        for node_id in [n for n in joiners if n not in assignment.joining]:
-            del joiners[node_id]
-            if node_id not in (*assignment.backups, *self._in_question.get(range_id, ())):
-                log.exclude(node_id)
-
-    def _forget(self, range_id: RangeId) -> None:
-        """This server is primary of the range no more."""
-        self._joining.pop(range_id, None)
-        self._heard_s.pop(range_id, None)
-        self._configured.pop(range_id, None)
-        self._asked.pop(range_id, None)
-        self._in_question.pop(range_id, None)
+        if paused_s > _PAUSE_LEASES * self._lease_s:
+            for primary in self.primaries.values():
+                primary.forgive(paused_s, now_s)
+        found = (primary.wish(now_s) for primary in self.primaries.values())
+        return [wish for wish in found if wish is not None]
 
     # --- a backup
 
@@ -466,9 +303,11 @@ class Replication:
         assignment = ranges[range_id] if range_id < len(ranges) else None
         if assignment is None or self._node_id not in assignment.joining:
             return None
-        if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.logs:
+        if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.primaries:
             return None
         replica = self.replicas.get(range_id)
+        if replica is not None and replica.tenure > snapshot.tenure:
+            return None  # the view may be older than what is here
         is_known = replica is not None and replica.tenure == snapshot.tenure
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ps_core.errors import InvalidConfig
 from ps_server.changes import Elements
-from ps_server.range_log import Batch
-from ps_server.replication import Beat
+from ps_server.replication_messages import Batch, Beat
 from ps_server.replication_wire import (
     SMALL_BYTES,
     Request,

@@ -22,9 +22,8 @@ from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, NotOwner, NotPermitted, Recovering
 from ps_runtime.errors import translated
 from ps_server.node import ParameterNode
-from ps_server.range_log import Batch
 from ps_server.replicated_ranges import ReplicatedRanges
-from ps_server.replication import Ack, Beat, Grant
+from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from ps_server.replication_reader import Came, ReplicationReader
 from ps_server.replication_wire import answers_message
 from ps_server.store_copy import RangeCopy

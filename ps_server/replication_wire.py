@@ -41,8 +41,7 @@ from ps_server.decision_wire import (
 )
 from ps_server.events import Record
 from ps_server.part_copy import Delta
-from ps_server.range_log import Batch
-from ps_server.replication import Ack, Beat, Grant
+from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from pushpull.v1 import replication_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)

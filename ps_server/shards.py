@@ -27,7 +27,7 @@ from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
-from ps_server.replication import Snapshot
+from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import RangeCopy

@@ -32,7 +32,7 @@ from ps_server.decision_wire import (
     workers_to_proto,
 )
 from ps_server.part_copy import PartCopy, WorkerCopy, WorkerFacts
-from ps_server.replication import Snapshot
+from ps_server.replication_messages import Snapshot
 from ps_server.replication_wire import (
     change_from_proto,
     change_to_proto,

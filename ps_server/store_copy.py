@@ -20,7 +20,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.keys import TableId
 from ps_server.changes import SentTotal
 from ps_server.optimizers import BlockState
-from ps_server.replication import Snapshot
+from ps_server.replication_messages import Snapshot
 
 _MAX_STEP_COUNT = 2**53
 """What counts as broken: a float64 would lose steps there, and no training gets so far."""

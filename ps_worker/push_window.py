@@ -241,9 +241,7 @@ class PushWindow:
         return self._failed(server, entry, reply.error, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Time passed: blocked tables whose retry time has come, and unanswered entries, go
-        again.
-        """
+        """Time passed: blocked tables whose time has come, and unanswered entries, go again."""
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
             self._let_go()

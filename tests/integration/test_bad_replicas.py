@@ -21,8 +21,8 @@ from ps_core.tables import Table
 from ps_runtime.wire import session_to_proto
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.part_copy import Delta, fresh_copy
-from ps_server.range_log import Batch
 from ps_server.replication import PLACED_EPOCH
+from ps_server.replication_messages import Batch
 from ps_server.replication_wire import batch_messages
 from pushpull.v1 import replication_pb2, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types

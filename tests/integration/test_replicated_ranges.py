@@ -27,9 +27,9 @@ from ps_server.lanes import SharedLanes
 from ps_server.node import ParameterNode
 from ps_server.part_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.peer_links import REPLICATE
-from ps_server.range_log import Batch
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
-from ps_server.replication import PLACED_EPOCH, Ack, Beat, Snapshot
+from ps_server.replication import PLACED_EPOCH
+from ps_server.replication_messages import Ack, Batch, Beat, Snapshot
 from ps_server.replication_reader import ReplicationReader
 from ps_server.replication_service import ReplicationServicer, add_to_server
 from ps_server.replication_wire import SERVICE, answers_message

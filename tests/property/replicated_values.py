@@ -14,9 +14,8 @@ from ps_core.ledger import Ending, Ledger, Outcome
 from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
 from ps_server.events import Contributor, Record
 from ps_server.part_copy import Delta, Facts, PartCopy, WorkerCopy, WorkerFacts
-from ps_server.range_log import Batch
 from ps_server.range_state import Said
-from ps_server.replication import Ack, Beat, Grant, Snapshot
+from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.store_copy import BlockCopy, RangeCopy, StoreCopy, SumCopy
 
 COUNTS = st.one_of(st.integers(0, 200), st.integers(0, 2**63))

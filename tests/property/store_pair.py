@@ -24,7 +24,7 @@ from ps_core.tables import (
 from ps_server.changes import Change, Kept, Put
 from ps_server.events import Contributor, Record
 from ps_server.part_copy import Delta, fresh_copy
-from ps_server.range_log import Batch
+from ps_server.replication_messages import Batch
 from ps_server.replication_reader import ReplicationReader
 from ps_server.replication_wire import batch_messages
 from ps_server.shard_store import ShardStore

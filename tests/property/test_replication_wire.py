@@ -22,8 +22,7 @@ from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
 from ps_server.changes import Elements, Kept, Put, SentTotal
 from ps_server.part_copy import Delta, PartCopy, WorkerCopy, WorkerFacts, fresh_copy
-from ps_server.range_log import Batch
-from ps_server.replication import Beat, Snapshot
+from ps_server.replication_messages import Batch, Beat, Snapshot
 from ps_server.replication_reader import Came, ReplicationReader
 from ps_server.replication_wire import (
     SMALL_BYTES,

@@ -23,8 +23,8 @@ from ps_server.events import (
 )
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
-from ps_server.range_log import Batch
-from ps_server.replication import Ack, Beat, Grant, Replication, Snapshot
+from ps_server.replication import Replication
+from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise
 from tests.sim.server import TICK_S, SimServer
@@ -134,7 +134,8 @@ class ReplicatedServer(SimServer):
     def _serve(self) -> None:
         """Take up what may be served now."""
         self.machine.observe(self.replication.serve(self.now_s))
-        for range_id, log in self.replication.logs.items():
+        for range_id, primary in self.replication.primaries.items():
+            log = primary.log
             if self._tenures.get(range_id) != log.tenure and not log.heirs:
                 self._tenures[range_id] = log.tenure
                 self.world.counts["ranges taken over"] += self.world.now_s > 0
@@ -207,12 +208,12 @@ class ReplicatedServer(SimServer):
         self._give_snapshots()
 
     def _release(self) -> None:
-        self._do(self.output.release(self.now_s, list(self.replication.logs)))
+        self._do(self.output.release(self.now_s, list(self.replication.primaries)))
         self._give_snapshots()
 
     def _do(self, deeds: list[Deed]) -> None:
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
-            log = self.replication.logs[range_id]
+            log = self.replication.primaries[range_id].log
             self.watch.seen(self, range_id, log.released + log._is_past)
         for deed in deeds:
             if isinstance(deed, Put | Assigned):
@@ -270,9 +271,14 @@ class ReplicatedServer(SimServer):
         return self.output.promises
 
     @property
+    def asks(self) -> bool:
+        """Whether the scheduler owes it an answer."""
+        return any(p._asked is not None for p in self.replication.primaries.values())
+
+    @property
     def is_settled(self) -> bool:
         """Whether every backup has all that was decided."""
-        return all(log.is_settled for log in self.replication.logs.values())
+        return all(p.log.is_settled for p in self.replication.primaries.values())
 
     # --- between servers
 

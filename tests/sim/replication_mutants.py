@@ -11,6 +11,7 @@ _SCHEDULE = "ps_server/schedule.py"
 _SERVER = "ps_server/server_machine.py"
 _LOG = "ps_server/range_log.py"
 _REPLICA = "ps_server/replica.py"
+_PRIMARY = "ps_server/primary.py"
 _REPLICATION = "ps_server/replication.py"
 _OUTPUT = "ps_server/output_commit.py"
 _COPY = "ps_server/part_copy.py"
@@ -53,11 +54,11 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a silent backup does not count before the scheduler says so",
         "S8",
-        _REPLICATION,
-        "                self._asked[range_id] = wanted\n",
-        "                self._asked[range_id] = wanted\n"
-        "                for gone in set(log.backups) - wanted:\n"
-        "                    del log._acked[gone]\n",
+        _PRIMARY,
+        "            self._asked = self._in_question = wanted\n",
+        "            self._asked = self._in_question = wanted\n"
+        "            for gone in set(log.backups) - wanted:\n"
+        "                del log._acked[gone]\n",
         _FAILOVER,
     ),
     Mutant(
@@ -95,9 +96,9 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a lease counts from its answer",
         "S8",
-        _REPLICATION,
-        "self.logs[range_id].granted(backup, grant.sent_s)",
-        "self.logs[range_id].granted(backup, now_s)",
+        _PRIMARY,
+        "self.log.granted(backup, sent_s)",
+        "self.log.granted(backup, now_s)",
         _FAILOVER,
     ),
     Mutant(
@@ -137,7 +138,7 @@ REPLICATION_MUTANTS = (
         "one that is promoted serves while its heirs could",
         "S8",
         _REPLICATION,
-        "                    self.logs[range_id].inherit()\n",
+        "                    log.inherit()\n",
         "",
         _FAILOVER,
     ),
@@ -274,9 +275,17 @@ REPLICATION_MUTANTS = (
     Mutant(
         "one joins that is behind",
         "S9",
-        _REPLICATION,
+        _PRIMARY,
         "{n for n in log.backups if log.acked_by(n) >= log.released}",
         "set(log.backups)",
+        _FAILOVER,
+    ),
+    Mutant(
+        "a snapshot of a deposed primary replaces its heir's",
+        "S9",
+        _REPLICATION,
+        "if replica is not None and replica.tenure > snapshot.tenure:",
+        "if False:",
         _FAILOVER,
     ),
     Mutant(

@@ -45,22 +45,22 @@ class Watch:
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
-        tenure = server.replication.logs[range_id].tenure
+        tenure = server.replication.primaries[range_id].log.tenure
         before = self._newest.get(range_id, (0, server.node_id))
         assert tenure > before[0], f"G2: tenure {tenure} of range {range_id} after {before}"
         self._newest[range_id] = tenure, server.node_id
         for other in self._servers.values():
-            log = other.replication.logs.get(range_id)
-            if other is server or log is None or log.heirs or other.is_dead:
+            primary = other.replication.primaries.get(range_id)
+            if other is server or primary is None or primary.log.heirs or other.is_dead:
                 continue
-            assert not log.may_serve(other.now_s), (
+            assert not primary.log.may_serve(other.now_s), (
                 f"G2: {server.node_id} begins to serve range {range_id} and {other.node_id} still "
                 "holds a lease"
             )
 
     def seen(self, server: ReplicatedServer, range_id: RangeId, number: int) -> None:
         """Somebody sees of the range what the server decided, up to batch `number`."""
-        tenure = server.replication.logs[range_id].tenure
+        tenure = server.replication.primaries[range_id].log.tenure
         newest = self._newest[range_id]
         assert (tenure, server.node_id) == newest, (
             f"G2: {server.node_id} serves range {range_id} under tenure {tenure} after {newest}"
@@ -78,7 +78,7 @@ class Watch:
     def promised(self, server: ReplicatedServer, promise: Promise) -> None:
         """The scheduler is told that the server holds what is beyond a clock of a table."""
         for (table_id, range_id), part in server.machine.parts.items():
-            if table_id != promise.table_id or range_id not in server.replication.logs:
+            if table_id != promise.table_id or range_id not in server.replication.primaries:
                 continue
             for node_id in self._view().ranges[range_id].backups:
                 replica = self._servers[node_id].replication.replicas.get(range_id)
@@ -91,7 +91,7 @@ class Watch:
     def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
         """Whether the server could go on with the range."""
         replication = server.replication
-        return range_id in replication.logs or range_id in replication.replicas
+        return range_id in replication.primaries or range_id in replication.replicas
 
     def waits(self, server: ReplicatedServer, for_s: float) -> None:
         """The server has been made primary so long ago, and does not serve yet."""

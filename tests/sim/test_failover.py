@@ -111,7 +111,7 @@ class FailoverSimulation(ScheduledSimulation):
 
     def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
         """Whether every range that has lost a server still has one that lives and is heard."""
-        if for_good and any(other.replication._asked for other in self.living):
+        if for_good and any(other.asks for other in self.living):
             return False  # one may be about to be left without backups
         dead = {node_id for node_id, other in self.servers.items() if other.is_dead}
         away = {node_id for node_id, count in self.calamities.away.items() if count > 0}

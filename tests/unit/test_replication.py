@@ -5,26 +5,22 @@ from __future__ import annotations
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_core.ledger import Ending, ReplyKind
 from ps_server.changes import Put
-from ps_server.events import AnswerPull, Apply, Effect, Record, RefusePull
+from ps_server.events import AnswerPull, Record, RefusePull
 from ps_server.part_copy import (
     Delta,
     WorkerFacts,
-    copy_of,
-    delta_of,
-    facts_of,
     fresh_copy,
-    restore,
 )
-from ps_server.range_log import RangeLog
 from ps_server.replica import MAX_DRIFT
-from ps_server.replication import PLACED_EPOCH, Ack, Beat, Grant, Replication, Snapshot
+from ps_server.replication import PLACED_EPOCH, Replication
+from ps_server.replication_messages import Ack, Beat, Grant, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
 from ps_worker.push_window import PushWindow
 from tests.unit.cluster_harness import Harness
-from tests.unit.machine_harness import Bench, make_table, outcomes
+from tests.unit.machine_harness import make_table
 
 LEASE_S = 3.0
 RANGE = RangeId(0)
@@ -37,112 +33,6 @@ def delta(*endings: tuple[Incarnation, int, Ending]) -> Delta:
     table = make_table()
     workers = tuple(WorkerFacts(i, 0, 0, 0, None, 0, 0) for i, _, _ in endings)
     return Delta(fresh_copy(table, range(4)).facts, workers, endings, ())
-
-
-def log_with(*backups: NodeId) -> RangeLog:
-    log = RangeLog(RANGE, EPOCH, backups, LEASE_S)
-    for backup in backups:
-        log.granted(backup, 0.0)
-    return log
-
-
-# --- from one primary to the next
-
-
-def moved(at: Bench) -> Bench:
-    """The same range at another server, as its copy has it."""
-    other = Bench(at.table, workers=at.workers)
-    restore(copy_of(at.machine.state), other.machine.state, at.now_s)
-    return other
-
-
-def test_what_was_answered_is_answered_again_alike() -> None:
-    at = Bench(make_table(), workers=2)
-    for rank in range(2):
-        at.push(rank, 1, 1, block=rank)
-        at.seal(rank, 2, 1)
-    before = outcomes(at.effects)
-    other = moved(at)
-    for rank in range(2):
-        again = other.push(rank, 1, 1, block=rank) + other.seal(rank, 2, 1)
-        assert outcomes(again) == {k: v for k, v in before.items() if k[0] == rank}
-    assert other.machine.state.versions == at.machine.state.versions
-    assert other.machine.state.clock == 1
-
-
-def test_what_was_not_answered_comes_again_and_counts_once() -> None:
-    at = Bench(make_table(), workers=2)
-    at.push(0, 1, 1)
-    at.seal(0, 2, 1)
-    other = moved(at)
-    other.push(0, 1, 1)
-    other.seal(0, 2, 1)
-    other.push(1, 1, 1)
-    assert set(outcomes(other.seal(1, 2, 1)).values()) == {Outcome.APPLIED}
-    assert other.machine.state.update_count == 1
-
-
-def test_a_goodbye_is_kept_if_it_was_answered() -> None:
-    at = Bench(make_table(), workers=2)
-    at.seal(1, 1, 1, skip=True, last=True)
-    other = moved(at)
-    other.push(0, 1, 1)
-    assert outcomes(other.seal(0, 2, 1))[0, 2] is Outcome.APPLIED
-
-
-def test_a_goodbye_that_was_not_answered_is_said_again() -> None:
-    at = Bench(make_table(), workers=2)
-    at.push(1, 1, 1)
-    at.seal(1, 2, 1, last=True)  # its step counts: the update waits for the other
-    other = moved(at)
-    assert not other.machine.state.by_rank[1].has_left
-    other.push(0, 1, 1)
-    assert (0, 2) not in outcomes(other.seal(0, 2, 1))
-    other.push(1, 1, 1)
-    other.seal(1, 2, 1, last=True)
-    assert other.machine.state.clock == 1
-
-
-def test_a_sum_that_waits_for_its_scale_waits_at_the_next_primary() -> None:
-    at = Bench(make_table(), workers=1)
-    at.push(0, 1, 1)
-    at.seal(0, 2, 1, clip_scale=0.5)
-    other = moved(at)
-    assert other.machine.state.clock == 0
-    assert outcomes(other.scale(0, 3, 1, 0.25)) == {(0, 3): Outcome.APPLIED}
-    assert other.machine.state.clock == 1
-    assert other.machine.state.versions[0] == 1
-
-
-def test_a_read_that_may_have_been_answered_counts_in_what_is_promised() -> None:
-    """A change that is promised by the new primary is after every step that was read for."""
-    at = Bench(make_table(), workers=1)
-    at.push(0, 1, 1)
-    at.seal(0, 2, 1)
-    at.pull(0, 1)  # for its step 2
-    assert at.machine.state.read_clock == 2
-    assert moved(at).machine.state.read_clock == 2
-
-
-def test_a_copy_is_what_the_state_is() -> None:
-    """Told by deltas or as a whole, a backup knows the same."""
-    at = Bench(make_table(), workers=2)
-    told = fresh_copy(at.table, range(4))
-    for rank, sequence, clock in ((0, 1, 1), (1, 1, 1), (1, 3, 2), (0, 3, 2)):
-        for effects in (at.push(rank, sequence, clock), at.seal(rank, sequence + 1, clock)):
-            told.take(_delta(at, effects))
-    whole = copy_of(at.machine.state)
-    assert told.facts == whole.facts == facts_of(at.machine.state)
-    assert told.versions == whole.versions
-    for incarnation, worker in whole.workers.items():
-        other = told.workers[incarnation]
-        assert (other.facts, other.own_updates) == (worker.facts, worker.own_updates)
-        assert other.ledger.low_water == worker.ledger.low_water
-
-
-def _delta(at: Bench, effects: list[Effect]) -> Delta:
-    counted = [effect.record for effect in effects if isinstance(effect, Apply)]
-    return delta_of(at.machine.state, effects, counted)
 
 
 # --- one server's ranges
@@ -180,7 +70,7 @@ def test_a_backup_that_is_promoted_serves_when_the_lease_has_run_out() -> None:
     slow_clock_s = LEASE_S * (1.0 + MAX_DRIFT)
     assert two.serve(4.99 + slow_clock_s).ranges[0].primary is None
     assert two.serve(5.01 + slow_clock_s).ranges[0].primary == TWO
-    assert two.logs[RANGE].backups == ()
+    assert two.primaries[RANGE].log.backups == ()
 
 
 def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
@@ -197,7 +87,7 @@ def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_
     two.serve(0.0)
     two.observe(view(2, (3, TWO, (THREE,), ())), 0.0)
     two.serve(LEASE_S)
-    log = two.logs[RANGE]
+    log = two.primaries[RANGE].log
     two.granted(THREE, Grant(LEASE_S, (RANGE,)), LEASE_S)
     log.follow(["a read"])
     assert log.release(LEASE_S) == []
@@ -223,7 +113,7 @@ def test_who_has_nothing_to_serve_does_not_serve() -> None:
     two = replication(TWO)
     two.observe(view(9, (7, TWO, (), ())), 0.0)
     assert two.serve(0.0).ranges[0].primary is None
-    assert two.logs == {}
+    assert two.primaries == {}
     assert two.missing == (RANGE,)
 
 
@@ -232,9 +122,9 @@ def test_a_silent_backup_is_asked_to_be_left_out() -> None:
     assert one.wishes(LEASE_S / 2) == []
     (request,) = one.wishes(LEASE_S)
     assert request.backups == frozenset()
-    assert one.logs[RANGE].backups == (TWO,), "its word counts until it has been left out"
+    assert one.primaries[RANGE].log.backups == (TWO,), "its word counts until it has been left out"
     one.observe(view(2, (3, ONE, (), ())), LEASE_S)
-    assert one.logs[RANGE].backups == ()
+    assert one.primaries[RANGE].log.backups == ()
     assert one.wishes(LEASE_S) == []
 
 
@@ -260,7 +150,7 @@ def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     one.acked(THREE, ack, 0.1)
     (request,) = one.wishes(0.1)
     assert request.backups == {THREE}
-    assert one.logs[RANGE].backups == (THREE,)
+    assert one.primaries[RANGE].log.backups == (THREE,)
 
 
 def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> None:
@@ -268,7 +158,7 @@ def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> Non
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     list(one.snapshots(0.0))
-    log = one.logs[RANGE]
+    log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), ["seen"])
     assert log.release(0.0) == ["seen"]
     one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
@@ -284,7 +174,7 @@ def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     list(one.snapshots(0.0))
-    log = one.logs[RANGE]
+    log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
     one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
@@ -298,7 +188,7 @@ def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     list(one.snapshots(0.0))
-    log = one.logs[RANGE]
+    log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
     assert list(one.snapshots(0.1)) == []
@@ -309,7 +199,7 @@ def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
 def test_what_was_decided_alone_has_a_number_of_its_own() -> None:
     """Who was a backup before, and has the newest batch, does not have it."""
     one = _primary(ONE)
-    log = one.logs[RANGE]
+    log = one.primaries[RANGE].log
     assert one.decides_alone(RANGE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ((_, snapshot),) = one.snapshots(0.0)
@@ -324,7 +214,7 @@ def test_who_joins_has_to_make_what_is_held() -> None:
     one = _primary(ONE, TWO)
     record = Record(TABLE, RANGE, 1, 1, False, (), (), (0,))
     put = Put(record, "total")
-    one.logs[RANGE].decide(TABLE, delta(), (Put(record, None),), [put, "an answer"])
+    one.primaries[RANGE].log.decide(TABLE, delta(), (Put(record, None),), [put, "an answer"])
     one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
     ((_, snapshot),) = one.snapshots(0.0)
     assert (snapshot.number, snapshot.held) == (1, (put,))
@@ -343,7 +233,7 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     assert one.wishes(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
     one.lost(THREE)  # and its stream was opened again
     one.observe(view(3, (PLACED_EPOCH, ONE, (TWO,), ())), 4.0)
-    log = one.logs[RANGE]
+    log = one.primaries[RANGE].log
     assert set(log.backups) == {TWO, THREE}
     one.observe(view(4, (3, ONE, (TWO, THREE), ())), 4.0)
     assert set(log.backups) == {TWO, THREE}
@@ -382,6 +272,48 @@ def test_who_is_given_all_again_waits_out_what_it_granted_before() -> None:
     assert three.serve(0.9 + LEASE_S).ranges[0].primary is None
 
 
+def test_what_a_deposed_primary_sends_late_does_not_replace_what_its_heir_sent() -> None:
+    """Who joins may not have seen the view by which the heir is primary."""
+    three = replication(THREE)
+    three.observe(view(1, (3, ONE, (TWO,), (THREE,))), 0.0)
+    of_heir = Snapshot(RANGE, AssignmentEpoch(4), AssignmentEpoch(4), 2, {})
+    assert three.join(of_heir) == Ack(RANGE, 2, AssignmentEpoch(4))
+    assert three.join(Snapshot(RANGE, AssignmentEpoch(3), EPOCH, 7, {})) is None
+    assert three.replicas[RANGE].number == 2
+
+
+def test_a_backup_that_does_not_get_on_with_what_it_lacks_is_asked_to_be_left_out() -> None:
+    """It grants the lease, and what it does not acknowledge cannot be committed."""
+    one = _primary(ONE, TWO)
+    one.primaries[RANGE].log.decide(TABLE, delta(), (), [])
+    at_s = 0.0
+    while not (wishes := one.wishes(at_s)) and at_s < 10 * LEASE_S:
+        at_s += LEASE_S / 4
+        if at_s < 2 * LEASE_S:  # a copy of another range is before it
+            one.sending({TWO}, at_s)
+        one.granted(TWO, Grant(at_s, (RANGE,)), at_s)
+    assert [wish.backups for wish in wishes] == [frozenset()]
+    assert 7 * LEASE_S <= at_s + LEASE_S / 4 <= 7.5 * LEASE_S
+
+
+def test_a_copy_that_is_on_its_way_is_not_begun_again() -> None:
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    assert len(list(one.snapshots(0.0))) == 1
+    one.sending({THREE}, 4 * LEASE_S)
+    assert list(one.snapshots(8 * LEASE_S)) == []
+    assert len(list(one.snapshots(9 * LEASE_S))) == 1
+
+
+def test_one_that_joins_does_not_count_before_its_copy_is_there() -> None:
+    """Steps would wait for all of it."""
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    list(one.snapshots(0.0))
+    one.wishes(0.0)
+    assert one.primaries[RANGE].log.backups == ()
+
+
 def test_a_server_without_room_is_given_nothing() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
@@ -392,7 +324,7 @@ def test_who_reads_from_a_deposed_primary_is_refused_whatever_was_held() -> None
     one = _primary(ONE, TWO)
     answer = AnswerPull(7, TABLE, RANGE, 0, 0, {}, {}, None)
     refusal = RefusePull(8, TABLE, RANGE, WaitExpired("it took too long"))
-    one.logs[RANGE].follow([answer, refusal])
+    one.primaries[RANGE].log.follow([answer, refusal])
     _, effects = one.observe(view(2, (3, TWO, (), (ONE,))), 1.0)
     assert [(type(e), e.waiter) for e in effects if isinstance(e, RefusePull)] == [
         (RefusePull, 7),
@@ -404,7 +336,7 @@ def test_what_a_deposed_primary_held_is_given_up() -> None:
     one = _primary(ONE, TWO)
     lost, _ = one.observe(view(2, (3, TWO, (), (ONE,))), 1.0)
     assert lost == [RANGE]
-    assert one.logs == {}
+    assert one.primaries == {}
     assert one.replicas == {}
 
 

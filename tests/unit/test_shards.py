@@ -16,7 +16,7 @@ from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, Se
 from ps_server.events import Contributor, Fold, Place, Record
 from ps_server.lanes import SharedLanes
 from ps_server.part_copy import fresh_copy
-from ps_server.replication import Snapshot
+from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shards import Shards, for_backup
 from ps_server.store_copy import RangeCopy
