@@ -21,6 +21,7 @@ from ps_core.errors import (
     Fenced,
     InvalidKeys,
     InvariantViolation,
+    NotOwner,
     PushpullError,
     UpdateFailed,
 )
@@ -140,7 +141,11 @@ class ParameterNode:
         if self.replicas is None:
             self._serve(view)
         elif view.view_number >= self.machine.view_number:
-            self._do(self.replicas.observe(view))
+            lost, effects = self.replicas.observe(view)
+            self._do(effects)
+            error = NotOwner(f"server {self.session.node_id} is not primary any more")
+            for stream in self._streams.values() if lost else ():
+                stream.give_up(lost, error)
             self._serve(self.replicas.serve())
 
     def _serve(self, view: ClusterView) -> None:

@@ -99,8 +99,10 @@ class ReplicatedRanges:
 
     # --- views
 
-    def observe(self, view: ClusterView) -> list[Effect]:
-        """A newer view: what it means for those who wait. `serve` must follow."""
+    def observe(self, view: ClusterView) -> tuple[list[RangeId], list[Effect]]:
+        """A newer view: the ranges of which nothing is here any more, and what that means for reads
+        that wait. `serve` must follow.
+        """
         self._links.observe(view)
         lost, effects = self.replication.observe(view, self._now())
         for range_id in lost:
@@ -115,7 +117,7 @@ class ReplicatedRanges:
         if missing != self._missing:
             self._missing = missing
             logs.error("ranges_lost", view=view.view_number, ranges=len(missing))
-        return effects
+        return lost, effects
 
     def _send_refused(self) -> None:
         """Whoever saw a range's new epoch first has refused what still named the old one."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 
 from ps_core import limits
 from ps_core.cluster_view import Session
+from ps_core.errors import PushpullError
+from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import errors
-from ps_server.events import ReplyTo
+from ps_server.events import ReplyTo, Sender
 from ps_server.stream_reads import StreamReads
 from pushpull.v1 import parameters_pb2
 
@@ -49,13 +51,17 @@ _HELD_S = 0.005
 """How long they wait at most."""
 
 
+_Entry = tuple[TableId, RangeId, int]
+"""Where it is, and its sequence."""
+
+
 class EntryStream:
     """The server's end of a Push or PushPull stream."""
 
     def __init__(self, origin: int, session: Session) -> None:
         self.origin = origin
         self.session = session
-        self.pending: dict[tuple[int, int, int], float] = {}
+        self.pending: dict[_Entry, float] = {}
         self.reads = StreamReads(self._read_ended)
         self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
         self._numbers = itertools.count(1)
@@ -66,7 +72,7 @@ class EntryStream:
         self._is_held = False
         self._failure: BaseException | None = None
 
-    def expect(self, entry: tuple[int, int, int], now_s: float) -> None:
+    def expect(self, entry: _Entry, now_s: float) -> None:
         """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
         self.pending.setdefault(entry, now_s)
 
@@ -102,10 +108,16 @@ class EntryStream:
             self._ready.set()
         return None if is_received else self.pending.pop(entry, None)
 
-    def settle(self, entry: tuple[int, int, int]) -> None:
+    def settle(self, entry: _Entry) -> None:
         """The entry's outcome went out on another stream."""
         if self.pending.pop(entry, None) is not None:
             self._ready.set()
+
+    def give_up(self, range_ids: Collection[RangeId], error: PushpullError) -> None:
+        """Another server answers for these ranges: what is owed of them is asked there again."""
+        sender = Sender(self.session.incarnation, 0, self.origin)
+        for entry in [entry for entry in self.pending if entry[1] in range_ids]:
+            self.reply(ReplyTo(sender, ReplyKind.ERROR, *entry, error=error))
 
     async def has_room(self) -> None:
         """Wait while its sender leaves too many replies unread."""

@@ -6,11 +6,12 @@ import asyncio
 
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
+from ps_core.errors import NotOwner
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_server.events import ReplyTo, Sender
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2
+from pushpull.v1 import parameters_pb2, types_pb2
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
@@ -36,6 +37,28 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
         await waiting
 
     asyncio.run(whole())
+
+
+def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
+    """Who half-closed reads to the end: it has to come to one."""
+
+    async def whole() -> None:
+        stream = EntryStream(1, SESSION)
+        for range_id in (0, 1):
+            stream.expect((TableId(1), RangeId(range_id), 1), 0.0)
+        stream.give_up([RangeId(0)], NotOwner("another is primary"))
+        stream.reply(RECEIVED._replace(range_id=RangeId(1), kind=ReplyKind.COMMITTED))
+        stream.end_input()
+        sent = [
+            reply async for replies, _ in stream.batches() if replies for reply in replies.replies
+        ]
+        assert [(reply.range_id, reply.kind) for reply in sent] == [
+            (0, parameters_pb2.REPLY_KIND_ERROR),
+            (1, parameters_pb2.REPLY_KIND_COMMITTED),
+        ]
+        assert sent[0].error.code == types_pb2.ERROR_CODE_NOT_OWNER
+
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
 
 
 def test_an_outcome_takes_the_place_of_what_has_not_left() -> None:
