@@ -134,15 +134,20 @@ class ReplicatedServer(SimServer):
     def _serve(self) -> None:
         """Take up what may be served now."""
         self.machine.observe(self.replication.serve(self.now_s))
-        for range_id, primary in self.replication.primaries.items():
-            log = primary.log
-            if self._tenures.get(range_id) != log.tenure and not log.heirs:
-                self._tenures[range_id] = log.tenure
-                self.world.counts["ranges taken over"] += self.world.now_s > 0
-                self.watch.begins(self, range_id)
+        for range_id in self.replication.primaries:
+            self._begin(range_id)
         if self._view is not None:
             self._go_on_without(self._view)
         self._do(self.output.settle(self.now_s))
+
+    def _begin(self, range_id: RangeId) -> None:
+        """The first moment at which it could show something of the range."""
+        log = self.replication.primaries[range_id].log
+        is_new = self._tenures.get(range_id) != log.tenure
+        if is_new and not log.heirs and log.may_serve(self.now_s):
+            self._tenures[range_id] = log.tenure
+            self.world.counts["ranges taken over"] += self.world.now_s > 0
+            self.watch.begins(self, range_id)
 
     def _forget(self, range_id: RangeId) -> None:
         """Another is primary: nothing that is here counts."""
@@ -214,6 +219,7 @@ class ReplicatedServer(SimServer):
     def _do(self, deeds: list[Deed]) -> None:
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
+            self._begin(range_id)
             self.watch.seen(self, range_id, log.released + log._is_past)
         for deed in deeds:
             if isinstance(deed, Put | Assigned):
