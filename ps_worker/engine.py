@@ -26,7 +26,7 @@ from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.config import WorkerConfig
 from ps_worker.consistent_pulls import ConsistentPuller
 from ps_worker.counters import Counters
-from ps_worker.links import LinkSetting, ServerLinks
+from ps_worker.links import LinkSetting, ServerLink, ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.pulls import Puller, ReadOrder
 from ps_worker.push_entries import SealTerms
@@ -260,14 +260,27 @@ class Engine:
         return tables
 
     async def _meet_servers(self, table: Table, end_s: float) -> None:
-        """Open a session, at a view with the table, on each server that holds a part of it."""
-        view = self._view
-        servers = {
-            view.ranges[range_id].primary for range_id in table.blocks_by_range(len(view.ranges))
-        }
-        links = [link for server in servers if (link := self._links.find(server)) is not None]
-        left_s = max(end_s - now_s(), 0.1)
-        await asyncio.gather(*(link.ensure_session(view.view_number, left_s) for link in links))
+        """Open a session, at a view with the table, on each server that holds a part of it; where
+        one dies and another takes its part meanwhile, on that one.
+        """
+        view_number = self._view.view_number
+        range_ids = list(table.blocks_by_range(len(self._view.ranges)))
+
+        def wanted() -> dict[NodeId, ServerLink]:
+            servers = {self._view.ranges[range_id].primary for range_id in range_ids}
+            found = [self._links.find(server) for server in servers]
+            return {link.node.node_id: link for link in found if link is not None}
+
+        def is_wanted(link: ServerLink) -> bool:
+            return wanted().get(link.node.node_id) is link
+
+        met: set[NodeId] = set()
+        while links := [link for server, link in wanted().items() if server not in met]:
+            left_s = max(end_s - now_s(), 0.1)
+            await asyncio.gather(
+                *(link.ensure_session(view_number, left_s, is_wanted) for link in links)
+            )
+            met.update(link.node.node_id for link in links)
 
     # --- reads
 

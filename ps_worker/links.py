@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -152,8 +152,11 @@ class ServerLink:
 
     # --- calls
 
-    async def ensure_session(self, view_number: int, deadline_s: float) -> None:
-        """Return when the server knows this client and has reached `view_number`.
+    async def ensure_session(
+        self, view_number: int, deadline_s: float, is_wanted: Callable[[ServerLink], bool]
+    ) -> None:
+        """Return when the server knows this client and has reached `view_number`, or when it cannot
+        be reached and is not wanted any more: it has left, or others have what it had.
 
         Raises:
             WaitExpired: it could not be reached, or did not reach the view, in time.
@@ -177,6 +180,8 @@ class ServerLink:
                 if now_s() + wait_s >= end_s:
                     raise WaitExpired(self.trouble or error.message) from error
                 await asyncio.sleep(wait_s)
+                if not is_wanted(self):
+                    return
 
     async def _open_session(self, view_number: int, deadline_s: float) -> None:
         request = parameters_pb2.OpenSessionRequest(

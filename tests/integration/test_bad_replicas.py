@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import ps_worker as ps
-from ps_core.cluster_view import RangeAssignment
+from ps_core.cluster_view import ClusterView, NodeState, RangeAssignment
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Outcome
 from ps_core.limits import RANGE_COUNT
@@ -123,6 +123,13 @@ def _register(cluster: ReplicatedCluster, **fields: object) -> scheduler_pb2.Reg
     return answer
 
 
+def _until_silent(cluster: ReplicatedCluster, node_id: int) -> ClusterView:
+    def is_silent(view: ClusterView) -> bool:
+        return any(n.node_id == node_id and n.state is NodeState.SILENT for n in view.nodes)
+
+    return cluster.views.until(is_silent, f"node {node_id} is silent")
+
+
 def test_a_server_with_other_kernels_is_refused(scene: Scene) -> None:
     refused(
         lambda: _register(scene.cluster, kernel_fingerprint="torch=0"),
@@ -136,6 +143,16 @@ def test_an_older_or_newer_protocol_is_refused(scene: Scene, version: int) -> No
         lambda: _register(scene.cluster, protocol_version=version),
         "INVALID_CONFIG", "protocol", str(version), "1",
     )  # fmt: skip
+
+
+def test_a_table_is_made_though_a_server_that_gets_a_part_of_it_is_dead(scene: Scene) -> None:
+    node_id = _register(scene.cluster).session.node_id  # and that is all that it ever says
+    table = COUNTED.create(scene.client, "with the dead")
+    parts = table.table.blocks_by_range(RANGE_COUNT)
+    view = _until_silent(scene.cluster, node_id)
+    assert any(view.ranges[range_id].assignment_epoch > PLACED_EPOCH for range_id in parts)
+    scene.client.wait(scene.client.push(table, COUNTED.gradient(0)))
+    COUNTED.check(scene.client.pull(table), [1])
 
 
 # --- wrong words on a stream between servers
@@ -163,8 +180,10 @@ def _refused(scene: Scene, session: types.SessionIdentity, code: str, *words: st
 
 @pytest.fixture(scope="module")
 def session(made: Scene) -> types.SessionIdentity:
-    """Of a server that registered, and is nobody's backup."""
-    return _register(made.cluster).session
+    """Of a server that registered, and is nobody's backup: it is silent, and gets no ranges."""
+    session = _register(made.cluster).session
+    _until_silent(made.cluster, session.node_id)
+    return session
 
 
 def test_a_worker_does_not_replicate(scene: Scene) -> None:
@@ -210,6 +229,7 @@ def test_a_stream_without_a_header_is_refused(scene: Scene, messages: tuple[byte
 
 
 _UNEVEN = replication_pb2.Beat(sent_s=1.0, range_ids=[1, 2], assignment_epochs=[1])
+_NOBODYS = replication_pb2.Beat(sent_s=1.0, range_ids=[1_000_000], assignment_epochs=[1])
 
 
 @pytest.mark.parametrize(
@@ -218,9 +238,7 @@ _UNEVEN = replication_pb2.Beat(sent_s=1.0, range_ids=[1, 2], assignment_epochs=[
         b"\xff\xff\xff",
         os.urandom(64),
         replication_pb2.ReplicateRequest(beat=_UNEVEN).SerializeToString(),
-        replication_pb2.ReplicateRequest(batch=replication_pb2.ReplicatedBatch(
-            head=replication_pb2.BatchHead(range_id=1_000_000)
-        )).SerializeToString(),
+        replication_pb2.ReplicateRequest(beat=_NOBODYS).SerializeToString(),
         replication_pb2.ReplicateRequest(
             elements=replication_pb2.BlockElements(block=1)
         ).SerializeToString(),
