@@ -187,8 +187,8 @@ class OutputCommit:
         if not decided.changes and not delta.endings and not is_heard:
             primary.log.follow(decided.held)
             return []
-        batch = self._replication.decide(
-            place, delta._replace(workers=news or ()), decided.changes, decided.held
+        batch = primary.log.decide(
+            place[0], delta._replace(workers=news or ()), tuple(decided.changes), decided.held
         )
         for node_id in primary.holders:
             self._send(node_id, batch)

@@ -22,10 +22,10 @@ from dataclasses import replace
 
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from ps_server.changes import Change
 from ps_server.events import AnswerPull, Effect, RefusePull
-from ps_server.part_copy import Delta, PartCopy, copy_of
+from ps_server.part_copy import PartCopy, copy_of
 from ps_server.primary import Primary
 from ps_server.range_log import RangeLog
 from ps_server.replica import Replica
@@ -193,16 +193,6 @@ class Replication:
     def all_holders(self) -> set[NodeId]:
         """Everybody who gets batches of some range."""
         return {node_id for primary in self.primaries.values() for node_id in primary.holders}
-
-    def decide(
-        self,
-        place: tuple[TableId, RangeId],
-        delta: Delta,
-        changes: Iterable[object],
-        effects: list[object],
-    ) -> Batch:
-        """An event decided something in a range of this server's; the batch for its `holders`."""
-        return self.primaries[place[1]].log.decide(place[0], delta, tuple(changes), effects)
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
         """What may be done now, range by range."""

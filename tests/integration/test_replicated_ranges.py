@@ -215,7 +215,7 @@ class Primary:
         """Something is decided, and lost on its way."""
         facts = fresh_copy(MODEL, BLOCKS).facts
         delta = Delta(facts, (), (), ())
-        self.ranges.replication.decide((TableId(1), range_id), delta, (), [])
+        self.ranges.replication.primaries[range_id].log.decide(TableId(1), delta, (), [])
 
     def hear(self, range_id: RangeId, number: int) -> None:
         self.ranges.peer_said(TWO, answers_message([Ack(range_id, number, PLACED_EPOCH)]))
