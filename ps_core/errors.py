@@ -123,6 +123,12 @@ class UpdateFailed(PushpullError):
     code = "UPDATE_FAILED"
 
 
+class InvalidCheckpoint(PushpullError):
+    """A checkpoint, or a file of one, is torn, damaged, missing or of another table or version."""
+
+    code = "INVALID_CHECKPOINT"
+
+
 class GradientChangedAfterPush(PushpullError):
     """Eager mode: a gradient or a hyperparameter changed after its block had left."""
 
@@ -164,6 +170,7 @@ CATALOGUE: dict[str, type[PushpullError]] = {
         NotPermitted,
         AlreadyPast,
         UpdateFailed,
+        InvalidCheckpoint,
         Internal,
     )
 }

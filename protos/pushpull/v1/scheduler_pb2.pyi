@@ -264,3 +264,69 @@ class GetClusterStatusResponse(_message.Message):
     replica_count: int
     min_in_sync: int
     def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
+
+class CreateCheckpointRequest(_message.Message):
+    __slots__ = ("session", "reason")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    reason: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CreateCheckpointResponse(_message.Message):
+    __slots__ = ("number", "url", "byte_count")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    url: str
+    byte_count: int
+    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class JoinCheckpointRequest(_message.Message):
+    __slots__ = ("session", "number", "tables", "has_state")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    HAS_STATE_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    number: int
+    tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
+    has_state: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ...) -> None: ...
+
+class JoinCheckpointResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WrittenTable(_message.Message):
+    __slots__ = ("table_id", "block_count", "clock")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    block_count: int
+    clock: int
+    def __init__(self, table_id: _Optional[int] = ..., block_count: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class ReportCheckpointPartRequest(_message.Message):
+    __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HEADER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    number: int
+    file: str
+    byte_count: int
+    header_sha256: bytes
+    tables: _containers.RepeatedCompositeFieldContainer[WrittenTable]
+    problem: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., byte_count: _Optional[int] = ..., header_sha256: _Optional[bytes] = ..., tables: _Optional[_Iterable[_Union[WrittenTable, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ReportCheckpointPartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

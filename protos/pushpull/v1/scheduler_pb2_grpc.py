@@ -75,6 +75,21 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.FromString,
                 _registered_method=True)
+        self.CreateCheckpoint = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/CreateCheckpoint',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.FromString,
+                _registered_method=True)
+        self.JoinCheckpoint = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/JoinCheckpoint',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointResponse.FromString,
+                _registered_method=True)
+        self.ReportCheckpointPart = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/ReportCheckpointPart',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartResponse.FromString,
+                _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/pushpull.v1.SchedulerService/GetClusterStatus',
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.SerializeToString,
@@ -152,6 +167,31 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCheckpoint(self, request, context):
+        """Makes a checkpoint (docs/CHECKPOINTS.md), and answers when it is complete. Joins one that is being
+        made and not yet cut. FAILED_PRECONDITION if the cluster has nowhere to put it; WAIT_EXPIRED names
+        who is missing, and then there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinCheckpoint(self, request, context):
+        """Workers only: where this worker is on each of its tables, in answer to a view with a checkpoint that
+        is not cut. From then on it does not go beyond these clocks until the cut is settled. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportCheckpointPart(self, request, context):
+        """Servers and workers: this node's part of a checkpoint is written, or cannot be. Idempotent; a report
+        for an old checkpoint is ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetClusterStatus(self, request, context):
         """What `pushpull status` shows. Reads only; needs no session.
         """
@@ -201,6 +241,21 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.SetBackups,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.SerializeToString,
+            ),
+            'CreateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCheckpoint,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.SerializeToString,
+            ),
+            'JoinCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinCheckpoint,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointResponse.SerializeToString,
+            ),
+            'ReportCheckpointPart': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCheckpointPart,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
@@ -425,6 +480,87 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/SetBackups',
             pushpull_dot_v1_dot_scheduler__pb2.SetBackupsRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.SetBackupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/CreateCheckpoint',
+            pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/JoinCheckpoint',
+            pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCheckpointPart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/ReportCheckpointPart',
+            pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.ReportCheckpointPartResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,6 +75,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_ALREADY_PAST: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
     ERROR_CODE_UPDATE_FAILED: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_CHECKPOINT: _ClassVar[ErrorCode]
 
 class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -131,6 +132,7 @@ ERROR_CODE_NOT_PERMITTED: ErrorCode
 ERROR_CODE_ALREADY_PAST: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_UPDATE_FAILED: ErrorCode
+ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_ALIVE: NodeState
 NODE_STATE_SILENT: NodeState
@@ -328,20 +330,50 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins")
+    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     first_ordinal: int
     spec: TableSpec
     change: ScheduledChange
     proposed: ScheduledChange
     joins: _containers.RepeatedCompositeFieldContainer[WorkerJoin]
-    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ...) -> None: ...
+    cut: TableCut
+    restored: RestoredTable
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ..., cut: _Optional[_Union[TableCut, _Mapping]] = ..., restored: _Optional[_Union[RestoredTable, _Mapping]] = ...) -> None: ...
+
+class TableCut(_message.Message):
+    __slots__ = ("checkpoint", "after_clock")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: int
+    after_clock: int
+    def __init__(self, checkpoint: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
+
+class RestoredTable(_message.Message):
+    __slots__ = ("url", "clock")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    clock: int
+    def __init__(self, url: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("number", "url", "is_cut")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    url: str
+    is_cut: bool
+    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., is_cut: _Optional[bool] = ...) -> None: ...
 
 class WorkerJoin(_message.Message):
     __slots__ = ("rank", "incarnation", "after_clock")
@@ -354,16 +386,18 @@ class WorkerJoin(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
 
 class ScheduledChange(_message.Message):
-    __slots__ = ("number", "after_clock", "consistency", "join")
+    __slots__ = ("number", "after_clock", "consistency", "join", "checkpoint")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     number: int
     after_clock: int
     consistency: Consistency
     join: WorkerJoin
-    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ...) -> None: ...
+    checkpoint: int
+    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ..., checkpoint: _Optional[int] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
     __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "joining_node_ids")
@@ -402,7 +436,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished")
+    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +445,7 @@ class ClusterView(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     cluster_id: str
     worker_count: int
@@ -419,4 +454,5 @@ class ClusterView(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[RangeAssignment]
     tables: _containers.RepeatedCompositeFieldContainer[Table]
     finished: bool
-    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    checkpoint: Checkpoint
+    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
