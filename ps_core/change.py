@@ -1,4 +1,5 @@
-"""What may change of a table while it is trained, as values: its consistency and its workers.
+"""What may change of a table while it is trained, as values: its consistency and its workers; and
+where it is cut for a checkpoint.
 
 A change is made everywhere at one clock (SEMANTICS S6); who decides which is `scheduler.changes`.
 """
@@ -36,9 +37,39 @@ class Change:
         after_clock: the last clock that is treated as before.
         consistency: the setting of all later clocks.
         join: who joins then, if anybody does; the setting is the one of before in that case.
+        checkpoint: the checkpoint that a cut is proposed for; 0 if it is no cut.
     """
 
     number: int
     after_clock: int
     consistency: Consistency
     join: Join | None = None
+    checkpoint: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableCut:
+    """A table is written down as it is after a clock.
+
+    Attributes:
+        checkpoint: the number of the checkpoint.
+        after_clock: the last clock that is in it.
+    """
+
+    checkpoint: int
+    after_clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is being made.
+
+    Attributes:
+        number: counts the checkpoints of a cluster, those that failed included; from 1.
+        url: the directory that its files go to.
+        is_cut: whether every table's cut is settled.
+    """
+
+    number: int
+    url: str
+    is_cut: bool = False

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from ps_core.change import Checkpoint
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
 from ps_core.tables import Table
 
@@ -165,6 +166,8 @@ class ClusterView:
     ranges: tuple[RangeAssignment, ...]
     tables: tuple[Table, ...]
     finished: bool = False
+    checkpoint: Checkpoint | None = None
+    restored_from: str = ""
 
     @cached_property
     def tables_by_id(self) -> dict[TableId, Table]:

@@ -119,6 +119,24 @@ DEFAULT_SESSION_DEADLINE_S = 10.0
 STREAM_HEADER_DEADLINE_S = 10.0
 """From the opening of a push stream to its header."""
 
+MAX_CHECKPOINT_URL_BYTES = 1024
+"""Of the directory that checkpoints go to, which is in the view."""
+
+CHECKPOINT_DIRECTORY_BYTES = 32
+"""Of a checkpoint's own directory under that one."""
+
+CHECKPOINT_CUT_S = 60.0
+"""So long servers hold what is beyond a cut for those that are not there yet."""
+
+CHECKPOINT_WRITTEN_S = 3600.0
+"""So long a checkpoint may take to be written."""
+
+CHECKPOINT_BUFFER_BYTES = 64 * 1024 * 1024
+"""Of blocks that a server has copied for a checkpoint and not yet written."""
+
+CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
+"""What a server writes of a checkpoint in a second while it also trains."""
+
 LANES = ("auto", "shm", "grpc")
 """The settings of PUSHPULL_LANE."""
 

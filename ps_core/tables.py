@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core import limits
-from ps_core.change import Change, Join
+from ps_core.change import Change, Join, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
@@ -390,8 +390,8 @@ class Segment:
 @dataclass(frozen=True)
 class Table:
     """A table as the cluster knows it: its number, its place in the key space, its spec as it was
-    created, its newest change, the one that the servers are asked for, and of each rank that was
-    given anew who has it.
+    created, its newest change, the one that the servers are asked for, of each rank that was given
+    anew who has it, its newest cut, and at which clock it was restored, if it was.
     """
 
     table_id: TableId
@@ -400,6 +400,8 @@ class Table:
     change: Change | None = None
     proposed: Change | None = None
     joins: tuple[Join, ...] = ()
+    cut: TableCut | None = None
+    restored_clock: int | None = None
 
     @property
     def consistency(self) -> Consistency:

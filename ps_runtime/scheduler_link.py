@@ -179,7 +179,7 @@ class SchedulerLink:
             session=self._identity, spec=wire.spec_to_proto(spec)
         )
         what = f"table '{spec.name}' to be created"
-        answer = await self._until(
+        answer = await self.call(
             lambda stub, left_s: stub.CreateTable(request, timeout=left_s), what, end_s
         )
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
@@ -209,7 +209,7 @@ class SchedulerLink:
             after_clock=after_clock,
         )
         what = f"table '{table_name}' to become {consistency}"
-        answer = await self._until(
+        answer = await self.call(
             lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
         )
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
@@ -228,7 +228,7 @@ class SchedulerLink:
             session=self._identity, table_id=table_id, number=number, clock=held_clock
         )
         what = "the scheduler to hear a promise"
-        await self._until(
+        await self.call(
             lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self.lease_s)),
             what,
             math.inf,
@@ -253,7 +253,7 @@ class SchedulerLink:
         )
         what = f"the scheduler to set the backups of {len(wishes)} ranges"
         end_s = clock.now_s() + deadline_s
-        answer = await self._until(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
+        answer = await self.call(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
         return list(map(RangeId, answer.refused_range_ids))
 
     async def deregister(self, reason: str, deadline_s: float = FAREWELL_DEADLINE_S) -> bool:
@@ -272,8 +272,8 @@ class SchedulerLink:
         farewell = scheduler_pb2.DeregisterNodeRequest(session=self._identity, reason=reason)
         what = "the scheduler to hear the farewell"
         try:
-            await self._until(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
-            await self._until(lambda stub, s: stub.DeregisterNode(farewell, timeout=s), what, end_s)
+            await self.call(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
+            await self.call(lambda stub, s: stub.DeregisterNode(farewell, timeout=s), what, end_s)
         except PushpullError as error:
             logs.warning("farewell_unheard", error=error.message)
             return False
@@ -329,8 +329,14 @@ class SchedulerLink:
             logs.debug("stream_of_views_ended", address=address, by=ended_by)
             await asyncio.sleep(backoff.next_s())
 
-    async def _until(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
-        """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed."""
+    async def call(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
+        """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed.
+
+        Raises:
+            WaitExpired: no scheduler answered in time; `what` says what for.
+            Fenced: this node has been replaced.
+            PushpullError: a scheduler answered and refused.
+        """
         backoff = Backoff()
         begun_s = clock.now_s()
         while True:

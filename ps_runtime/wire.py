@@ -51,8 +51,12 @@ from ps_core.tables import (
 from ps_runtime.wire_changes import (
     change_from_proto,
     change_to_proto,
+    checkpoint_from_proto,
+    checkpoint_to_proto,
     consistency_from_proto,
     consistency_to_proto,
+    cut_from_proto,
+    cut_to_proto,
     join_from_proto,
     join_to_proto,
 )
@@ -341,6 +345,8 @@ def table_to_proto(table: Table) -> types_pb2.Table:
         change=None if table.change is None else change_to_proto(table.change),
         proposed=None if table.proposed is None else change_to_proto(table.proposed),
         joins=[join_to_proto(join) for join in table.joins],
+        cut=None if table.cut is None else cut_to_proto(table.cut),
+        restored_clock=table.restored_clock,
     )
 
 
@@ -357,6 +363,8 @@ def table_from_proto(message: types_pb2.Table) -> Table:
         change=change_from_proto(message.change) if message.HasField("change") else None,
         proposed=change_from_proto(message.proposed) if message.HasField("proposed") else None,
         joins=tuple(join_from_proto(join) for join in message.joins),
+        cut=cut_from_proto(message.cut) if message.HasField("cut") else None,
+        restored_clock=message.restored_clock if message.HasField("restored_clock") else None,
     )
 
 
@@ -450,6 +458,8 @@ def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
         ranges=[range_to_proto(assignment) for assignment in view.ranges],
         tables=[table_to_proto(table) for table in view.tables],
         finished=view.finished,
+        checkpoint=None if view.checkpoint is None else checkpoint_to_proto(view.checkpoint),
+        restored_from=view.restored_from,
     )
 
 
@@ -459,6 +469,7 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
     Raises:
         InvalidConfig: a field in it is unset or unknown.
     """
+    has_checkpoint = message.HasField("checkpoint")
     return ClusterView(
         view_number=message.view_number,
         cluster_id=message.cluster_id,
@@ -468,4 +479,6 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
         ranges=tuple(range_from_proto(assignment) for assignment in message.ranges),
         tables=tuple(table_from_proto(table) for table in message.tables),
         finished=message.finished,
+        checkpoint=checkpoint_from_proto(message.checkpoint) if has_checkpoint else None,
+        restored_from=message.restored_from,
     )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ps_core.change import Change, Join
+from ps_core.change import Change, Checkpoint, Join, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig
 from ps_core.keys import Incarnation
@@ -70,6 +70,7 @@ def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
         after_clock=change.after_clock,
         consistency=consistency_to_proto(change.consistency),
         join=None if change.join is None else join_to_proto(change.join),
+        checkpoint=change.checkpoint,
     )
 
 
@@ -81,7 +82,7 @@ def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
     """
     consistency = consistency_from_proto(message.consistency)
     join = join_from_proto(message.join) if message.HasField("join") else None
-    return Change(message.number, message.after_clock, consistency, join)
+    return Change(message.number, message.after_clock, consistency, join, message.checkpoint)
 
 
 def join_to_proto(join: Join) -> types_pb2.WorkerJoin:
@@ -94,3 +95,25 @@ def join_to_proto(join: Join) -> types_pb2.WorkerJoin:
 def join_from_proto(message: types_pb2.WorkerJoin) -> Join:
     """Who takes the place of a worker that is gone."""
     return Join(message.rank, Incarnation(message.incarnation), message.after_clock)
+
+
+def cut_to_proto(cut: TableCut) -> types_pb2.TableCut:
+    """Where a table is written down."""
+    return types_pb2.TableCut(checkpoint=cut.checkpoint, after_clock=cut.after_clock)
+
+
+def cut_from_proto(message: types_pb2.TableCut) -> TableCut:
+    """Where a table is written down."""
+    return TableCut(message.checkpoint, message.after_clock)
+
+
+def checkpoint_to_proto(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
+    """A checkpoint that is being made."""
+    return types_pb2.Checkpoint(
+        number=checkpoint.number, url=checkpoint.url, is_cut=checkpoint.is_cut
+    )
+
+
+def checkpoint_from_proto(message: types_pb2.Checkpoint) -> Checkpoint:
+    """A checkpoint that is being made."""
+    return Checkpoint(message.number, message.url, message.is_cut)

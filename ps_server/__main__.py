@@ -18,12 +18,14 @@ from prometheus_client import CollectorRegistry
 from ps_core import limits
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
+from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
+from ps_server.checkpoint_parts import CheckpointParts
 from ps_server.installed_updates import installed_updates
 from ps_server.kernel_fingerprint import kernel_fingerprint
 from ps_server.node import ParameterNode
@@ -31,6 +33,7 @@ from ps_server.promises import Promises
 from ps_server.read_gate import WaitCause
 from ps_server.replicated_ranges import ReplicationSetting
 from ps_server.replication_service import ReplicationServicer
+from ps_server.restored_values import RestoredValues
 from ps_server.servicer import FEATURES, ParameterServicer, ViewAtLeast
 from pushpull.v1 import scheduler_pb2, types_pb2
 
@@ -74,6 +77,14 @@ class ServerConfig:
     )
     threads: int = field(
         default=1, metadata={"help": "torch threads for updates; 0 leaves torch's own choice"}
+    )
+
+    checkpoint_rate_mb_s: float = field(
+        default=limits.CHECKPOINT_RATE_BYTES_S / 1e6,
+        metadata={
+            "help": "So many MB a second it reads for a checkpoint while it trains, beside "
+            "what is about to change; 0: no bound"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -176,6 +187,14 @@ async def _run(
         )
         stack.callback(promises.close)
         link.on_view.append(node.observe)
+        restored = RestoredValues(node)
+        stack.push_async_callback(restored.close)
+        link.on_view.append(restored.observe)
+        checkpoints = CheckpointParts(
+            node, partial(report_part, link), int(settings.checkpoint_rate_mb_s * 1e6)
+        )
+        stack.push_async_callback(checkpoints.close)
+        link.on_view.append(checkpoints.observe)
         link.on_view.append(lambda _: promises.stand(node.promises))
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)

@@ -32,7 +32,7 @@ class EntryRules:
                 f"block {event.block} of table '{name}' is not in range {self._state.range_id}"
             )
         if event.is_assign and (
-            event.clock != 0 or event.sender.rank != 0 or self._state.initialized
+            event.clock != 0 or event.sender.rank != 0 or not self._state.awaits_rank_zero
         ):
             return InvalidConfig(
                 f"ASSIGN to table '{name}' at clock {event.clock} by rank {event.sender.rank}; "
@@ -113,7 +113,8 @@ class EntryRules:
         problem = self._clock_problem(terms.clock, worker)
         if terms.clock != 0 and problem is not None:
             return problem
-        if terms.clock == 0 and (worker.rank != 0 or terms.skip or self._state.initialized):
+        is_given = not self._state.awaits_rank_zero
+        if terms.clock == 0 and (worker.rank != 0 or terms.skip or is_given):
             return InvalidConfig(
                 f"clock 0 of table '{name}' is sealed by rank 0, without skip, in a table that "
                 "starts from rank 0"

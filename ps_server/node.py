@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ps_core import limits
+from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Node, Role, Session
+from ps_core.consistency import Mode
 from ps_core.errors import (
     Draining,
     Fenced,
@@ -25,7 +29,7 @@ from ps_core.errors import (
     PushpullError,
     UpdateFailed,
 )
-from ps_core.keys import Incarnation, NodeId, TableId
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import logs, wire
@@ -54,6 +58,7 @@ from ps_server.output_commit import Deed
 from ps_server.read_gate import WaitCause
 from ps_server.read_waits import ReadWaits
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
+from ps_server.schedule import checkpoint_cut
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.sessions import Sessions
 from ps_server.shards import Shards
@@ -119,6 +124,8 @@ class ParameterNode:
         self.applied_count = 0
         self.read_waits = ReadWaits(self.machine)
         self.replicas: ReplicatedRanges | None = None
+        self.on_cut_answered: Callable[[AnswerPull | RefusePull], None] = _nothing
+        self._updated_s = -math.inf
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
@@ -261,6 +268,36 @@ class ParameterNode:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
 
+    def next_number(self) -> int:
+        """A number that no read, stream or cut of this server has."""
+        return next(self._numbers)
+
+    def read_at_cut(self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut) -> bool:
+        """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
+        between two updates. What is asynchronous then is answered as it is, and torn; whether so.
+        """
+        place = Place(*key, self.machine.assignment_epoch(key[1]))
+        is_torn = self.machine.parts[key].state.schedule.at(cut.after_clock).mode is Mode.ASP
+        deadline_s = self.now() + limits.CHECKPOINT_CUT_S
+        cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
+        event = PullEvent(place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, 0)
+        self.carry_out(self.machine.pull(event, self.now()))
+        return is_torn
+
+    def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
+        """The values of a range that is restored are there."""
+        self.carry_out(self.machine.loaded(key, versions, self.now()))
+        self._arm()
+
+    def refuse_table(self, table_id: TableId, error: UpdateFailed) -> None:
+        """Nothing of the table is served here any more, for the reason that `error` gives."""
+        self.carry_out(self.machine.refuse_table(table_id, error))
+
+    @property
+    def since_update_s(self) -> float:
+        """Seconds since it applied an update."""
+        return self.now() - self._updated_s
+
     def end_read(self, number: int) -> None:
         """The caller has gone, or has its answer."""
         self._take_read(number)
@@ -388,6 +425,7 @@ class ParameterNode:
         begun_s = self.now()
         failure = self.shards.apply(record, total)
         self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
+        self._updated_s = self.now()
         if failure is None:
             self.applied_count += 1
             self.metrics.applied_updates.inc()
@@ -407,6 +445,7 @@ class ParameterNode:
     def _answer(self, effect: AnswerPull) -> None:
         read = self._take_read(effect.waiter)
         if read is None:
+            self.on_cut_answered(effect)
             return
         place = effect.table_id, effect.range_id
         state, store = self.machine.parts[place].state, self.shards.stores[place]
@@ -449,6 +488,12 @@ class ParameterNode:
         read = self._take_read(effect.waiter)
         if read is not None:
             read.on_answer([range_error(effect.range_id, effect.error)])
+        else:
+            self.on_cut_answered(effect)
+
+
+def _nothing(effect: AnswerPull | RefusePull) -> None:
+    del effect
 
 
 def _effects(deeds: Sequence[Deed]) -> list[Effect]:

@@ -17,7 +17,7 @@ checks them).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ps_core import limits
@@ -191,8 +191,8 @@ class RangeMachine:
         withdrawn or committed.
         """
         out: list[Effect] = []
-        reached = max(self.state.reached_clock, self.state.read_clock)
-        is_freed = self.state.schedule.observe(table, reached)
+        state = self.state
+        is_freed = state.schedule.observe(table, state.reached_clock, state.read_clock, now_s)
         for join in table.joins:
             self._join(join, now_s)
         if is_freed:
@@ -210,10 +210,21 @@ class RangeMachine:
         state.ended.pop(join.rank, None)
         worker = self._new_worker(join.rank, join.incarnation, now_s)
         state.ranks = tuple(sorted({*state.ranks, join.rank}))
-        if state.initialized or join.rank != 0:  # rank 0 may have the initial values to give
+        if (
+            not state.awaits_rank_zero or join.rank != 0
+        ):  # rank 0 may have the initial values to give
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
             state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
             worker.predecessor = holder
+
+    def loaded(self, versions: Mapping[int, int], now_s: float) -> list[Effect]:
+        """The values of a table that is restored are there, with these versions of blocks."""
+        out: list[Effect] = []
+        state = self.state
+        state.versions |= versions
+        state.initialized = True
+        self._gate.resume(now_s, out)
+        return out
 
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
         """A reader is about to ask for one state of the whole table: nothing beyond the clock that
@@ -289,9 +300,10 @@ class RangeMachine:
         return worker
 
     def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> WorkerPart:
-        start = -1 if rank == 0 and not self.state.initialized else 0
+        start = -1 if rank == 0 and self.state.awaits_rank_zero else self.state.first_clock
         done_clock = max(start, self.state.formed_clock)
         worker = WorkerPart(rank, incarnation, start, done_clock, now_s)
+        worker.joined_clock = self.state.first_clock
         self.state.workers[incarnation] = worker
         self.state.by_rank[rank] = worker
         return worker

@@ -142,18 +142,24 @@ class RangeState:
         worker_count: int,
         room: Room,
     ) -> None:
-        """A fresh part: clock 0, initialised unless rank 0 is to do it."""
+        """A fresh part: clock 0, initialised unless rank 0 is to do it. One that is restored is at
+        its clock, and initialised when it has been loaded.
+        """
         self.table = table
         self.name = table.spec.name
         self.schedule = Schedule(table)
         self.range_id = range_id
         self.blocks = blocks
-        self.initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
-        self.clock = 0
-        self.formed_clock = 0
-        self.read_clock = 0  # the highest that a worker has read for: its next
+        is_restored = table.restored_clock is not None
+        self.first_clock = table.restored_clock or 0  # where it and all workers begin
+        self.initialized = (
+            not is_restored and table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+        )
+        self.clock = self.first_clock
+        self.formed_clock = self.first_clock
+        self.read_clock = self.first_clock  # the highest that a worker has read for: its next
         self.newest_join_clock = 0
-        self.changed_clock = 0  # the highest of which the values have anything
+        self.changed_clock = self.first_clock  # the highest of which the values have anything
         self.update_count = 0
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0)
@@ -167,6 +173,11 @@ class RangeState:
         self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
         self.said: Said | None = None  # the newest scale
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
+
+    @property
+    def awaits_rank_zero(self) -> bool:
+        """Whether rank 0 is to give the initial values, and has not."""
+        return not self.initialized and self.table.restored_clock is None
 
     @property
     def reached_clock(self) -> int:

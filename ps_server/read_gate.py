@@ -159,7 +159,7 @@ class ReadGate:
     def _lost(self) -> PushpullError | None:
         """Why no read can be answered, ever, if so."""
         state = self._state
-        if state.initialized or 0 not in state.ended:
+        if not state.awaits_rank_zero or 0 not in state.ended:
             return None
         return InvalidConfig(
             f"table '{state.name}' (range {state.range_id}) has no initial values and gets none: "
@@ -229,8 +229,11 @@ class ReadGate:
         """The clock that counts for a worker's read; one that has joined begins further on than it
         knows.
         """
-        worker = None if event.incarnation is None else self._state.workers.get(event.incarnation)
-        return event.clock if worker is None else max(event.clock, worker.joined_clock)
+        if event.incarnation is None:
+            return event.clock
+        worker = self._state.workers.get(event.incarnation)
+        first_clock = self._state.first_clock if worker is None else worker.joined_clock
+        return max(event.clock, first_clock)
 
     def _is_joining(self, event: PullEvent) -> bool:
         """Whether the reader is to join while others train, and has not yet here."""
@@ -281,6 +284,8 @@ class ReadGate:
         """What a parked read waits for, in a sentence that names who is missing (G6)."""
         name = f"table '{self._state.name}' (range {self._state.range_id})"
         if not self._state.initialized:
+            if not self._state.awaits_rank_zero:
+                return f"{name} waits for its server to load the checkpoint that it starts from"
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
         event = event._replace(clock=self._asked_clock(event))

@@ -11,6 +11,8 @@ A cut is the same for a reader that wants one state of the whole table where upd
 clock by clock: every range holds what is beyond the clock that it has reached; the reader then
 names the highest, each range goes on up to it, answers, and lets go.
 
+A cut for a checkpoint is proposed and committed as a change is, and held then as a reader's is.
+
     open      --begun-->      held at what was reached
     held      --named-->      held at the reader's clock
     held      --answered, given up, or out of time-->  open
@@ -39,6 +41,11 @@ CutId = tuple[Incarnation, int]
 """Whose cut, and its reader's number for it."""
 
 
+def checkpoint_cut(number: int) -> CutId:
+    """The cut that is held for a checkpoint, whose reader is the server itself."""
+    return Incarnation(0), number
+
+
 @dataclass(slots=True)
 class Cut:
     """Nothing beyond `clock` takes effect until it ends."""
@@ -62,7 +69,9 @@ class Schedule:
         self._promised = 0
         self.hold_clock: int | None = None
         self.number = 0
+        self._holds_reads = True
         self._cuts: dict[CutId, Cut] = {}
+        self._cut_for = 0 if table.cut is None else table.cut.checkpoint
         self.is_freed = False
         if table.change is not None:
             self._add(table.change)
@@ -96,10 +105,13 @@ class Schedule:
         """Whether steps of `clock` must wait."""
         if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):
             return True
-        return self.holds_reads(clock)
+        return self._holds(clock)
 
     def holds_reads(self, clock: int) -> bool:
         """Whether reads for steps of `clock` must wait; a cut does not mind them."""
+        return self._holds_reads and self._holds(clock)
+
+    def _holds(self, clock: int) -> bool:
         return self.hold_clock is not None and clock > self.hold_clock
 
     @property
@@ -112,30 +124,48 @@ class Schedule:
         """Whether gradients may still come that need what their workers were given."""
         return any(setting.policy is StalePolicy.COMPENSATE for _, setting in self._settings)
 
-    def observe(self, table: Table, reached: int) -> bool:
+    def observe(self, table: Table, reached: int, read_clock: int, now_s: float) -> bool:
         """What the newest view says of the table; whether anything may take effect that could not.
 
         Args:
             table: as in that view.
             reached: the highest clock of which anything has taken effect here.
+            read_clock: the highest that was read for.
+            now_s: the time.
         """
         held = self.hold_clock
+        self._observe_cut(table, now_s)
         committed = table.change is not None and table.change.number > self.number
         if table.change is not None and committed:
             check(
-                table.change.after_clock >= reached,
+                table.change.after_clock >= max(reached, read_clock),
                 "SC-1",
-                f"a change after clock {table.change.after_clock} came when {reached} was reached",
+                f"a change after clock {table.change.after_clock} came when "
+                f"{max(reached, read_clock)} was reached",
             )
             self._add(table.change)
         if table.proposed is None or table.proposed.number != self._promised:
             self.hold_clock = None
         if table.proposed is not None and self.hold_clock is None:
             self._promised = table.proposed.number
+            self._holds_reads = not table.proposed.checkpoint
+            reached = max(reached, read_clock) if self._holds_reads else reached
             self.hold_clock = max(table.proposed.after_clock, reached)
         return committed or (held is not None and self.hold_clock != held)
 
     # --- cuts
+
+    def _observe_cut(self, table: Table, now_s: float) -> None:
+        """A cut for a checkpoint was settled: hold it until it is read. What is asynchronous is
+        read as it is.
+        """
+        cut = table.cut
+        if cut is None or cut.checkpoint <= self._cut_for:
+            return
+        self._cut_for = cut.checkpoint
+        if self.at(cut.after_clock).mode is not Mode.ASP:
+            held = Cut(cut.after_clock, now_s + limits.CHECKPOINT_CUT_S)
+            self._cuts[checkpoint_cut(cut.checkpoint)] = held
 
     def begin_cut(self, cut_id: CutId, reached: int, deadline_s: float) -> int:
         """Hold what is beyond `reached`, the highest clock of which anything has taken effect; the

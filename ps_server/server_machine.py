@@ -373,6 +373,23 @@ class ServerMachine:
         self._rooms[table_id].credits(out)
         return out
 
+    def loaded(
+        self, place: tuple[TableId, RangeId], versions: Mapping[int, int], now_s: float
+    ) -> list[Effect]:
+        """See `RangeMachine.loaded`."""
+        effects = self._parts[place].loaded(versions, now_s)
+        self._rooms[place[0]].credits(effects)
+        self._note_times([self._parts[place]])
+        return effects
+
+    def refuse_table(self, table_id: TableId, error: UpdateFailed) -> list[Effect]:
+        """The table has failed here before anything was done with it (SM-4).
+
+        Raises:
+            TableNotFound, NotOwner: nothing of it is here.
+        """
+        return [effect for part in self._parts_of(table_id) for effect in part.fail(error)]
+
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read of one range arrived."""
         try:

@@ -58,11 +58,15 @@ from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Compensation
 from ps_server.optimizers import BlockState
 from ps_server.store_copy import (
+    SavedBlock,
     StoreCopy,
     SumCopy,
     check_block,
     copy_of_block,
     restore_block,
+    room_for,
+    saved_block,
+    set_steps,
 )
 from ps_server.sums import KeptSums, Total
 from ps_server.update_arithmetic import UpdateArithmetic
@@ -328,6 +332,17 @@ class ShardStore:
             if total.is_reduced:
                 sums.append(SumCopy(clock, True, total.copied()))
         return StoreCopy(tuple(blocks), tuple(sums))
+
+    def saved(self, block: int) -> SavedBlock:
+        """A block as a checkpoint has it: views of what the next update changes."""
+        return saved_block(block, self._versions[block], self._state(block))
+
+    def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
+        """Take over a block of a checkpoint; gives where each of its tensors is to be written."""
+        state = self._state(block)
+        self._versions[block] = version
+        set_steps(state, steps)
+        return lambda name: room_for(name, state)
 
     def check(self, copy: StoreCopy) -> None:
         """Refuse a copy of anything else than these blocks. Changes nothing.

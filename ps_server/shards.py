@@ -21,6 +21,7 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
+from ps_server.captures import Captures
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal, fixed_elements
 from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
@@ -55,11 +56,13 @@ class Shards:
     Attributes:
         stores: by table and range.
         received_bytes: payload bytes that came, wherever they lay.
+        captures: what has to be written for a checkpoint before it changes, if anything.
     """
 
     def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
         self.stores: dict[_Key, ShardStore] = {}
         self.received_bytes = 0
+        self.captures: Captures | None = None
         self._lanes = lanes
         self._updates = updates
         self._pool = BufferPool()
@@ -113,6 +116,11 @@ class Shards:
                     home.lent.segment.close()
             if not homes:
                 del self._homes[table_id]
+
+    def custom_state(self, name: str) -> tuple[str, ...]:
+        """What a custom update keeps of each element, by name; nothing if it is not here."""
+        update = self._updates.get(name)
+        return () if update is None else tuple(update.slots)
 
     # --- payloads that come
 
@@ -176,8 +184,7 @@ class Shards:
         store, lent = self.stores[key], self._lent.get(key)
         if total is None:
             total = store.take(record.clock)
-        if lent is not None:
-            lent.begin_change(record.blocks)
+        self._begin_change(key, record.blocks)
         try:
             store.apply_total(
                 record.clock,
@@ -197,11 +204,18 @@ class Shards:
         record = effect.record
         key = record.table_id, record.range_id
         lent = self._lent.get(key)
-        if lent is not None:
-            lent.begin_change(record.blocks)
+        self._begin_change(key, record.blocks)
         self.stores[key].assign(_contributions(effect.parts))
         if lent is not None:
             lent.end_change(record.blocks)
+
+    def _begin_change(self, key: _Key, blocks: Sequence[int]) -> None:
+        """These blocks are about to change."""
+        if self.captures is not None:
+            self.captures.before_change(key, blocks)
+        lent = self._lent.get(key)
+        if lent is not None:
+            lent.begin_change(blocks)
 
     def drop(self, record: Record) -> None:
         """Nothing comes of the sum of the record's clock."""
@@ -262,8 +276,7 @@ class Shards:
         for table_id, each in copy.stores.items():
             lent = self._lent.get((table_id, range_id))
             blocks = [block.block for block in each.blocks]
-            if lent is not None:
-                lent.begin_change(blocks)
+            self._begin_change((table_id, range_id), blocks)
             self.stores[table_id, range_id].restore(each)
             if lent is not None:
                 lent.end_change(blocks)

@@ -119,3 +119,61 @@ def _steps(steps: Sequence[int]) -> int | np.ndarray[tuple[int], np.dtype[np.int
     if len(set(steps)) == 1:
         return steps[0]
     return np.array(steps, dtype=np.int64)
+
+
+class SavedBlock(NamedTuple):
+    """A block as a checkpoint has it.
+
+    Shapes:
+        steps: as in `BlockCopy`.
+        tensors: (name, little-endian elements without the padding), the values first.
+    """
+
+    block: int
+    version: int
+    steps: tuple[int, ...]
+    tensors: tuple[tuple[str, memoryview], ...]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(payload.nbytes for _, payload in self.tensors)
+
+    def copied(self) -> SavedBlock:
+        """The same, sharing nothing with the block."""
+        tensors = ((name, memoryview(bytes(payload))) for name, payload in self.tensors)
+        return self._replace(tensors=tuple(tensors))
+
+
+VALUES = "values"
+"""The tensor of a block that its values are in; the others are its optimizer's."""
+
+
+def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
+    """The block as it is now: views of its memory."""
+    named = ((VALUES, state.values), *sorted(state.slots.items()))
+    steps = state.steps
+    return SavedBlock(
+        block,
+        version,
+        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
+        tuple((name, _elements(tensor, state)) for name, tensor in named),
+    )
+
+
+def room_for(name: str, state: BlockState) -> memoryview:
+    """Where a tensor of the block lies, to be written to; made if it is not there."""
+    if name == VALUES:
+        return _elements(state.values, state)
+    if name not in state.slots:
+        state.slots[name] = torch.zeros_like(state.values)
+    return _elements(state.slots[name], state)
+
+
+def set_steps(state: BlockState, steps: Sequence[int]) -> None:
+    """So many steps each tensor of the block has taken: as in `BlockCopy`."""
+    state.steps = _steps(steps)
+
+
+def _elements(tensor: Tensor, state: BlockState) -> memoryview:
+    return tensor.numpy()[: state.length].data.cast("B")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.keys import Incarnation
 from ps_runtime import channels, clock, config, logs
 from ps_runtime.metrics import SchedulerMetrics, new_registry
@@ -19,8 +19,10 @@ from ps_runtime.node_server import LOOPBACK, NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
 from pushpull.v1 import scheduler_pb2_grpc
+from scheduler.checkpointing import CheckpointPolicy
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
+from scheduler.restoring import checkpoints_under, restored_from
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
 
 SERVERS_LEAVE_WITHIN_S = 5.0
@@ -103,6 +105,30 @@ class SchedulerConfig:
             "seconds."
         },
     )
+    checkpoint_url: str = field(
+        default="",
+        metadata={
+            "help": "Where checkpoints go: a path, or any URL that fsspec knows. Unset: "
+            "none are made."
+        },
+    )
+    checkpoint_every_s: float = field(
+        default=0.0, metadata={"help": "A checkpoint in so many seconds; 0: not by time."}
+    )
+    checkpoint_every_clocks: int = field(
+        default=0,
+        metadata={"help": "A checkpoint whenever a table is so many clocks further; 0: none so."},
+    )
+    checkpoint_keep: int = field(
+        default=0, metadata={"help": "How many good checkpoints are kept; 0: all."}
+    )
+    resume: str = field(
+        default="",
+        metadata={
+            "help": "The checkpoint that the cluster starts from: its directory, or a URL, under "
+            "which the newest good one is taken. Unset: it starts anew."
+        },
+    )
     drain_grace_s: float = field(
         default=1.0,
         metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
@@ -119,8 +145,14 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
 
     Raises:
         InvalidConfig: a setting is out of its bounds.
+        InvalidCheckpoint: the checkpoint that it is to start from is no good one, or the place for
+            checkpoints cannot be read.
     """
+    checkpoint_url, newest = checkpoints_under(settings.checkpoint_url)
     return ClusterSettings(
+        checkpoint_url=checkpoint_url,
+        checkpoint_count=newest,
+        restored=restored_from(settings.resume) if settings.resume else None,
         cluster_id=settings.cluster_id or secrets.token_hex(8),
         timeline=secrets.token_bytes(TIMELINE_BYTES),
         token_key=secrets.token_bytes(2 * MIN_TOKEN_KEY_BYTES),
@@ -147,7 +179,13 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
     # Before anything else: a signal that comes early must end the process as cleanly as a late one.
     stop = asyncio.create_task(wait_for_stop_signal())
     registry = new_registry()
-    servicer = SchedulerServicer(Cluster(cluster, clock.now_s()), SchedulerMetrics(registry))
+    servicer = SchedulerServicer(
+        Cluster(cluster, clock.now_s()),
+        SchedulerMetrics(registry),
+        CheckpointPolicy(
+            settings.checkpoint_every_s, settings.checkpoint_every_clocks, settings.checkpoint_keep
+        ),
+    )
 
     def add_to_server(server: object) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)
@@ -181,6 +219,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
     finally:
         stop.cancel()
         servicer.close()
+        await servicer.checkpointing.close()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
 
@@ -219,7 +258,7 @@ def main() -> None:
         die_with_parent_if_asked(os.environ)
         logs.configure("scheduler", settings.log_level)
         channels.run(serve(settings, cluster_settings(settings)))
-    except InvalidConfig as error:
+    except (InvalidConfig, InvalidCheckpoint) as error:
         logs.error("cannot_serve", error=error.message)
         sys.exit(2)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ps_core.change import Change, Join
+from ps_core.change import Change, Join, TableCut
 from ps_core.cluster_view import Node, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
@@ -119,9 +119,8 @@ class Changes:
         wish = replace(wish, consistency=wish.consistency.begun)
         is_so = table.consistency.begun == wish.consistency
         if table.proposed is not None:
-            is_same = (
-                table.proposed.consistency.begun == wish.consistency and not table.proposed.join
-            )
+            other = table.proposed.join or table.proposed.checkpoint
+            is_same = table.proposed.consistency.begun == wish.consistency and not other
             if not (is_so and is_same):
                 reason = self._reason(table, table.proposed, now_s)
                 return Pending(reason, table.proposed.number if is_same else 0), []
@@ -211,14 +210,54 @@ class Changes:
         others = (other for other in table.joins if other.rank != join.rank)
         return replace(table, joins=tuple(sorted((*others, join), key=lambda j: j.rank)))
 
+    # --- cuts
+
+    def propose_cut(
+        self, table: Table, checkpoint: int, deadline_s: float, now_s: float
+    ) -> list[Transition]:
+        """Propose to cut a table that has no proposal, for a checkpoint."""
+        wish = Wish(table.spec.name, table.consistency, 0, deadline_s)
+        return self._propose(table, wish, now_s, checkpoint=checkpoint)[1]
+
+    def held_for(self, checkpoint: int) -> dict[TableId, int | None]:
+        """The tables that are proposed to be cut for it, and beyond which clock all servers hold
+        each; None where not all have promised.
+        """
+        return {
+            table.table_id: self._held_clock(table)
+            for table in self._state.tables.values()
+            if table.proposed is not None and table.proposed.checkpoint == checkpoint
+        }
+
+    def _held_clock(self, table: Table) -> int | None:
+        proposal = self._state.proposals[table.table_id]
+        return None if proposal.missing else max(proposal.clocks.values(), default=0)
+
+    def commit_cut(self, table_id: TableId, cut: TableCut) -> Table:
+        """The cut of a table is settled; the table from now on."""
+        table = next(t for t in self._state.tables.values() if t.table_id == table_id)
+        del self._state.proposals[table_id]
+        return self._put(replace(table, proposed=None, cut=cut))
+
+    def withdraw_cuts(self, checkpoint: int, reason: str) -> list[Transition]:
+        """Nothing comes of the checkpoint."""
+        ids = self.held_for(checkpoint).keys()
+        tables = [t for t in self._state.tables.values() if t.table_id in ids]
+        return [self._withdraw(table, reason) for table in tables]
+
     def _propose(
-        self, table: Table, wish: Wish, now_s: float, join: Join | None = None
+        self,
+        table: Table,
+        wish: Wish,
+        now_s: float,
+        join: Join | None = None,
+        checkpoint: int = 0,
     ) -> tuple[Change | Pending, list[Transition]]:
         state = self._state
         state.view_bytes += self.needed_bytes(table)
         number = state.change_counts.get(table.table_id, 0) + 1
         state.change_counts[table.table_id] = number
-        change = Change(number, wish.after_clock, wish.consistency, join)
+        change = Change(number, wish.after_clock, wish.consistency, join, checkpoint)
         ranges = table.blocks_by_range(len(state.ranges))
         primaries = {state.ranges[range_id].primary for range_id in ranges}
         servers = frozenset(primary for primary in primaries if primary is not None)
@@ -264,7 +303,7 @@ class Changes:
             )
         if node_id in proposal.servers:
             proposal.clocks[node_id] = clock
-        if proposal.missing:
+        if proposal.missing or change.checkpoint:  # all tables are cut at once
             return []
         after_clock = max(proposal.clocks.values(), default=clock)
         committed = replace(change, after_clock=after_clock)
@@ -319,6 +358,7 @@ class Changes:
         )
         join = change.join
         what = f"worker {join.rank} joining" if join else f"the change to {change.consistency} of"
+        what = f"checkpoint {change.checkpoint} of" if change.checkpoint else what
         return f"{what} table '{table.spec.name}' waits for the promise of {missing}"
 
 

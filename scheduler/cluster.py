@@ -3,7 +3,8 @@
 What an event does to each part of the state is decided beside this file: `scheduler.membership`
 (who is in the cluster), `scheduler.tables` (which tables there are), `scheduler.ownership` (who
 serves which range), `scheduler.configurations` (who backs it up, and takes its place),
-`scheduler.changes` (what is changed while tables are trained).
+`scheduler.changes` (what is changed while tables are trained), `scheduler.checkpoints` (what is
+written down of them).
 
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
@@ -29,7 +30,7 @@ nodes say of their progress, move ranges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -40,6 +41,8 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
+from scheduler.checkpoint_state import Part
+from scheduler.checkpoints import Checkpoints
 from scheduler.cluster_state import (
     ClusterSettings,
     ClusterState,
@@ -95,6 +98,7 @@ class Cluster:
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
+        self._checkpoints = Checkpoints(settings, self._state, self._changes, describe)
         ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
         self._view: ClusterView | None = None
@@ -113,6 +117,8 @@ class Cluster:
                 ranges=tuple(state.ranges),
                 tables=tuple(state.tables.values()),
                 finished=state.finished,
+                checkpoint=self._checkpoints.under_way,
+                restored_from="" if self.settings.restored is None else self.settings.restored.url,
             )
         return self._view
 
@@ -265,7 +271,57 @@ class Cluster:
         if node.role is not Role.SERVER:
             raise NotPermitted(f"a {node.role.value} promises a change; only servers do")
         transitions = self._changes.promise(node.node_id, table_id, number, clock)
+        transitions += self._checkpoints.look()
         return Decision(None, self._changed(*transitions))
+
+    # --- checkpoints
+
+    def begin_checkpoint(self, reason: str, now_s: float) -> Decision[Pending]:
+        """Begin to make a checkpoint, or find the one that is proposed; see `Checkpoints.begin`."""
+        pending, transitions = self._checkpoints.begin(reason, now_s)
+        return Decision(pending, self._changed(*transitions))
+
+    def join_checkpoint(
+        self, session: Session, number: int, clocks: Mapping[TableId, int], has_state: bool
+    ) -> Decision[None]:
+        """A worker says where it is; see `Checkpoints.join`.
+
+        Raises:
+            NotPermitted: the caller is no worker.
+            Fenced: the caller is no member.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.member(session)
+        if node.role is not Role.WORKER:
+            raise NotPermitted(f"a {node.role.value} joins a checkpoint; only workers do")
+        joined = self._checkpoints.join(node, number, clocks, has_state)
+        return Decision(None, self._changed(*joined))
+
+    def report_part(self, session: Session, number: int, part: Part) -> Decision[None]:
+        """A node has written its part; see `Checkpoints.report`.
+
+        Raises:
+            NotPermitted: the caller is a reader.
+            InvalidConfig: it has no part in it.
+            Fenced: the caller is no member.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.member(session)
+        if node.role is Role.READER:
+            raise NotPermitted("a reader reports a part of a checkpoint; it has none")
+        return Decision(None, self._changed(*self._checkpoints.report(node, number, part)))
+
+    def end_checkpoint(self, number: int, problem: str) -> Decision[None]:
+        """The manifest is written; or it could not be, with a problem."""
+        return Decision(None, self._changed(*self._checkpoints.done(number, problem)))
+
+    def checkpoint_problem(self, number: int) -> str | None:
+        """How a checkpoint ended: empty if it is complete; None while it is made."""
+        return self._checkpoints.problem_of(number)
+
+    def checkpoint_reason(self, now_s: float) -> str:
+        """What the checkpoint that is made waits for."""
+        return self._checkpoints.reason(now_s)
 
     def set_backups(
         self, session: Session, wishes: Sequence[BackupWish]
@@ -289,7 +345,8 @@ class Cluster:
         """Note who has fallen silent, who is gone and what was not promised in time; to be called
         at least every half lease.
         """
-        transitions = self._changes.expire(now_s)
+        transitions = self._checkpoints.expire(now_s)
+        transitions += self._changes.expire(now_s)
         transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         transitions += self._members.look(now_s)
         transitions += self._configured()
@@ -304,12 +361,16 @@ class Cluster:
         return transitions
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:
+        further: list[Transition] = []
         for transition in transitions:
             if isinstance(transition, NodeLeft | WorkerGone):
                 self._changes.ended(transition.node)
+                further += self._checkpoints.ended(transition.node)
+            elif isinstance(transition, RangesFailedOver):
+                further += self._checkpoints.moved()
         if transitions:
             self._state.view_number += 1
-        return transitions
+        return (*transitions, *further)
 
     def _room_bytes(self) -> int:
         return view_size.room_bytes(self.settings, self._state)

@@ -11,21 +11,47 @@ What it deliberately does not do: decide (`scheduler.cluster` does).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ps_core import limits
 from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, RangeAssignment, Role
+from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.tables import Table
+from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
+from scheduler.checkpoint_state import (
+    Attempt,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+)
 
 Counts = tuple[tuple[NodeId, int], ...]
 """Numbers of ranges, by node id."""
 
 TIMELINE_BYTES = 16
 MIN_TOKEN_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredTable:
+    """A table of the checkpoint that a cluster starts from; `consistency` is what it had then."""
+
+    spec: TableSpec
+    consistency: Consistency
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The checkpoint that a cluster starts from: its directory, and its tables by name."""
+
+    url: str
+    tables: Mapping[str, RestoredTable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +81,10 @@ class ClusterSettings:
         min_in_sync: in-sync replicas, the primary included, below which a range takes no pushes;
             1 to `replica_count`.
         features: what the cluster can do, for nodes to compare with what they need.
+        checkpoint_url: where checkpoints go; at most `limits.MAX_CHECKPOINT_URL_BYTES`. Empty:
+            there are none.
+        checkpoint_count: the largest number of a checkpoint that is there already.
+        restored: what the cluster starts from, if it does not start anew.
     """
 
     cluster_id: str
@@ -73,6 +103,9 @@ class ClusterSettings:
     features: tuple[str, ...] = ()
     replica_count: int = 1
     min_in_sync: int = 1
+    checkpoint_url: str = ""
+    checkpoint_count: int = 0
+    restored: Restored | None = None
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")
@@ -124,6 +157,13 @@ class ClusterSettings:
             f"adaptation interval is {self.adaptation_interval_s} s; expected above 0",
         )
         key_ranges(self.range_count)
+        urls = (self.checkpoint_url, self.restored.url if self.restored else "")
+        for url in urls:
+            _require(
+                len(url.encode()) <= limits.MAX_CHECKPOINT_URL_BYTES,
+                f"the checkpoint URL '{url[:80]}...' has {len(url.encode())} bytes; expected at "
+                f"most {limits.MAX_CHECKPOINT_URL_BYTES}",
+            )
 
     @property
     def rank_count(self) -> int:
@@ -201,6 +241,9 @@ class ClusterState:
     has_formed: bool = False  # all servers that it was started for have been here at once
     finished: bool = False
     view_bytes: int = 0
+    checkpoint: Attempt | None = None
+    checkpoint_count: int = 0
+    checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
 
     @classmethod
     def empty(cls, settings: ClusterSettings) -> ClusterState:
@@ -209,7 +252,11 @@ class ClusterState:
             RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), None)
             for index, slots in enumerate(key_ranges(settings.range_count))
         ]
-        return cls(next_incarnation=settings.first_incarnation, ranges=ranges)
+        return cls(
+            next_incarnation=settings.first_incarnation,
+            ranges=ranges,
+            checkpoint_count=settings.checkpoint_count,
+        )
 
     @property
     def holders(self) -> frozenset[NodeId]:
@@ -353,6 +400,10 @@ Transition = (
     | ChangeProposed
     | ChangeCommitted
     | ChangeWithdrawn
+    | CheckpointCut
+    | CheckpointWritten
+    | CheckpointMade
+    | CheckpointFailed
     | ClusterFinished
 )
 """One thing that changed."""

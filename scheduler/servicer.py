@@ -26,6 +26,7 @@ from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
+from scheduler.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import RangesFailedOver, Registration, Transition
 from scheduler.transition_lines import log_transition
@@ -39,6 +40,7 @@ DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
 """How long a creation is parked for a caller that gave no deadline."""
 
 _MAX_ANSWER_MARGIN_S = 0.2
+_NO_CHECKPOINTS = CheckpointPolicy()
 _STOPPING = "the scheduler is stopping"
 
 ReplyT = TypeVar("ReplyT")
@@ -48,7 +50,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one cluster. Made and used on one event loop."""
 
-    def __init__(self, cluster: Cluster, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: SchedulerMetrics,
+        policy: CheckpointPolicy = _NO_CHECKPOINTS,
+    ) -> None:
+        self.checkpointing = Checkpointing(cluster, policy, self._carry_out)
         self._cluster = cluster
         self._metrics = metrics
         self._changed = asyncio.Event()
@@ -64,6 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._carry_out(self._cluster.tick(clock.now_s()))
             for wish in self._adaptive.wishes(clock.now_s()):
                 self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
+            self.checkpointing.look(clock.now_s())
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
 
     async def until_finished(self) -> None:
@@ -117,6 +126,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
             number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
         self._adaptive.heard(session.node_id, request.progress, clock.now_s())
+        self.checkpointing.heard(session.node_id, request.progress)
         self._last_said[session.node_id] = request
         self._metrics.heartbeats.labels(role=session.role.value).inc()
         return scheduler_pb2.HeartbeatResponse(view_number=number)
@@ -201,6 +211,44 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.SetBackupsResponse(
             refused_range_ids=refused, view_number=self._cluster.view.view_number
         )
+
+    @translated
+    async def CreateCheckpoint(
+        self, request: scheduler_pb2.CreateCheckpointRequest, context: Context
+    ) -> scheduler_pb2.CreateCheckpointResponse:
+        """Makes a checkpoint; parks until it is complete."""
+        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
+        with self._refusals_counted():
+            self._cluster.member(wire.session_from_proto(request.session))
+            reason = request.reason[:200] or "asked for"
+            made = await self.checkpointing.create(reason, deadline_s, clock.now_s)
+        return scheduler_pb2.CreateCheckpointResponse(
+            number=made.number, url=made.url, byte_count=made.byte_count
+        )
+
+    @translated
+    async def JoinCheckpoint(
+        self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
+    ) -> scheduler_pb2.JoinCheckpointResponse:
+        """Hears where a worker is."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            clocks = {TableId(table.table_id): table.clock for table in request.tables}
+            self._carry_out(
+                self._cluster.join_checkpoint(session, request.number, clocks, request.has_state)
+            )
+        return scheduler_pb2.JoinCheckpointResponse()
+
+    @translated
+    async def ReportCheckpointPart(
+        self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
+    ) -> scheduler_pb2.ReportCheckpointPartResponse:
+        """Hears of a part of a checkpoint."""
+        with self._refusals_counted():
+            session = wire.session_from_proto(request.session)
+            part = part_from_proto(request)
+            self._carry_out(self._cluster.report_part(session, request.number, part))
+        return scheduler_pb2.ReportCheckpointPartResponse()
 
     @translated
     async def GetClusterStatus(
@@ -298,6 +346,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             log_transition(transition)
             if isinstance(transition, RangesFailedOver):
                 self._metrics.failovers.inc(len(transition.range_ids))
+            self.checkpointing.published(transition, clock.now_s())
         view = self._cluster.view
         self._view_message = wire.view_to_proto(view)
         self._adaptive.observe(view)

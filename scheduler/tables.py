@@ -13,13 +13,30 @@ change a table that is there (`scheduler.changes`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ps_core import limits
-from ps_core.change import Join
-from ps_core.errors import InvalidConfig, TableExists
+from ps_core.change import Change, Join
+from ps_core.consistency import Consistency, Mode
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, Table, TableSpec
+from ps_core.tables import (
+    Initializer,
+    InitializerKind,
+    Kernels,
+    OptimizerKind,
+    Reduction,
+    Table,
+    TableSpec,
+)
 from scheduler import placement, view_size
-from scheduler.cluster_state import ClusterSettings, ClusterState, TableCreated, Transition
+from scheduler.cluster_state import (
+    ClusterSettings,
+    ClusterState,
+    RestoredTable,
+    TableCreated,
+    Transition,
+)
 from scheduler.ownership import Ownership
 from scheduler.spec_difference import first_difference
 
@@ -86,7 +103,14 @@ class Tables:
         """
         self._check_room(spec, len(joins))
         state = self._state
-        table = Table(TableId(len(state.tables) + 1), state.next_ordinal, spec, joins=joins)
+        table_id = TableId(len(state.tables) + 1)
+        table = Table(table_id, state.next_ordinal, spec, joins=joins)
+        restored = self._restored(spec)
+        if restored is not None:
+            table = restored_as(table, restored)
+            if table.change is not None:
+                state.change_counts[table_id] = table.change.number
+                state.view_bytes += view_size.CHANGE_BYTES
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
         reason = self._ownership.missing_servers(added_bytes, now_s)
         if reason:
@@ -96,6 +120,24 @@ class Tables:
         state.join_rooms |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
         return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
+
+    def _restored(self, spec: TableSpec) -> RestoredTable | None:
+        """The table of that name in the checkpoint that the cluster starts from.
+
+        Raises:
+            InvalidCheckpoint: the table there is another one.
+        """
+        checkpoint = self._settings.restored
+        found = None if checkpoint is None else checkpoint.tables.get(spec.name)
+        if checkpoint is None or found is None:
+            return None
+        difference = first_difference(comparable(found.spec), comparable(spec))
+        if difference is not None:
+            raise InvalidCheckpoint(
+                f"table '{spec.name}' is another one in checkpoint {checkpoint.url}: its "
+                f"{difference}"
+            )
+        return found
 
     def _check_room(self, spec: TableSpec, join_count: int) -> None:
         table_count = len(self._state.tables)
@@ -118,3 +160,28 @@ class Tables:
                 f"({len(spec.tensors)} tensors, {len(spec.initializer.inline)} bytes of inline "
                 f"values), which has room for {room_bytes} more of {view_size.MAX_VIEW_BYTES}"
             )
+
+
+def comparable(spec: TableSpec) -> TableSpec:
+    """What two tables must have in common for one to take over the other's values and state."""
+    optimizer = replace(spec.optimizer, hyperparameters=(), nesterov=False, maximize=False)
+    return replace(
+        spec,
+        optimizer=replace(optimizer, kernels=Kernels.FAST),
+        consistency=Consistency(Mode.BSP),
+        initializer=Initializer(InitializerKind.ZEROS),
+        reduction=Reduction.MEAN,
+        allow_non_finite=False,
+        gate_bytes=0,
+    )
+
+
+def restored_as(table: Table, restored: RestoredTable) -> Table:
+    """The table as it goes on. It has the setting that it was created with or, if that is the one
+    of the checkpoint's table as well, the one that this had come to have.
+    """
+    table = replace(table, restored_clock=restored.clock)
+    is_as_created = table.spec.consistency == restored.spec.consistency
+    if not is_as_created or restored.consistency == table.spec.consistency:
+        return table
+    return replace(table, change=Change(1, restored.clock, restored.consistency))

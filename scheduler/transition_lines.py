@@ -6,6 +6,12 @@ from ps_core.change import Change
 from ps_core.cluster_view import Node, NodeState
 from ps_core.tables import Table
 from ps_runtime import logs
+from scheduler.checkpoint_state import (
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+)
 from scheduler.cluster_state import (
     BackupsSet,
     ChangeCommitted,
@@ -70,6 +76,15 @@ def log_transition(transition: Transition) -> None:
             logs.info("change_committed", **_change(table, change))
         case ChangeWithdrawn(table, reason):
             logs.warning("change_withdrawn", table=table.spec.name, reason=reason)
+        case CheckpointCut(number, clocks):
+            newest = max(clocks.values(), default=0)
+            logs.info("checkpoint_cut", number=number, tables=len(clocks), clock=newest)
+        case CheckpointWritten(attempt):
+            logs.debug("checkpoint_written", number=attempt.number, parts=len(attempt.parts))
+        case CheckpointMade(number, url):
+            logs.info("checkpoint_made", number=number, url=url)
+        case CheckpointFailed(number, url, reason):
+            logs.warning("checkpoint_failed", number=number, url=url, reason=reason)
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
@@ -92,6 +107,8 @@ def _shares(counts: Counts) -> str:
 def _change(table: Table, change: Change) -> dict[str, object]:
     fields: dict[str, object] = {"table": table.spec.name, "number": change.number}
     fields["after_clock"] = change.after_clock
+    if change.checkpoint:
+        return fields | {"checkpoint": change.checkpoint}
     if change.join is not None:
         fields |= {"joins": f"worker {change.join.rank}", "incarnation": change.join.incarnation}
     else:

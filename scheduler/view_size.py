@@ -32,8 +32,11 @@ _NODE_ID_BYTES = 5
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 8
 """A hyperparameter beside its name: a double."""
 
-CHANGE_BYTES = 2 * (40 + 26)
+CHANGE_BYTES = 2 * (40 + 26 + 6)
 """The newest change of a table, and a proposal; room is taken when it is changed first."""
+
+CUT_BYTES = 2 * _LENGTH_BYTES + 3 * _FIELD_BYTES
+"""Where a table was cut last, and at which clock it was restored."""
 
 JOIN_BYTES = 32
 """Who has a rank that was given anew, or is beyond the first, in one table."""
@@ -41,7 +44,7 @@ JOIN_BYTES = 32
 
 def table_bytes(spec: TableSpec) -> int:
     """The most bytes that a table takes of a view; `spec` is validated."""
-    fixed = 24 * _FIELD_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
+    fixed = 24 * _FIELD_BYTES + CUT_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
     optimizer = spec.optimizer
     numbers = _LENGTH_BYTES + len(optimizer.custom_update.encode())
     numbers += sum(
@@ -64,7 +67,8 @@ def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
     range_bytes = 6 * _FIELD_BYTES
     if replica_count > 1:  # who backs it up, and who joins it: together twice what should, at most
         range_bytes += 2 * _LENGTH_BYTES + 2 * (replica_count - 1) * _NODE_ID_BYTES
-    return 8 * _FIELD_BYTES + len(cluster_id.encode()) + range_count * range_bytes
+    urls = 2 * (limits.MAX_CHECKPOINT_URL_BYTES + limits.CHECKPOINT_DIRECTORY_BYTES)
+    return 14 * _FIELD_BYTES + urls + len(cluster_id.encode()) + range_count * range_bytes
 
 
 def room_bytes(settings: ClusterSettings, state: ClusterState) -> int:

@@ -300,14 +300,16 @@ class JoinCheckpointResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WrittenTable(_message.Message):
-    __slots__ = ("table_id", "block_count", "clock")
+    __slots__ = ("table_id", "block_count", "clock", "is_torn")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    IS_TORN_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     block_count: int
     clock: int
-    def __init__(self, table_id: _Optional[int] = ..., block_count: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    is_torn: bool
+    def __init__(self, table_id: _Optional[int] = ..., block_count: _Optional[int] = ..., clock: _Optional[int] = ..., is_torn: _Optional[bool] = ...) -> None: ...
 
 class ReportCheckpointPartRequest(_message.Message):
     __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem")

@@ -330,7 +330,7 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored")
+    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored_clock")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -338,7 +338,7 @@ class Table(_message.Message):
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
-    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     first_ordinal: int
     spec: TableSpec
@@ -346,8 +346,8 @@ class Table(_message.Message):
     proposed: ScheduledChange
     joins: _containers.RepeatedCompositeFieldContainer[WorkerJoin]
     cut: TableCut
-    restored: RestoredTable
-    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ..., cut: _Optional[_Union[TableCut, _Mapping]] = ..., restored: _Optional[_Union[RestoredTable, _Mapping]] = ...) -> None: ...
+    restored_clock: int
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ..., cut: _Optional[_Union[TableCut, _Mapping]] = ..., restored_clock: _Optional[int] = ...) -> None: ...
 
 class TableCut(_message.Message):
     __slots__ = ("checkpoint", "after_clock")
@@ -356,14 +356,6 @@ class TableCut(_message.Message):
     checkpoint: int
     after_clock: int
     def __init__(self, checkpoint: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
-
-class RestoredTable(_message.Message):
-    __slots__ = ("url", "clock")
-    URL_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    url: str
-    clock: int
-    def __init__(self, url: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("number", "url", "is_cut")
@@ -436,7 +428,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint")
+    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint", "restored_from")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +438,7 @@ class ClusterView(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FROM_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     cluster_id: str
     worker_count: int
@@ -455,4 +448,5 @@ class ClusterView(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[Table]
     finished: bool
     checkpoint: Checkpoint
-    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
+    restored_from: str
+    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., restored_from: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,121 @@
+"""What nodes say to the scheduler about checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ps_core.keys import TableId
+from ps_runtime import clock, wire
+from ps_runtime.scheduler_link import SchedulerLink
+from pushpull.v1 import scheduler_pb2
+
+MAX_PROBLEM_BYTES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedTable:
+    """What a node wrote of one table: how many blocks, and the highest clock of its ranges."""
+
+    block_count: int
+    clock: int
+    is_torn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """A node's file, or why there is none; without both it has nothing to write."""
+
+    file: str = ""
+    byte_count: int = 0
+    header_sha256: str = ""
+    tables: Mapping[TableId, ReportedTable] = field(default_factory=dict)
+    problem: str = ""
+
+
+async def report_part(link: SchedulerLink, number: int, part: PartReport) -> None:
+    """Say that this node's part of checkpoint `number` is written, or cannot be.
+
+    Blocking: until a scheduler has answered.
+
+    Raises:
+        Fenced: this node has been replaced.
+    """
+    request = scheduler_pb2.ReportCheckpointPartRequest(
+        session=wire.session_to_proto(link.session),
+        number=number,
+        file=part.file,
+        byte_count=part.byte_count,
+        header_sha256=bytes.fromhex(part.header_sha256),
+        tables=[
+            scheduler_pb2.WrittenTable(
+                table_id=table_id,
+                block_count=table.block_count,
+                clock=table.clock,
+                is_torn=table.is_torn,
+            )
+            for table_id, table in part.tables.items()
+        ],
+        problem=part.problem.encode()[:MAX_PROBLEM_BYTES].decode(errors="ignore"),
+    )
+    await link.call(
+        lambda stub, left_s: stub.ReportCheckpointPart(request, timeout=min(left_s, link.lease_s)),
+        "the scheduler to hear of a checkpoint's part",
+        math.inf,
+    )
+
+
+async def join_checkpoint(
+    link: SchedulerLink, number: int, clocks: Mapping[TableId, int], has_state: bool
+) -> None:
+    """Workers: say at which clocks this worker can write its own state down next; it goes no
+    further until the cut is settled.
+
+    Blocking, Raises: as `report_part`.
+    """
+    request = scheduler_pb2.JoinCheckpointRequest(
+        session=wire.session_to_proto(link.session),
+        number=number,
+        tables=[
+            scheduler_pb2.TableProgress(table_id=table_id, clock=each)
+            for table_id, each in clocks.items()
+        ],
+        has_state=has_state,
+    )
+    await link.call(
+        lambda stub, left_s: stub.JoinCheckpoint(request, timeout=min(left_s, link.lease_s)),
+        "the scheduler to hear where this worker is",
+        math.inf,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCheckpoint:
+    """A complete checkpoint: its number, its directory and the bytes of its files."""
+
+    number: int
+    url: str
+    byte_count: int
+
+
+async def create_checkpoint(link: SchedulerLink, reason: str, deadline_s: float) -> MadeCheckpoint:
+    """Ask for a checkpoint, and wait until it is complete.
+
+    Blocking: up to `deadline_s`.
+
+    Raises:
+        InvalidConfig: the cluster has nowhere to put it.
+        InvalidCheckpoint: it could not be written.
+        WaitExpired: it was not complete in time; the message says who is missing.
+        Fenced: this node has been replaced.
+    """
+    request = scheduler_pb2.CreateCheckpointRequest(
+        session=wire.session_to_proto(link.session), reason=reason
+    )
+    answer = await link.call(
+        lambda stub, left_s: stub.CreateCheckpoint(request, timeout=left_s),
+        "a checkpoint",
+        clock.now_s() + deadline_s,
+    )
+    return MadeCheckpoint(answer.number, answer.url, answer.byte_count)

@@ -1,0 +1,78 @@
+"""Blocks as they were at a cut, until they are written: copied before they change, not before.
+
+    captured --about to change--> copied --taken--> written
+             --its turn has come---------taken--> written
+
+Rules:
+    - A range is captured in the stretch in which its cut was answered: between two updates.
+    - What is about to change is handed over at once, whatever waits already. What does not change
+      is handed over when whoever writes asks for more.
+
+Invariants:
+    CW-1  Each block of a captured range is handed over once, as it was when the range was captured.
+
+What it deliberately does not do: write, or hold copies (`checkpoint_parts` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ps_core.keys import RangeId, TableId
+from ps_server.shard_store import ShardStore
+from ps_server.store_copy import SavedBlock
+
+Key = tuple[TableId, RangeId]
+TakeBlock = Callable[[TableId, SavedBlock], None]
+"""Gets a block of a table: views that are good for the length of the call."""
+
+
+class Captures:
+    """What a server has captured for one checkpoint.
+
+    Args:
+        take: where blocks go that are about to change.
+    """
+
+    def __init__(self, take: TakeBlock) -> None:
+        self._take = take
+        self._stores: dict[Key, ShardStore] = {}
+        self._blocks: dict[Key, dict[int, None]] = {}
+
+    def add(self, key: Key, store: ShardStore, blocks: Iterable[int]) -> None:
+        """These blocks are as they shall be written."""
+        self._stores[key] = store
+        self._blocks[key] = dict.fromkeys(blocks)
+
+    def before_change(self, key: Key, blocks: Iterable[int]) -> None:
+        """These blocks, some of which may be captured, are about to change."""
+        captured = self._blocks.get(key)
+        if not captured:
+            return
+        store = self._stores[key]
+        for block in blocks:
+            if block in captured:
+                del captured[block]
+                self._take(key[0], store.saved(block))
+        self._forget_if_done(key)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether any block has not been handed over."""
+        return bool(self._blocks)
+
+    def next(self) -> tuple[TableId, SavedBlock] | None:
+        """A block that has not been handed over: views that are good until anything changes. None
+        if all have.
+        """
+        for key, captured in self._blocks.items():
+            block = next(iter(captured))
+            del captured[block]
+            saved = self._stores[key].saved(block)
+            self._forget_if_done(key)
+            return key[0], saved
+        return None
+
+    def _forget_if_done(self, key: Key) -> None:
+        if not self._blocks[key]:
+            del self._blocks[key], self._stores[key]

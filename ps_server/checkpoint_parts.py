@@ -1,0 +1,315 @@
+"""A server's part of a checkpoint: its blocks as of the cut, in one file (SEMANTICS S10).
+
+    proposed -> the file is made
+    cut      -> each range is read at its cut, as a consistent reader does -> captured
+             -> copied, before it changes or in its turn -> written -> durable -> reported
+
+Rules:
+    - All but the files belongs to the loop that owns the values. Threads write, from copies.
+    - What was copied and waits to be written is bounded. Beyond that a block that is about to
+      change is written there and then: it holds the server up, and nothing is lost by it.
+    - While updates come, blocks whose turn it is are copied at a bounded rate.
+    - Whatever goes wrong is reported, once; training goes on.
+
+What it deliberately does not do: decide when or where to cut (the scheduler does), or write the
+manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from ps_core import limits
+from ps_core.change import Checkpoint
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import Internal, PushpullError
+from ps_core.keys import TableId
+from ps_core.tables import DType, OptimizerKind, Table
+from ps_runtime import logs
+from ps_runtime.checkpoint_calls import PartReport, ReportedTable
+from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
+from ps_server.captures import Captures, Key
+from ps_server.events import AnswerPull, RefusePull
+from ps_server.node import ParameterNode
+from ps_server.store_copy import VALUES, SavedBlock
+
+_THREAD_COUNT = 2
+_BUSY_S = 0.5
+"""After an update the server counts as busy for so long."""
+
+_STATE_NAMES = {
+    OptimizerKind.SGD: ("momentum_buffer",),
+    OptimizerKind.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    OptimizerKind.ADAGRAD: ("sum",),
+    OptimizerKind.RMSPROP: ("square_avg", "grad_avg", "momentum_buffer"),
+}
+
+Report = Callable[[int, PartReport], Awaitable[None]]
+"""Tells the scheduler of the part of a checkpoint, by its number."""
+
+
+class CheckpointParts:
+    """The parts that one server writes, one at a time. Belongs to its event loop.
+
+    Args:
+        node: the server.
+        report: how the scheduler is told.
+        rate_bytes_s: how much is copied in a second while updates come; 0: no bound.
+    """
+
+    def __init__(self, node: ParameterNode, report: Report, rate_bytes_s: int) -> None:
+        self._node = node
+        self._report = report
+        self._rate_bytes_s = rate_bytes_s
+        self._newest = 0
+        self._part: _Part | None = None
+        node.on_cut_answered = self._answered
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view, which the node has observed."""
+        checkpoint, part = view.checkpoint, self._part
+        if part is not None and (checkpoint is None or checkpoint.number != part.number):
+            self._part = None
+            part.abandon()
+        if checkpoint is None:
+            return
+        if checkpoint.number > self._newest:
+            self._newest = checkpoint.number
+            self._part = _Part(self._node, checkpoint, self._report, self._rate_bytes_s)
+            self._part.begin(self._planned())
+        if checkpoint.is_cut and self._part is not None:
+            self._part.cut(view)
+
+    def _planned(self) -> list[tuple[Table, PlannedTable]]:
+        """What will be in the file, at most: what is here now, in whatever range."""
+        blocks: dict[TableId, list[int]] = {}
+        tables: dict[TableId, Table] = {}
+        for (table_id, _), part in self._node.machine.parts.items():
+            tables[table_id] = part.state.table
+            blocks.setdefault(table_id, []).extend(part.state.blocks)
+        return [
+            (
+                table,
+                PlannedTable(
+                    table.spec.name,
+                    len(blocks[table_id]),
+                    (VALUES, *self._state_names(table)),
+                    sum(len(table.segments(block)) for block in blocks[table_id]),
+                ),
+            )
+            for table_id, table in tables.items()
+        ]
+
+    def _state_names(self, table: Table) -> tuple[str, ...]:
+        optimizer = table.spec.optimizer
+        if optimizer.kind is OptimizerKind.CUSTOM:
+            return self._node.shards.custom_state(optimizer.custom_update)
+        return _STATE_NAMES.get(optimizer.kind, ())
+
+    def _answered(self, effect: AnswerPull | RefusePull) -> None:
+        if self._part is not None:
+            self._part.answered(effect)
+
+    async def close(self) -> None:
+        """Give up what is being written."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.abandon()
+            await part.ended()
+
+
+class _Part:
+    """One checkpoint's part."""
+
+    def __init__(
+        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rate_bytes_s: int
+    ) -> None:
+        self.number = checkpoint.number
+        self._node = node
+        self._url = checkpoint.url
+        self._report = report
+        self._rate_bytes_s = rate_bytes_s
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
+        self._captures = Captures(self._about_to_change)
+        self._waiters: dict[int, Key] = {}
+        self._tables: dict[TableId, ReportedTable] = {}
+        self._specs: dict[TableId, Table] = {}
+        self._is_cut = False
+        self._problem = ""
+        self._waiting_bytes = 0
+        self._writing_count = 0
+        self._wake = asyncio.Event()
+        self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
+        self._task: asyncio.Task[None]
+        session = node.session
+        self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
+
+    def begin(self, planned: list[tuple[Table, PlannedTable]]) -> None:
+        """Make the file."""
+        self._specs = {table.table_id: table for table, _ in planned}
+        tables = [each for _, each in planned]
+        self._opening = self._threads.submit(self._open, tables)
+        self._task = self._loop.create_task(self._run())
+
+    def _open(self, tables: list[PlannedTable]) -> tuple[CheckpointDirectory, Path, PartWriter]:
+        directory = CheckpointDirectory(locate(self._url))
+        directory.create()
+        path = directory.begin(self._file)
+        return directory, path, PartWriter(path, tables)
+
+    def cut(self, view: ClusterView) -> None:
+        """The cuts are settled: ask for each range as of its own."""
+        if self._is_cut:
+            return
+        self._is_cut = True
+        self._node.shards.captures = self._captures
+        for key in list(self._node.machine.parts):
+            cut = view.tables_by_id[key[0]].cut
+            if cut is None or cut.checkpoint != self.number:
+                continue
+            waiter = self._node.next_number()
+            self._waiters[waiter] = key
+            self._tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
+            is_torn = self._node.read_at_cut(waiter, key, cut)
+            self._tables[key[0]] = replace(self._tables[key[0]], is_torn=is_torn)
+        self._wake.set()
+
+    def answered(self, effect: AnswerPull | RefusePull) -> None:
+        """A range is as it shall be written; or it will not be."""
+        key = self._waiters.pop(effect.waiter, None)
+        if key is None:
+            return
+        self._wake.set()
+        if isinstance(effect, RefusePull):
+            self._problem = self._problem or effect.error.message
+            return
+        blocks = self._node.machine.parts[key].state.blocks
+        self._captures.add(key, self._node.shards.stores[key], blocks)
+        table = self._tables[key[0]]
+        self._tables[key[0]] = replace(table, block_count=table.block_count + len(blocks))
+
+    # --- writing
+
+    def _about_to_change(self, table_id: TableId, block: SavedBlock) -> None:
+        if self._problem:
+            return
+        if self._waiting_bytes + block.byte_count <= limits.CHECKPOINT_BUFFER_BYTES:
+            self._submit(table_id, block.copied())
+            return
+        try:
+            self._write(table_id, block)
+        except PushpullError as error:
+            self._problem = error.message
+
+    def _submit(self, table_id: TableId, block: SavedBlock) -> None:
+        self._waiting_bytes += block.byte_count
+        self._writing_count += 1
+        writing = self._threads.submit(self._write, table_id, block)
+        writing.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._written, done, block.byte_count)
+        )
+
+    def _write(self, table_id: TableId, block: SavedBlock) -> None:
+        _, _, writer = self._opening.result()
+        spec = self._specs[table_id].spec
+        dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+        writer.note_block(spec.name, block.block, block.version, block.steps)
+        for name, payload in block.tensors:
+            writer.append(spec.name, block.block, name, payload, dtype)
+
+    def _written(self, done: Future[None], byte_count: int) -> None:
+        self._waiting_bytes -= byte_count
+        self._writing_count -= 1
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._problem = self._problem or _words(error)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        try:
+            report = await self._whole()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            report = PartReport(problem=_words(error))
+        finally:
+            self._release()
+        if report.problem:
+            logs.warning("checkpoint_part_failed", number=self.number, reason=report.problem)
+            await asyncio.wrap_future(self._threads.submit(self._abort))
+        else:
+            logs.info("checkpoint_part_written", number=self.number, bytes=report.byte_count)
+        self._threads.shutdown(wait=False)
+        with contextlib.suppress(PushpullError):
+            await self._report(self.number, report)
+
+    async def _whole(self) -> PartReport:
+        """Everything up to a file that is durable under its own name."""
+        await asyncio.wrap_future(self._opening)
+        while not self._is_cut or self._waiters or self._captures.has_more or self._writing_count:
+            self._check()
+            await self._copy_in_turn()
+        self._check()
+        if not self._specs:
+            await asyncio.wrap_future(self._threads.submit(self._abort))
+            return PartReport()
+        written = await asyncio.wrap_future(self._threads.submit(self._finish))
+        return PartReport(self._file, written.byte_count, written.header_sha256, self._tables)
+
+    def _check(self) -> None:
+        if self._problem:
+            raise Internal(self._problem)
+
+    async def _copy_in_turn(self) -> None:
+        """Copy a block that has not changed, or wait until there may be one."""
+        found = None
+        if self._waiting_bytes <= limits.CHECKPOINT_BUFFER_BYTES // 2:
+            found = self._captures.next()
+        if found is None:
+            await self._wake.wait()
+            self._wake.clear()
+            return
+        self._submit(found[0], found[1].copied())
+        is_busy = self._rate_bytes_s and self._node.since_update_s < _BUSY_S
+        await asyncio.sleep(found[1].byte_count / self._rate_bytes_s if is_busy else 0)
+
+    def _finish(self) -> WrittenPart:
+        directory, path, writer = self._opening.result()
+        written = writer.finish(self.number, self._node.session.cluster_id)
+        directory.commit(self._file, path)
+        return written
+
+    def _abort(self) -> None:
+        with contextlib.suppress(PushpullError):
+            self._opening.result()[2].abort()
+
+    # --- its end
+
+    def abandon(self) -> None:
+        """Nothing comes of the checkpoint."""
+        self._problem = self._problem or "the checkpoint was given up"
+        self._release()
+        self._wake.set()
+
+    async def ended(self) -> None:
+        """Wait until nothing of it runs any more."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PushpullError):
+            await self._task
+        self._threads.shutdown(wait=True)
+
+    def _release(self) -> None:
+        if self._node.shards.captures is self._captures:
+            self._node.shards.captures = None
+        for waiter in list(self._waiters):
+            self._node.end_read(waiter)
+        self._waiters.clear()
+
+
+def _words(error: BaseException) -> str:
+    return error.message if isinstance(error, PushpullError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,120 @@
+"""A restored table's values, on their way from a checkpoint to where they are served (G7).
+
+    part added -> its blocks read by a thread, to where they will lie -> loaded: reads are answered
+
+Rules:
+    - Until a range is loaded it has no initial values: reads and steps wait.
+    - Every byte is checked against its checksum before the range counts as loaded. What cannot be
+      read fails its table, with the file and the reason: nobody trains on half a checkpoint.
+
+What it deliberately does not do: choose the checkpoint (the scheduler has), or compare specs (it
+does that, too).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import PushpullError, UpdateFailed
+from ps_core.keys import RangeId, TableId
+from ps_runtime import clock, logs
+from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint_reader import CheckpointReader
+from ps_server.node import ParameterNode
+
+_Key = tuple[TableId, RangeId]
+_Room = tuple[int, Callable[[str], memoryview]]
+"""A block, and where each of its tensors goes."""
+
+
+class RestoredValues:
+    """Loads what one server serves of restored tables. Belongs to its event loop.
+
+    Args:
+        node: the server.
+    """
+
+    def __init__(self, node: ParameterNode) -> None:
+        self._node = node
+        self._begun: set[_Key] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view, which the node has observed."""
+        keys = [
+            key
+            for key, part in self._node.machine.parts.items()
+            if part.state.table.restored_clock is not None
+            and not part.state.initialized
+            and part.state.failure is None
+            and key not in self._begun
+        ]
+        if not keys:
+            return
+        self._begun |= set(keys)
+        task = asyncio.get_running_loop().create_task(self._load(view.restored_from, keys))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, url: str, keys: list[_Key]) -> None:
+        begun_s = clock.now_s()
+        byte_count = 0
+        try:
+            reader = await asyncio.to_thread(
+                lambda: CheckpointReader(CheckpointDirectory(locate(url)))
+            )
+            try:
+                for key in keys:
+                    byte_count += await self._load_range(reader, key)
+            finally:
+                await asyncio.to_thread(reader.close)
+        except PushpullError as error:
+            self._fail(keys, error.message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tables have no values
+            logs.exception("restore_failed", error, url=url)
+            self._fail(keys, f"{url}: {type(error).__name__}: {error}")
+        else:
+            took_s = round(clock.now_s() - begun_s, 3)
+            logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
+
+    async def _load_range(self, reader: CheckpointReader, key: _Key) -> int:
+        """Load one range, unless it is not here any more; its bytes."""
+        part = self._node.machine.parts.get(key)
+        if part is None:
+            return 0
+        table, store = part.state.table.spec.name, self._node.shards.stores[key]
+        versions, rooms = {}, list[_Room]()
+        for block in part.state.blocks:
+            saved = reader.block(table, block)
+            versions[block] = saved.version
+            rooms.append((block, store.load(block, saved.version, saved.steps)))
+
+        def read() -> int:
+            byte_count = 0
+            for block, room in rooms:
+                for tensor in reader.block(table, block).tensors:
+                    target = room(tensor)
+                    reader.read_block_into(table, block, tensor, target)
+                    byte_count += target.nbytes
+            return byte_count
+
+        byte_count = await asyncio.to_thread(read)
+        if self._node.machine.parts.get(key) is part:
+            self._node.loaded(key, versions)
+        return byte_count
+
+    def _fail(self, keys: list[_Key], reason: str) -> None:
+        logs.error("restore_failed", reason=reason)
+        for table_id in {table_id for table_id, _ in keys}:
+            error = UpdateFailed(f"the checkpoint that it starts from cannot be loaded: {reason}")
+            with contextlib.suppress(PushpullError):
+                self._node.refuse_table(table_id, error)
+
+    async def close(self) -> None:
+        """Load no more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

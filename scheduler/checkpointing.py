@@ -1,0 +1,265 @@
+"""Checkpoints at the scheduler's edge: when one is due, its directory and manifest, and which go.
+
+Rules:
+    - Files are made and removed on a thread: the loop that the cluster lives by waits for no disk.
+    - A directory that came to nothing is removed; where that fails it has no manifest and counts
+      for nothing.
+    - One that is due and fails is tried again after a while; what is due meanwhile is the same one.
+
+What it deliberately does not do: decide who takes part (`scheduler.checkpoints` does), or write
+what nodes hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
+from ps_core.keys import NodeId, TableId
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.tables import Initializer, InitializerKind, Table
+from ps_runtime import logs, wire
+from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint_store import CheckpointStore
+from pushpull.v1 import scheduler_pb2
+from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten, Part, Written
+from scheduler.cluster import Cluster, Decision
+from scheduler.cluster_state import ClusterSettings, Transition
+
+_RETRY_S = 10.0
+"""How long after one that was due has failed the next is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """When checkpoints are made, and how many are kept.
+
+    Attributes:
+        every_s: one in so many seconds; 0: not by time.
+        every_clocks: one whenever a table has so many clocks more; 0: not by clocks.
+        keep: how many good ones are kept; 0: all.
+    """
+
+    every_s: float = 0.0
+    every_clocks: int = 0
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A complete checkpoint."""
+
+    number: int
+    url: str
+    byte_count: int
+
+
+class Checkpointing:
+    """The checkpoints of one cluster. Belongs to the scheduler's event loop.
+
+    Args:
+        cluster: the machine.
+        policy: when they are made.
+        carry_out: logs and publishes what the machine decided.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: CheckpointPolicy,
+        carry_out: Callable[[Decision[Any]], Any],
+    ) -> None:
+        self._cluster = cluster
+        self._policy = policy
+        self._carry_out = carry_out
+        self._clocks: dict[NodeId, int] = {}
+        self._made: dict[int, Made] = {}
+        self._last_s: float | None = None
+        self._last_clock = 0
+        self._not_before_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- when one is due
+
+    def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
+        """A worker said where it is."""
+        clock = max((table.clock for table in said.tables), default=0)
+        if clock:
+            self._clocks[node_id] = clock
+
+    def look(self, now_s: float) -> None:
+        """Begin one that is due."""
+        policy, url = self._policy, self._cluster.settings.checkpoint_url
+        if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
+            return
+        if not self._cluster.view.tables or self._cluster.view.checkpoint is not None:
+            return
+        if self._last_s is None:  # training begins
+            self._last_s = now_s
+            restored = self._cluster.settings.restored
+            tables = restored.tables.values() if restored is not None else ()
+            self._last_clock = max((table.clock for table in tables), default=0)
+        clock = max(self._clocks.values(), default=0)
+        reason = ""
+        if policy.every_clocks and clock >= self._last_clock + policy.every_clocks:
+            reason = f"every {policy.every_clocks} clocks"
+        elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(clock):
+            reason = f"every {policy.every_s:g} s"
+        if not reason:
+            return
+        pending = self._carry_out(self._cluster.begin_checkpoint(reason, now_s))
+        if pending.number:
+            self._not_before_s = now_s + _RETRY_S
+
+    def _has_moved(self, clock: int) -> bool:
+        """Whether there is anything to write that the last one has not; nobody may have said."""
+        return clock != self._last_clock or not self._clocks
+
+    # --- one that somebody asked for
+
+    async def create(self, reason: str, deadline_s: float, now: Callable[[], float]) -> Made:
+        """Make one, and wait until it is complete; `deadline_s` is a moment.
+
+        Raises:
+            InvalidConfig: the cluster has nowhere to put it.
+            InvalidCheckpoint: it could not be written.
+            WaitExpired: it was not complete in time; it may yet come to be.
+        """
+        if not self._cluster.settings.checkpoint_url:
+            raise InvalidConfig(
+                "this cluster has no place for checkpoints; start the scheduler with "
+                "checkpoint_url (PUSHPULL_CHECKPOINT_URL, or --checkpoint-url of pushpull train)"
+            )
+        number = 0
+        while True:
+            if not number:
+                pending = self._carry_out(self._cluster.begin_checkpoint(reason, now()))
+                number, said = pending.number, pending.reason
+            else:
+                said = self._cluster.checkpoint_reason(now())
+            problem = self._cluster.checkpoint_problem(number) if number else None
+            if problem:
+                raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")
+            if problem is not None and number in self._made:
+                return self._made[number]
+            if now() >= deadline_s:
+                raise WaitExpired(said or f"checkpoint {number} is not complete")
+            await asyncio.sleep(min(0.02, max(deadline_s - now(), 0.0)))
+
+    # --- what becomes of it
+
+    def published(self, transition: Transition, now_s: float) -> None:
+        """Something has changed in the cluster."""
+        if isinstance(transition, CheckpointWritten):
+            self._start(self._complete(transition.attempt, now_s))
+        elif isinstance(transition, CheckpointFailed):
+            self._start(self._remove(transition.url))
+
+    async def _complete(self, attempt: Attempt, now_s: float) -> None:
+        manifest = manifest_of(self._cluster.settings, attempt, self._cluster.view.world_size)
+        problem = ""
+        try:
+            directory = await asyncio.to_thread(_write_manifest, attempt.url, manifest)
+            self._made[attempt.number] = Made(attempt.number, directory.url, manifest.byte_count)
+            self._last_clock = max((table.clock for table in manifest.tables), default=0)
+            self._last_s, self._not_before_s = now_s, 0.0
+            logs.info("checkpoint_complete", url=directory.url, bytes=manifest.byte_count)
+        except PushpullError as error:
+            problem = error.message
+        self._carry_out(self._cluster.end_checkpoint(attempt.number, problem))
+        if not problem and self._policy.keep:
+            await self._prune()
+
+    async def _prune(self) -> None:
+        url, keep = self._cluster.settings.checkpoint_url, self._policy.keep
+        try:
+            removed = await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep))
+        except PushpullError as error:
+            logs.warning("checkpoints_not_pruned", url=url, reason=error.message)
+            return
+        for name in removed:
+            logs.info("checkpoint_removed", name=name)
+
+    async def _remove(self, url: str) -> None:
+        try:
+            await asyncio.to_thread(lambda: CheckpointDirectory(locate(url)).remove())
+        except PushpullError as error:
+            logs.warning("checkpoint_not_removed", url=url, reason=error.message)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for what is being written or removed."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
+    directory = CheckpointDirectory(locate(url))
+    directory.write_manifest(manifest)
+    return directory
+
+
+def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
+    """What is written down of a checkpoint whose parts are all there."""
+    parts, workers = [], []
+    names = {table_id: table.spec.name for table_id, table in attempt.cuts.items()}
+    torn: set[TableId] = set()
+    for node_id in sorted(attempt.servers):
+        part = attempt.parts[node_id]
+        torn |= {table_id for table_id, written in part.tables.items() if written.is_torn}
+        counts = {names[table_id]: written.block_count for table_id, written in part.tables.items()}
+        parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts))
+    for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
+        part = attempt.parts.get(node_id, Part())
+        clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
+        clock = max(clocks, default=0)
+        workers.append(
+            SavedWorker(
+                place.rank, clock, part.file, part.byte_count, part.header_sha256, part.problem
+            )
+        )
+    return Manifest(
+        number=attempt.number,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        reason=attempt.reason,
+        cluster_id=settings.cluster_id,
+        timeline=settings.timeline,
+        worker_count=worker_count,
+        tables=tuple(_saved_table(table, torn) for table in attempt.cuts.values()),
+        parts=tuple(parts),
+        workers=tuple(workers),
+    )
+
+
+def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
+    spec = table.spec
+    if spec.initializer.kind is InitializerKind.INLINE:
+        spec = replace(spec, initializer=Initializer(InitializerKind.ZEROS))
+    return SavedTable(
+        name=spec.name,
+        spec=MessageToDict(wire.spec_to_proto(spec), preserving_proto_field_name=True),
+        consistency=str(table.consistency),
+        clock=0 if table.cut is None else table.cut.after_clock,
+        is_torn=table.table_id in torn,
+        block_count=table.block_count,
+    )
+
+
+def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> Part:
+    """What a node reports."""
+    tables: Mapping[TableId, Written] = {
+        TableId(table.table_id): Written(table.block_count, table.clock, table.is_torn)
+        for table in request.tables
+    }
+    return Part(
+        request.file, request.byte_count, request.header_sha256.hex(), tables, request.problem
+    )

@@ -1,0 +1,268 @@
+"""Checkpoints: where all tables are cut, and who has written what of it (SEMANTICS S6, S10).
+
+    proposed   servers hold each table where it is; each worker says at which clocks it can write
+               its own state down next, and goes no further
+    cut        all have answered: each table is cut after the highest clock that anyone named
+    written    every server has written its blocks as of the cut, every worker its state
+    complete   the manifest is written
+
+    proposed | cut --not in time, a range has another primary, a server cannot write--> failed
+
+Rules:
+    - There is one checkpoint at a time. Whoever wants one while it is proposed has this one; later,
+      the next.
+    - A worker that has gone, or says that it lost its state, is in the manifest as lost: that does
+      not keep the others from having theirs.
+
+Invariants:
+    CP-1  No table is cut before every server with a part of it, and every worker that was asked,
+          has named its clock; the cut is after the highest of them.
+    CP-2  A checkpoint is complete only if every block of every table that it cut was reported.
+
+What it deliberately does not do: write anything (servers, workers and the edge do), or decide when
+a checkpoint is due (`scheduler.checkpointing` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ps_core import limits
+from ps_core.change import Checkpoint, TableCut
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.errors import InvalidConfig
+from ps_core.keys import NodeId, TableId
+from ps_core.manifest import directory_name
+from scheduler.changes import Changes, Pending
+from scheduler.checkpoint_state import (
+    Attempt,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+    Part,
+    WorkerPlace,
+)
+from scheduler.cluster_state import ClusterSettings, ClusterState, Transition
+
+CHECKPOINTS_FEATURE = "checkpoints"
+"""What a worker says at its registration that answers views with a checkpoint."""
+
+
+class Checkpoints:
+    """The checkpoints of a cluster.
+
+    Args:
+        settings: the cluster's.
+        state: the cluster's, changed in place.
+        changes: what is proposed of its tables.
+        describe: says who a node is and when it was last heard.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        state: ClusterState,
+        changes: Changes,
+        describe: Callable[[Node, float], str],
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._changes = changes
+        self._describe = describe
+
+    @property
+    def under_way(self) -> Checkpoint | None:
+        """As the view has it."""
+        attempt = self._state.checkpoint
+        if attempt is None:
+            return None
+        return Checkpoint(attempt.number, attempt.url, attempt.is_cut)
+
+    def begin(self, reason: str, now_s: float) -> tuple[Pending, list[Transition]]:
+        """Propose a checkpoint, or find the one that is proposed; `reason` is for its manifest.
+
+        Returns:
+            `number` is the checkpoint's; 0 if something has to be settled before there can be one.
+        """
+        state, attempt = self._state, self._state.checkpoint
+        if attempt is not None:
+            said = self._reason(attempt, now_s)
+            return Pending(said, 0 if attempt.is_cut else attempt.number), []
+        busy = next((t for t in state.tables.values() if t.proposed is not None), None)
+        if busy is not None:
+            return Pending(f"a change of table '{busy.spec.name}' is not settled"), []
+        if not state.tables:
+            return Pending("the cluster has no table yet"), []
+        state.checkpoint_count += 1
+        number = state.checkpoint_count
+        url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
+        cut_by_s = now_s + limits.CHECKPOINT_CUT_S
+        attempt = Attempt(number, url, reason, cut_by_s, now_s + limits.CHECKPOINT_WRITTEN_S)
+        state.checkpoint = attempt
+        transitions: list[Transition] = []
+        for table in list(state.tables.values()):
+            transitions += self._changes.propose_cut(table, number, cut_by_s, now_s)
+            attempt.tables.append(table.table_id)
+        attempt.awaited = {n.node_id for n in state.nodes_of(Role.WORKER) if _answers(state, n)}
+        return Pending(self._reason(attempt, now_s), attempt.number), transitions
+
+    def join(
+        self, node: Node, number: int, clocks: Mapping[TableId, int], has_state: bool
+    ) -> list[Transition]:
+        """A worker goes no further than these clocks until the cut is settled."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number or attempt.is_cut:
+            return []
+        attempt.awaited.discard(node.node_id)
+        attempt.workers[node.node_id] = WorkerPlace(node.rank, dict(clocks), has_state)
+        return self.look()
+
+    def report(self, node: Node, number: int, part: Part) -> list[Transition]:
+        """A node has written its part, or cannot.
+
+        Raises:
+            InvalidConfig: a worker reports that was not asked, or a server of what is not its own.
+        """
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number or not attempt.is_cut:
+            return []
+        if node.role is Role.WORKER and node.node_id not in attempt.workers:
+            raise InvalidConfig(f"worker {node.rank} is not in checkpoint {number}")
+        attempt.parts[node.node_id] = part
+        if part.problem and node.role is Role.SERVER:
+            return self._fail(attempt, f"server {node.node_id}: {part.problem}")
+        return self.look()
+
+    def ended(self, node: Node) -> list[Transition]:
+        """Nobody waits for this node any more."""
+        attempt = self._state.checkpoint
+        if attempt is None or node.role is not Role.WORKER:
+            return []
+        attempt.awaited.discard(node.node_id)
+        if node.node_id in attempt.workers and node.node_id not in attempt.parts:
+            attempt.parts[node.node_id] = Part(problem=node.ended_words)
+        return self.look()
+
+    def moved(self) -> list[Transition]:
+        """Ranges have other primaries: what these were to write is lost."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.is_written:
+            return []
+        return self._fail(attempt, "a server was lost while it was made")
+
+    def expire(self, now_s: float) -> list[Transition]:
+        """Give up what is not done in time."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.is_written:
+            return []
+        if now_s < (attempt.written_by_s if attempt.is_cut else attempt.cut_by_s):
+            return []
+        return self._fail(attempt, self._reason(attempt, now_s))
+
+    def done(self, number: int, problem: str) -> list[Transition]:
+        """The manifest is written, or could not be."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return []
+        if problem:
+            return self._fail(attempt, problem)
+        self._state.checkpoint = None
+        self._state.checkpoint_ends[number] = ""
+        return [CheckpointMade(number, attempt.url)]
+
+    def problem_of(self, number: int) -> str | None:
+        """How a checkpoint ended: empty if it is complete; None while it is made."""
+        return self._state.checkpoint_ends.get(number)
+
+    def reason(self, now_s: float) -> str:
+        """What the one that is made waits for."""
+        attempt = self._state.checkpoint
+        return "" if attempt is None else self._reason(attempt, now_s)
+
+    # --- what follows
+
+    def look(self) -> list[Transition]:
+        """Cut when all have said where they are; say so when all is written."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.is_written:
+            return []
+        if not attempt.is_cut:
+            return self._cut(attempt)
+        if self._servers_missing(attempt) or self._workers_missing(attempt):
+            return []
+        problem = self._uncovered(attempt)
+        if problem:
+            return self._fail(attempt, problem)
+        attempt.is_written = True
+        return [CheckpointWritten(attempt)]
+
+    def _cut(self, attempt: Attempt) -> list[Transition]:
+        held = self._changes.held_for(attempt.number)
+        if held.keys() != set(attempt.tables):
+            return self._fail(attempt, "a server that was to promise it was lost; ask again")
+        if attempt.awaited or any(clock is None for clock in held.values()):
+            return []
+        for table_id, clock in held.items():
+            named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
+            cut = TableCut(attempt.number, max(clock or 0, *named, 0))
+            table = self._changes.commit_cut(table_id, cut)
+            attempt.cuts[table_id] = table
+        attempt.is_cut = True
+        attempt.servers = frozenset(
+            primary
+            for table in attempt.cuts.values()
+            for range_id in table.blocks_by_range(len(self._state.ranges))
+            if (primary := self._state.ranges[range_id].primary) is not None
+        )
+        clocks = {t.spec.name: t.cut.after_clock for t in attempt.cuts.values() if t.cut}
+        return [CheckpointCut(attempt.number, clocks)]
+
+    def _fail(self, attempt: Attempt, reason: str) -> list[Transition]:
+        self._state.checkpoint = None
+        self._state.checkpoint_ends[attempt.number] = reason or "it failed"
+        withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
+        return [*withdrawn, CheckpointFailed(attempt.number, attempt.url, reason)]
+
+    def _servers_missing(self, attempt: Attempt) -> set[NodeId]:
+        return set(attempt.servers - attempt.parts.keys())
+
+    def _workers_missing(self, attempt: Attempt) -> set[NodeId]:
+        return {
+            node_id
+            for node_id, place in attempt.workers.items()
+            if place.has_state and node_id not in attempt.parts
+        }
+
+    def _uncovered(self, attempt: Attempt) -> str:
+        """CP-2: a table of which not every block was written."""
+        counts: dict[TableId, int] = {}
+        for node_id in attempt.servers:
+            for table_id, written in attempt.parts[node_id].tables.items():
+                counts[table_id] = counts.get(table_id, 0) + written.block_count
+        for table in attempt.cuts.values():
+            found = counts.get(table.table_id, 0)
+            if found != table.block_count:
+                return f"{found} of {table.block_count} blocks of '{table.spec.name}' were written"
+        return ""
+
+    def _reason(self, attempt: Attempt, now_s: float) -> str:
+        what = f"checkpoint {attempt.number}"
+        if attempt.is_written:
+            return f"{what} waits for its manifest"
+        if attempt.is_cut:
+            missing = self._servers_missing(attempt) or self._workers_missing(attempt)
+            return f"{what} waits for the files of {self._named(missing, now_s)}"
+        if attempt.awaited:
+            return f"{what} waits for the clocks of {self._named(attempt.awaited, now_s)}"
+        return f"{what} waits for the promises of servers"
+
+    def _named(self, node_ids: set[NodeId], now_s: float) -> str:
+        members = self._state.members
+        return ", ".join(self._describe(members[each].node, now_s) for each in sorted(node_ids))
+
+
+def _answers(state: ClusterState, node: Node) -> bool:
+    """Whether a worker can be asked where it is."""
+    features = state.members[node.node_id].registration.features
+    return node.state is NodeState.ALIVE and CHECKPOINTS_FEATURE in features
