@@ -121,7 +121,7 @@ def _devices() -> range:
 
 def _spare_numpy() -> np.random.RandomState:
     """A generator of the kind that numpy's global one is at present."""
-    kind = type(np.random.get_bit_generator())
+    kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
     return np.random.RandomState(kind())
 
 

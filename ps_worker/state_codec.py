@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.limits import MAX_STATE_HEADER_BYTES
-from ps_worker.state_values import decode, encode
+from ps_worker.state_values import decode, encode, shown
 
 __all__ = ["WorkerState", "decode", "encode", "from_file", "to_file"]
 
@@ -42,6 +42,11 @@ _TYPES: dict[str, type] = {
     "version": int, "checkpoint": int, "cluster_id": str, "rank": int, "clock": int, "crc32": dict,
 }  # fmt: skip
 """What a worker's part says beside its `state`."""
+
+_LOAD_ERRORS = (
+    SafetensorError, AssertionError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What safetensors, and torch under it, raise for files that are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +147,8 @@ def from_file(
     part = _part(header, where)
     try:
         tensors = safetensors.torch.load(raw)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise InvalidCheckpoint(f"{where}: not a whole safetensors file: {error}") from error
+    except _LOAD_ERRORS as error:
+        raise InvalidCheckpoint(f"{where}: not a whole safetensors file: {error!r}") from error
     _check_sums(part["crc32"], tensors, where)
     try:
         state = decode(part["state"], tensors)
@@ -187,7 +192,7 @@ def _header(raw: bytes, where: str) -> bytes:
 def _part(header: bytes, where: str) -> dict[str, Any]:
     part = _json(_json(header, where).get("__metadata__"), where)
     if part.get("version") != VERSION:
-        _refuse(where, f"version {part.get('version')!r}; expected {VERSION}")
+        _refuse(where, f"version {shown(part.get('version'))}; expected {VERSION}")
     if part.keys() != {*_TYPES, "state"}:
         expected = ", ".join(sorted({*_TYPES, "state"}))
         _refuse(where, f"a worker's part says {', '.join(sorted(part))}; expected {expected}")
@@ -195,7 +200,7 @@ def _part(header: bytes, where: str) -> dict[str, Any]:
         value = part[key]
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             expected = "a number that is not negative" if kind is int else f"a {kind.__name__}"
-            _refuse(where, f"{key} is {str(value)[:100]!r}; expected {expected}")
+            _refuse(where, f"{key} is {shown(value)}; expected {expected}")
     return part
 
 
@@ -219,13 +224,16 @@ def _check_sums(sums: dict[str, Any], tensors: dict[str, torch.Tensor], where: s
         odd = min(sums.keys() ^ tensors.keys())
         _refuse(where, f"tensor {odd!r} has no checksum, or a checksum has no tensor")
     for name, tensor in tensors.items():
-        found = _crc32(tensor)
-        if found != sums[name]:
-            _refuse(where, f"tensor {name!r} is damaged: CRC-32 {found}, expected {sums[name]!r}")
+        found, expected = _crc32(tensor), sums[name]
+        if found != expected:
+            _refuse(
+                where, f"tensor {name!r} is damaged: CRC-32 {found}, expected {shown(expected)}"
+            )
 
 
 def _crc32(tensor: torch.Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -88,7 +88,7 @@ class _Path(NamedTuple):
         while here.parent is not None:
             key, here = here.key, here.parent
             is_name = type(key) is str and key.isidentifier() and key.isascii()
-            steps.append(f".{key}" if is_name else f"[{_shown(key)}]")
+            steps.append(f".{key}" if is_name else f"[{shown(key)}]")
         return "".join(reversed(steps)).removeprefix(".") or "the state"
 
 
@@ -454,10 +454,10 @@ _DECODERS: dict[str, _Reader] = {
 
 
 def _refuse(at: _Path, came: object, expected: str) -> NoReturn:
-    raise InvalidCheckpoint(f"{at} is {_shown(came)}; expected {expected}")
+    raise InvalidCheckpoint(f"{at} is {shown(came)}; expected {expected}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value in a message: short, in ASCII, and never an error of its own."""
     if type(value) is int and value.bit_length() > 64:  # Python refuses to write huge ones out
         return f"an integer of {value.bit_length()} bits"
