@@ -76,7 +76,8 @@ def to_file(
         The file's length in bytes and the SHA-256 of its header, in hexadecimal.
 
     Blocking:
-        Until the file and its name are on the disk. `state` is copied first.
+        Until the file and its name are on the disk. `state` is copied first; while the file is
+            made its tensors are in memory three times.
 
     Raises:
         InvalidConfig: `state` has something that cannot be saved, or is too large.
@@ -94,23 +95,18 @@ def to_file(
     }
     text = json.dumps(part, allow_nan=False, separators=(",", ":"))
     try:
-        safetensors.torch.save_file(tensors, path, {"pushpull": text})
-    except KeyError as error:
-        raise InvalidConfig(f"the installed safetensors cannot hold {error}") from error
-    except SafetensorError as error:
-        raise OSError(f"cannot write {os.fspath(path)}: {error}") from error
-    with Path(path).open("rb") as file:
-        os.fsync(file.fileno())
-        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if header_bytes > MAX_STATE_HEADER_BYTES:
-            raise InvalidConfig(
-                f"the state without its tensors has {header_bytes} bytes; at most "
-                f"{MAX_STATE_HEADER_BYTES}: long lists of numbers fit as tensors or arrays"
-            )
-        digest = hashlib.sha256(file.read(header_bytes)).hexdigest()
-        byte_count = os.fstat(file.fileno()).st_size
-    _sync_folder(Path(path).parent)
-    return byte_count, digest
+        raw = safetensors.torch.save(tensors, {"pushpull": text})
+    except (SafetensorError, KeyError) as error:
+        raise InvalidConfig(f"the state fits no safetensors file: {error!r}") from error
+    header_bytes = int.from_bytes(raw[:LENGTH_BYTES], "little")
+    if header_bytes > MAX_STATE_HEADER_BYTES:  # nothing could read it back
+        raise InvalidConfig(
+            f"the state without its tensors has {header_bytes} bytes; at most "
+            f"{MAX_STATE_HEADER_BYTES}"
+        )
+    _write(Path(path), raw)
+    header = raw[LENGTH_BYTES : LENGTH_BYTES + header_bytes]
+    return len(raw), hashlib.sha256(header).hexdigest()
 
 
 def from_file(
@@ -236,12 +232,17 @@ def _crc32(tensor: torch.Tensor) -> int:
     return zlib.crc32(raw)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _write(path: Path, raw: bytes) -> None:
+    # not safetensors' own save_file: it renames over `path`, readable by its owner alone
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)
     finally:
-        os.close(descriptor)
+        os.close(folder)
 
 
 def _refuse(where: str, reason: str) -> Never:

@@ -417,11 +417,11 @@ class _Decoder:
         return np.frombuffer(raw, dtype)[0]
 
     def _array_dtype(self, body: Any, at: _Path) -> np.dtype[Any]:
-        dtype = np.dtype(object)
+        dtype = None
         if isinstance(body, str) and _ARRAY_DTYPE.fullmatch(body):
             with suppress(TypeError, ValueError, OverflowError):
                 dtype = np.dtype(body)
-        if dtype.str != body:
+        if dtype is None or dtype.str != body:
             _refuse(at, body, "a dtype of numpy, of booleans, numbers or times")
         return dtype
 

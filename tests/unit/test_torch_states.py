@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, 0.01, max_iter=2),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)  # ten numbers on many threads wait for the slowest of a busy machine
+    yield
+    torch.set_num_threads(count)
 
 
 class Training:
