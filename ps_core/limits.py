@@ -178,6 +178,16 @@ MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
 """RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""
 
+MAX_STATE_DEPTH = 64
+"""How deep a worker's own state may be nested: a state that contains itself ends here."""
+
+MAX_STATE_VALUE_COUNT = 10_000_000
+"""Values in a worker's own state, a tensor being one: the order of a large data set as a list fits,
+one inner state that a hundred lists share, and those again, does not."""
+
+MAX_STATE_HEADER_BYTES = 100_000_000
+"""safetensors' own limit: a worker's own state without its tensors."""
+
 MAX_ERROR_MESSAGE_BYTES = 1024
 """An error travels in trailing metadata, twice and escaped; gRPC's default limit there is 8 KiB."""
 

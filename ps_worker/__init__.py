@@ -57,6 +57,7 @@ from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
     from ps_worker.model_pull import pull_model
+    from ps_worker.random_state import RandomState
 
 __all__ = [
     "ASP",
@@ -96,6 +97,7 @@ __all__ = [
     "PushTicket",
     "PushpullError",
     "RMSprop",
+    "RandomState",
     "Recovering",
     "StaleAssignment",
     "StepResult",
@@ -115,6 +117,7 @@ __all__ = [
 _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only reads or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.distributed_optimizer",
+    "RandomState": "ps_worker.random_state",
     "pull_model": "ps_worker.model_pull",
 }
 
