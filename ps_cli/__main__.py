@@ -89,6 +89,7 @@ def train(options: TrainOptions) -> None:
         min_in_sync=options.min_in_sync,
         lease_s=options.lease_s,
         max_restarts=options.max_restarts,
+        checkpoints=options.checkpoints,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
@@ -133,6 +134,7 @@ def up(options: UpOptions) -> None:
         replica_count=options.replicas,
         min_in_sync=options.min_in_sync,
         lease_s=options.lease_s,
+        checkpoints=options.checkpoints,
     )
     _guarded(lambda output: run_up(settings, output))
 

@@ -90,3 +90,32 @@ def options_of(
         return called
 
     return decorate
+
+
+CheckpointUrl = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help="Where checkpoints go: a path, or a URL such as s3://bucket/run. Without it there are "
+        "none.",
+    ),
+]
+CheckpointEvery = Annotated[
+    str,
+    typer.Option(
+        metavar="N|TIME",
+        help="A checkpoint after each N steps, or in each TIME (60s, 5m, 1h). Without it: when "
+        "`pushpull checkpoint create` or the script asks.",
+    ),
+]
+CheckpointKeep = Annotated[
+    int, typer.Option(min=0, help="How many checkpoints are kept; 0: all of them.")
+]
+Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help="Start from a checkpoint: its directory, or where there are some: the newest "
+        "good one. Onto any number of servers and workers.",
+    ),
+]

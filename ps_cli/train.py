@@ -15,8 +15,8 @@ from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worke
 from ps_cli.scheduler_query import SchedulerQuery
 from ps_cli.supervisor import Supervisor
 from ps_core.errors import PushpullError
+from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
 from ps_runtime.launcher import (
-    ClusterShape,
     start_scheduler,
     start_servers,
     worker_command,
@@ -48,6 +48,7 @@ class TrainSettings:
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
+        checkpoints: where it keeps them, and which it starts from.
         max_restarts: how many dead roles may be started again, all in all.
     """
 
@@ -62,6 +63,7 @@ class TrainSettings:
     replica_count: int = 1
     min_in_sync: int = 1
     lease_s: float = 0.0
+    checkpoints: CheckpointPlan = NO_CHECKPOINTS
     max_restarts: int = 0
 
 
@@ -119,6 +121,7 @@ class TrainRun:
             replica_count=settings.replica_count,
             min_in_sync=settings.min_in_sync,
             lease_s=settings.lease_s,
+            checkpoints=settings.checkpoints,
         )
 
     async def _work(self, supervisor: Supervisor, shape: ClusterShape) -> None:

@@ -8,15 +8,20 @@ from typing import Annotated
 import typer
 
 from ps_cli.options import (
+    CheckpointEvery,
+    CheckpointKeep,
+    CheckpointUrl,
     LeaseS,
     MaxWorkerCount,
     MinInSync,
     ReplicaCount,
+    Resume,
     Script,
     ServerCount,
     WorkerCount,
 )
 from ps_cli.train import DEFAULT_LINE_INTERVAL_S
+from ps_runtime.cluster_shape import CheckpointPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class TrainOptions:
     replicas: ReplicaCount = 1
     min_in_sync: MinInSync = 1
     lease_s: LeaseS = 0.0
+    checkpoint_url: CheckpointUrl = ""
+    checkpoint_every: CheckpointEvery = ""
+    checkpoint_keep: CheckpointKeep = 0
+    resume: Resume = ""
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -49,3 +58,14 @@ class TrainOptions:
         bool,
         typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
     ] = False
+
+    @property
+    def checkpoints(self) -> CheckpointPlan:
+        """Where checkpoints go, and which one it starts from.
+
+        Raises:
+            InvalidConfig: they contradict each other.
+        """
+        return CheckpointPlan(
+            self.checkpoint_url, self.checkpoint_every, self.checkpoint_keep, self.resume
+        )

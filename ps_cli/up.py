@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ps_cli.exit_rules import ExitRules
 from ps_cli.output import Output
 from ps_cli.supervisor import Supervisor
-from ps_runtime.launcher import ClusterShape, ReadyRole, start_scheduler, start_servers
+from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
+from ps_runtime.launcher import ReadyRole, start_scheduler, start_servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class UpSettings:
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
+        checkpoints: where it keeps them, and which it starts from.
     """
 
     worker_count: int
@@ -35,6 +37,7 @@ class UpSettings:
     replica_count: int = 1
     min_in_sync: int = 1
     lease_s: float = 0.0
+    checkpoints: CheckpointPlan = NO_CHECKPOINTS
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
@@ -54,6 +57,7 @@ async def run_up(settings: UpSettings, output: Output) -> int:
         replica_count=settings.replica_count,
         min_in_sync=settings.min_in_sync,
         lease_s=settings.lease_s,
+        checkpoints=settings.checkpoints,
     )
     kinds = () if settings.is_quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))

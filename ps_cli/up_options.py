@@ -8,13 +8,18 @@ from typing import Annotated
 import typer
 
 from ps_cli.options import (
+    CheckpointEvery,
+    CheckpointKeep,
+    CheckpointUrl,
     LeaseS,
     MaxWorkerCount,
     MinInSync,
     ReplicaCount,
+    Resume,
     ServerCount,
     WorkerCount,
 )
+from ps_runtime.cluster_shape import CheckpointPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,10 @@ class UpOptions:
     replicas: ReplicaCount = 1
     min_in_sync: MinInSync = 1
     lease_s: LeaseS = 0.0
+    checkpoint_url: CheckpointUrl = ""
+    checkpoint_every: CheckpointEvery = ""
+    checkpoint_keep: CheckpointKeep = 0
+    resume: Resume = ""
     listen: Annotated[
         str,
         typer.Option(help="Where the scheduler listens; port 0 takes a free one."),
@@ -34,3 +43,14 @@ class UpOptions:
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
     ] = False
+
+    @property
+    def checkpoints(self) -> CheckpointPlan:
+        """Where checkpoints go, and which one it starts from.
+
+        Raises:
+            InvalidConfig: they contradict each other.
+        """
+        return CheckpointPlan(
+            self.checkpoint_url, self.checkpoint_every, self.checkpoint_keep, self.resume
+        )

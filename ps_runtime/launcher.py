@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Self
 
-from ps_core import limits
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.role_environment import role_environment
 
 RECENT_LINE_COUNT = 40
@@ -377,65 +377,6 @@ def describe_exit(role_exit: RoleExit, when: str) -> str:
         return f"{head}; it printed nothing"
     lines = "\n".join(f"  [{role_exit.command.name}] {line}" for line in role_exit.recent_lines)
     return f"{head}; its last lines:\n{lines}"
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterShape:
-    """A local cluster. Of what is 0 the scheduler's own setting decides.
-
-    Attributes:
-        server_count: its servers.
-        worker_count: the workers that clock 1 of a BSP table waits for.
-        listen: where the scheduler listens.
-        environment: variables of all roles.
-        max_workers: how many workers there may be in the end.
-        replica_count: servers that hold each range.
-        min_in_sync: replicas that must hold a push before it counts.
-        lease_s: when a node counts as silent, in seconds.
-    """
-
-    server_count: int
-    worker_count: int
-    listen: str = "127.0.0.1:0"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    max_workers: int = 0
-    replica_count: int = 0
-    min_in_sync: int = 0
-    lease_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
-            if count < 1:
-                raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
-        if self.replica_count > self.server_count:
-            raise InvalidConfig(
-                f"replicas is {self.replica_count}; expected 1 to the number of servers, "
-                f"{self.server_count}"
-            )
-        if self.min_in_sync > max(self.replica_count, 1):
-            raise InvalidConfig(
-                f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
-                f"{max(self.replica_count, 1)}"
-            )
-
-    @property
-    def scheduler_arguments(self) -> tuple[str, ...]:
-        """What the scheduler is told of it."""
-        given: dict[str, float] = {
-            "max-workers": self.max_workers,
-            "replicas": self.replica_count,
-            "min-in-sync": self.min_in_sync,
-            "lease-s": self.lease_s,
-        }
-        if self.lease_s:
-            # As many heartbeats to a lease as by default: one may be lost, and one late.
-            shortened_s = self.lease_s * limits.HEARTBEAT_INTERVAL_S / limits.LEASE_S
-            given["heartbeat-interval-s"] = min(limits.HEARTBEAT_INTERVAL_S, shortened_s)
-        return (
-            f"--workers={self.worker_count}",
-            f"--servers={self.server_count}",
-            *(f"--{name}={value:g}" for name, value in given.items() if value),
-        )
 
 
 def start_scheduler(

@@ -21,7 +21,7 @@ import numpy as np
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
-from ps_worker.catalogue import Catalogue
+from ps_worker.checkpoint_verbs import CheckpointVerbs
 from ps_worker.config import worker_config
 from ps_worker.connection import complete
 from ps_worker.counters import Progress
@@ -92,7 +92,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     return Client(worker_config({"scheduler": scheduler, **options}))
 
 
-class Client(Catalogue):
+class Client(CheckpointVerbs):
     """A session with a cluster. Made by `connect`; its verbs may be called from several threads."""
 
     # --- what to know

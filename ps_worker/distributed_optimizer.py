@@ -37,9 +37,11 @@ from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
 from ps_worker.local_optimizer import inner_optimizer
 from ps_worker.model_pull import birth_clock, table_prefix
+from ps_worker.optimizer_state import OptimizerState
 from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer
 from ps_worker.settings import consistency_of
 from ps_worker.step_scale import amp_scale_of, check_unscaled
+from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import StepResult
 from ps_worker.trained_model import TrainedModel
 from ps_worker.trained_table import TrainedTable
@@ -119,6 +121,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._start()
         self._hook_trainable()
         self._is_made = True
+        client.save_points.add_model(self._trained)
+        client.attach_state(
+            f"optimizer/{self._options.name}", OptimizerState(self, self._keeps_parameters)
+        )
 
     def _start(self) -> None:
         """Makes the tables; all workers have rank 0's values in the end."""
@@ -131,6 +137,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._start_from_rank_zero([*self._tables, *self._buffers])
         self._model.begin()
+
+    @property
+    def _keeps_parameters(self) -> bool:
+        """Whether the parameters are this worker's own, and the servers have sums."""
+        return self._inner is not None and not self._model.adds
+
+    def _trained(self) -> list[tuple[TableHandle, bool]]:
+        return [
+            *((table.handle, not table.is_asleep) for table in self._tables),
+            *((buffers.handle, True) for buffers in self._buffers),
+        ]
 
     @property
     def results(self) -> tuple[StepResult, ...]:
@@ -188,6 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed: the next call waits for it again.
         """
+        self._client.save_points.reach(is_explicit=False)
         loss: float | None = None
         if closure is not None:
             check_unscaled(self)
@@ -199,6 +217,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; what left of the gradients that are zeroed takes no part in the step."""
+        if self._is_made:
+            self._client.save_points.reach(is_explicit=False)
         super().zero_grad(set_to_none)
         self._hook_trainable()
         for table in self._tables:
@@ -244,6 +264,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._inner.load_state_dict(state_dict)
             self._share(self._inner)
+
+    @property
+    def has_local_state(self) -> bool:
+        """Whether an optimizer runs at this worker (`Aggregate`, `Add`)."""
+        return self._inner is not None
 
     @property
     def clock(self) -> int:
@@ -324,7 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _birth_clock(self) -> int:
         """The model's clock at present; where workers' clocks differ, 0."""
-        if not self._options.is_in_lockstep:
+        if not self._is_made or not self._options.is_in_lockstep:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
@@ -335,14 +360,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             succession.check_may_join(isinstance(self._optimizer, Aggregate))
         if joins:
             succession.begin_where_the_others_are(self._client, tables)
-        else:
-            for table in tables:
-                table.begin_assign() if is_giver else table.begin_pull()
-            for table in tables:
-                table.finish()
+        given = [t for t in tables if is_giver and t.handle.table.restored_clock is None]
+        for table in () if joins else tables:
+            table.begin_assign() if table in given else table.begin_pull()
+        for table in () if joins else tables:
+            table.finish()
         for table in tables:
-            if not is_giver and isinstance(table, TrainedTable):
-                table.write_parameters()
+            if table not in given and isinstance(table, TrainedTable):
+                self._take_values(table)
+
+    def _take_values(self, table: TrainedTable) -> None:
+        """The parameters are what was pulled; a restored sum is nobody's parameters."""
+        if not self._keeps_parameters or table.handle.table.restored_clock is None:
+            table.write_parameters()
 
     def _hook_trainable(self) -> None:
         """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""

@@ -21,8 +21,10 @@ from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime import logs, wire
+from ps_runtime.checkpoint_calls import MadeCheckpoint, create_checkpoint
 from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_worker.checkpoint_link import CheckpointLink
 from ps_worker.config import WorkerConfig
 from ps_worker.consistent_pulls import ConsistentPuller
 from ps_worker.counters import Counters
@@ -36,7 +38,8 @@ from ps_worker.tickets import Pulled, StepResult
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 
 PROTOCOL_VERSION = 1
-FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
+FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane", "checkpoints")
+_HEARD_WITHIN_S = 2.0
 
 _NAMED_TABLE_COUNT = 8
 
@@ -70,6 +73,7 @@ class Engine:
         self._puller = Puller(self._links, self.counters, lambda: self._view)
         self._consistent = ConsistentPuller(self._puller, lambda: self._view)
         self._take_view(view)
+        self.checkpoints = CheckpointLink(link, post)
         link.progress = self._progress
         link.on_view.append(self._take_view)
         link.on_fenced.append(self._fail)
@@ -107,6 +111,7 @@ class Engine:
     async def stop(self, reason: str) -> None:
         """End everything; with a reason, tell the scheduler that this node has left."""
         if reason:
+            await self.checkpoints.settled(_HEARD_WITHIN_S)
             await self._scheduler.deregister(reason)
         await self._scheduler.close()
         self._fail(Fenced("this client has been closed; connect again"))
@@ -209,6 +214,15 @@ class Engine:
     ) -> Change:
         """Change a table's consistency."""
         return await self._scheduler.set_consistency(name, consistency, after_clock, deadline_s)
+
+    async def create_checkpoint(self, reason: str, deadline_s: float) -> MadeCheckpoint:
+        """Make a checkpoint."""
+        return await create_checkpoint(self._scheduler, reason, deadline_s)
+
+    def watch(self, take_view: Callable[[ClusterView], None]) -> None:
+        """Call `take_view` with this view and each newer one, on the loop. Any thread."""
+        self._scheduler.on_view.append(take_view)
+        self._post(lambda: take_view(self._view))
 
     @property
     def view(self) -> ClusterView:

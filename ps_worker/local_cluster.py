@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Self
 
+from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launcher import (
     READY_DEADLINE_S,
-    ClusterShape,
     Launcher,
     start_scheduler,
     start_servers,
@@ -25,6 +25,8 @@ class LocalCluster:
         workers: how many workers clock 1 of a BSP table waits for.
         ready_deadline_s: how long each role may take until it serves.
         replicas: servers that hold each range, so that all but one of them may die.
+        checkpoint_url: where checkpoints go; empty: nowhere.
+        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
 
     Blocking: until all roles serve.
 
@@ -40,8 +42,11 @@ class LocalCluster:
         workers: int = 1,
         ready_deadline_s: float = READY_DEADLINE_S,
         replicas: int = 1,
+        checkpoint_url: str = "",
+        resume: str = "",
     ) -> None:
-        shape = ClusterShape(servers, workers, replica_count=replicas)
+        checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
+        shape = ClusterShape(servers, workers, replica_count=replicas, checkpoints=checkpoints)
         self._launcher = Launcher()
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
@@ -84,10 +89,12 @@ def local_cluster(
     workers: int = 1,
     ready_deadline_s: float = READY_DEADLINE_S,
     replicas: int = 1,
+    checkpoint_url: str = "",
+    resume: str = "",
 ) -> LocalCluster:
     """Start a cluster on this machine; see `LocalCluster`.
 
     >>> with local_cluster(servers=2, workers=1) as cluster:  # doctest: +SKIP
     ...     client = ps_worker.connect(cluster.address)
     """
-    return LocalCluster(servers, workers, ready_deadline_s, replicas)
+    return LocalCluster(servers, workers, ready_deadline_s, replicas, checkpoint_url, resume)

@@ -184,7 +184,7 @@ class TableSteps:
         self.table = table
         self._sink = sink
         self._lock = threading.Lock()
-        self._clock = 0
+        self._clock = table.restored_clock or 0
         self._open: Step | None = None
         self._assign: Step | None = None
         self._tickets: list[PushTicket] = []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from google.protobuf.json_format import ParseDict, ParseError
-
-from ps_core.consistency import parsed
-from ps_core.errors import InvalidCheckpoint, PushpullError
+from ps_core.consistency import Consistency, parsed
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import SavedTable
-from ps_runtime import logs, wire
+from ps_runtime import logs
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
-from pushpull.v1 import types_pb2
 from scheduler.cluster_state import Restored, RestoredTable
 
 
@@ -42,16 +39,19 @@ def restored_from(url: str) -> Restored:
         logs.warning("checkpoint_passed_over", reason=reason)
     with found.reader as reader:
         manifest, where = reader.manifest, reader.directory.url
-        tables = {table.name: _restored_table(table, where) for table in manifest.tables}
+        tables = {
+            saved.name: RestoredTable(
+                reader.tables[saved.name].spec, _setting(saved, where), saved.clock
+            )
+            for saved in manifest.tables
+        }
     clock = max((table.clock for table in tables.values()), default=0)
     logs.info("checkpoint_chosen", url=where, number=manifest.number, clock=clock)
     return Restored(where, tables)
 
 
-def _restored_table(saved: SavedTable, where: str) -> RestoredTable:
+def _setting(saved: SavedTable, where: str) -> Consistency:
     try:
-        message = ParseDict(dict(saved.spec), types_pb2.TableSpec(), ignore_unknown_fields=True)
-        spec = wire.spec_from_proto(message).validated()
-        return RestoredTable(spec, parsed(saved.consistency), saved.clock)
-    except (ParseError, PushpullError) as error:
-        raise InvalidCheckpoint(f"{where}: the spec of table '{saved.name}': {error}") from error
+        return parsed(saved.consistency)
+    except InvalidConfig as error:
+        raise InvalidCheckpoint(f"{where}: table '{saved.name}': {error.message}") from error

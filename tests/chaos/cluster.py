@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import (
-    ClusterShape,
     Launcher,
     RoleCommand,
     RoleProcess,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import (
-    ClusterShape,
     Launcher,
     RoleProcess,
     start_scheduler,

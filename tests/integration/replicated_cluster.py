@@ -15,8 +15,8 @@ import grpc
 
 import ps_worker as ps
 from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import (
-    ClusterShape,
     Launcher,
     RoleProcess,
     start_scheduler,

@@ -10,9 +10,9 @@ import pytest
 
 import ps_worker as ps
 from ps_runtime.clock import now_s
+from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import (
     READY_DEADLINE_S,
-    ClusterShape,
     Launcher,
     start_scheduler,
     start_servers,

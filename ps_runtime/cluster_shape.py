@@ -1,0 +1,131 @@
+"""What a local cluster is to be like, and what its scheduler is told of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig
+
+_EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """Where a cluster keeps checkpoints, and which it starts from.
+
+    Attributes:
+        url: a path, or a URL that fsspec knows; empty: nowhere.
+        every: "100" for each hundredth step, "60s", "5m" or "1h" for a time; empty: only on demand.
+        keep: how many are kept; 0: all.
+        resume: a checkpoint's directory, or what has them; empty: it starts anew.
+    """
+
+    url: str = ""
+    every: str = ""
+    keep: int = 0
+    resume: str = ""
+
+    def __post_init__(self) -> None:
+        if self.every and not self.url:
+            raise InvalidConfig(
+                f"a checkpoint every {self.every} has no place to go; give --checkpoint-url"
+            )
+        if self.every:
+            self._every()
+        if self.keep < 0:
+            raise InvalidConfig(f"keep is {self.keep} checkpoints; expected 0 (all) or more")
+
+    def _every(self) -> tuple[float, str]:
+        found = _EVERY.fullmatch(self.every.replace(" ", ""))
+        if found is None or not float(found[1]) or (not found[2] and "." in found[1]):
+            raise InvalidConfig(
+                f"a checkpoint every '{self.every}'; expected a number of steps such as 100, or a "
+                "time such as 60s, 5m, 1h"
+            )
+        return float(found[1]), found[2] or ""
+
+    @property
+    def scheduler_arguments(self) -> tuple[str, ...]:
+        """What the scheduler is told of it."""
+        given = []
+        if self.url:
+            given.append(f"--checkpoint-url={self.url}")
+        if self.every:
+            number, unit = self._every()
+            seconds = number * _SECONDS.get(unit, 0.0)
+            name, value = ("s", seconds) if unit else ("clocks", number)
+            given.append(f"--checkpoint-every-{name}={value:g}")
+        if self.keep:
+            given.append(f"--checkpoint-keep={self.keep}")
+        if self.resume:
+            given.append(f"--resume={self.resume}")
+        return tuple(given)
+
+
+NO_CHECKPOINTS = CheckpointPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """A local cluster. Of what is 0 the scheduler's own setting decides.
+
+    Attributes:
+        server_count: its servers.
+        worker_count: the workers that clock 1 of a BSP table waits for.
+        listen: where the scheduler listens.
+        environment: variables of all roles.
+        max_workers: how many workers there may be in the end.
+        replica_count: servers that hold each range.
+        min_in_sync: replicas that must hold a push before it counts.
+        lease_s: when a node counts as silent, in seconds.
+        checkpoints: where it keeps checkpoints, and which it starts from.
+    """
+
+    server_count: int
+    worker_count: int
+    listen: str = "127.0.0.1:0"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_workers: int = 0
+    replica_count: int = 0
+    min_in_sync: int = 0
+    lease_s: float = 0.0
+    checkpoints: CheckpointPlan = NO_CHECKPOINTS
+
+    def __post_init__(self) -> None:
+        for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
+            if count < 1:
+                raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
+        if self.replica_count > self.server_count:
+            raise InvalidConfig(
+                f"replicas is {self.replica_count}; expected 1 to the number of servers, "
+                f"{self.server_count}"
+            )
+        if self.min_in_sync > max(self.replica_count, 1):
+            raise InvalidConfig(
+                f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
+                f"{max(self.replica_count, 1)}"
+            )
+
+    @property
+    def scheduler_arguments(self) -> tuple[str, ...]:
+        """What the scheduler is told of it."""
+        given: dict[str, float] = {
+            "max-workers": self.max_workers,
+            "replicas": self.replica_count,
+            "min-in-sync": self.min_in_sync,
+            "lease-s": self.lease_s,
+        }
+        if self.lease_s:
+            # As many heartbeats to a lease as by default: one may be lost, and one late.
+            shortened_s = self.lease_s * limits.HEARTBEAT_INTERVAL_S / limits.LEASE_S
+            given["heartbeat-interval-s"] = min(limits.HEARTBEAT_INTERVAL_S, shortened_s)
+        return (
+            f"--workers={self.worker_count}",
+            f"--servers={self.server_count}",
+            *(f"--{name}={value:g}" for name, value in given.items() if value),
+            *self.checkpoints.scheduler_arguments,
+        )

@@ -1,0 +1,54 @@
+"""What a worker says to the scheduler about checkpoints, from whichever thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from ps_core.errors import PushpullError
+from ps_core.keys import TableId
+from ps_runtime import logs
+from ps_runtime.checkpoint_calls import PartReport, join_checkpoint, report_part
+from ps_runtime.scheduler_link import SchedulerLink
+
+
+class CheckpointLink:
+    """See `ps_worker.save_points.Scheduler`.
+
+    Args:
+        link: the tie to the scheduler.
+        post: calls a function on the loop of `link`, from any thread, in order.
+    """
+
+    def __init__(self, link: SchedulerLink, post: Callable[..., None]) -> None:
+        self._link = link
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def join_checkpoint(
+        self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
+    ) -> None:
+        """Say where this worker is."""
+        self._post(self._start, join_checkpoint(self._link, number, clocks, has_state))
+
+    def report_part(self, number: int, part: PartReport) -> None:
+        """Say what was written."""
+        self._post(self._start, report_part(self._link, number, part))
+
+    def _start(self, saying: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._say(saying))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _say(saying: Coroutine[Any, Any, None]) -> None:
+        try:
+            await saying
+        except PushpullError as error:
+            logs.warning("checkpoint_word_unheard", error=error.message)
+
+    async def settled(self, deadline_s: float) -> None:
+        """Wait until all that was said is heard, at most so long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)

@@ -1,0 +1,167 @@
+"""What a client does about checkpoints: asks for one, and says what of its own belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ps_core.change import Checkpoint
+from ps_core.errors import InvalidConfig
+from ps_runtime.checkpoint_calls import MadeCheckpoint, PartReport
+from ps_worker.catalogue import Catalogue
+from ps_worker.config import WorkerConfig
+from ps_worker.connection import GRACE_S
+from ps_worker.save_points import HasState, SavePoints
+
+if TYPE_CHECKING:
+    from ps_worker.saved_states import RestoredStates
+
+_WRITTEN_WITHIN_S = 60.0
+"""What a worker that leaves gives its own state, to be written."""
+
+
+class CheckpointTicket:
+    """A checkpoint on its way."""
+
+    def __init__(self, future: Future[MadeCheckpoint], deadline_s: float) -> None:
+        self.future = future
+        self._deadline_s = deadline_s
+
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self.future.done()
+
+    def wait(self, timeout_s: float | None = None) -> MadeCheckpoint:
+        """Its number, directory and size.
+
+        Args:
+            timeout_s: how long to wait; None means what `checkpoint` was given.
+
+        Blocking: until it is complete. A worker that trains should take its next steps first: the
+            cut may be a step ahead of it.
+
+        Raises:
+            InvalidConfig: the cluster has nowhere to put checkpoints.
+            InvalidCheckpoint: it could not be written; the message says what, and why.
+            WaitExpired: it was not complete in time; the message says who is missing.
+        """
+        waits_s = self._deadline_s if timeout_s is None else timeout_s
+        return self.future.result(waits_s + GRACE_S)
+
+
+class CheckpointVerbs(Catalogue):
+    """The part of `ps_worker.client.Client` that is about checkpoints."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self._restored: RestoredStates | None = None
+        self.save_points = SavePoints(
+            self.engine.checkpoints, lambda: list(self._handles.values()), self._copied
+        )
+        if not self.is_reader:
+            self.engine.watch(self.save_points.take_view)
+
+    def _copied(
+        self, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
+    ) -> Callable[[], PartReport]:
+        # Here, so that those who have no state start without torch.
+        from ps_worker.saved_states import copied
+
+        return copied(self.session, checkpoint, clock, states)
+
+    @property
+    def restored_from(self) -> str:
+        """The directory of the checkpoint that the cluster was started from; empty if of none."""
+        return self.engine.view.restored_from
+
+    def restored_state(self, name: str, *, per_rank: bool = False) -> Any | None:
+        """What the checkpoint that the cluster was started from has by this name of `attach_state`.
+
+        Blocking, Raises: as there.
+        """
+        if not self.restored_from or self.is_newcomer:
+            return None
+        if self._restored is None:
+            from ps_worker.saved_states import RestoredStates
+
+            self._restored = RestoredStates(self.restored_from, self.rank)
+        return None if per_rank and not self._restored.is_own else self._restored.find(name)
+
+    def _end(self, reason: str) -> None:
+        if self._is_closed:
+            return
+        self.save_points.close(_WRITTEN_WITHIN_S if reason else 0.0)
+        super()._end(reason)
+
+    def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
+        """Make a checkpoint of all tables, their optimizers' state, and what workers attached.
+
+        Any client may ask. For a worker the call is a save point: call it where `save_point` would
+        be. If all workers call it after the same step, the checkpoint is of that step; if one does,
+        it is of that step or, where others are further, of one of the next. Training goes on while
+        it is written. Who asks while one is about to be made has that one.
+
+        Args:
+            reason: for its manifest.
+            timeout_s: how long it may take; None means the client's request_deadline_s.
+
+        Returns:
+            A ticket, to be waited for.
+
+        Blocking: workers: until it is settled where the tables are cut, usually some milliseconds.
+        """
+        self.check_usable()
+        deadline_s = self.deadline_s(timeout_s)
+        future = self._loop.start(self.engine.create_checkpoint(reason, deadline_s))
+        if not self.is_reader:
+            self.save_points.rest(future.done)
+        return CheckpointTicket(future, deadline_s)
+
+    def attach_state(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
+        """Make something part of this worker's checkpoints: a learning rate schedule, a GradScaler,
+        `RandomState()`, the position in the data, anything with `state_dict` and
+        `load_state_dict`. A `DistributedOptimizer` attaches itself.
+
+        In a cluster that was started from a checkpoint the state that it has by this name is loaded
+        at once. Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts,
+        torch tensors and numpy arrays: nothing is pickled.
+
+        Args:
+            name: unique in this worker; the same after a restart.
+            state: what is asked for its state at save points, and given it back here.
+            per_rank: it differs from worker to worker, as a position in the data does. Then a
+                worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
+                over the lowest rank's.
+
+        Blocking: while the checkpoint's part is read, the first time.
+
+        Raises:
+            InvalidConfig: the name is taken, or `state` lacks a method.
+            NotPermitted: a reader has no state.
+            InvalidCheckpoint: the checkpoint's part cannot be read.
+        """
+        self.check_may_push("attach state")
+        self.save_points.attach(name, state)
+        found = self.restored_state(name, per_rank=per_rank)
+        if found is not None:
+            state.load_state_dict(found)
+
+    def save_point(self) -> None:
+        """Say that everything of the last step has been done, schedules and data position included:
+        here this worker's own state may be written down. Call it at the end of each pass through
+        the training loop.
+
+        A script that never calls it has its save points where the next step begins: at
+        `zero_grad`, or at `step` where that comes first.
+
+        Blocking: a moment, while a checkpoint is being settled.
+
+        Raises:
+            InvalidConfig: nothing was ever attached: there is no `DistributedOptimizer`, and no
+                `attach_state`.
+        """
+        self.check_may_push("have save points")
+        if not self.save_points.has_state:
+            raise InvalidConfig("this worker has attached no state; see attach_state")
+        self.save_points.reach()

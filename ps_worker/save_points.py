@@ -1,0 +1,315 @@
+"""Where a worker's own state is written down: between two steps, at the clock of a checkpoint's cut
+(SEMANTICS S10).
+
+    view says proposed -> this worker answers at which clocks it is next between two steps
+    view says cut      -> there, its state is copied and written; the step after it may begin
+
+Rules:
+    - A save point is a place in the training loop where everything of the last step has been done:
+      schedules have moved on, the data position too. `Client.save_point` is one; for a script that
+      has none of its own, the beginning of the next step is.
+    - From its answer until the cut is settled a worker does not leave the save point that it has
+      named: the state that belongs to the cut would be gone.
+    - The answer is given on the background thread, whatever the script does meanwhile; a script
+      that waits for other workers in a step holds nobody up.
+    - What cannot be written is reported as lost, and training goes on.
+
+Invariants:
+    SV-1  A state that is written as of a clock was copied when its worker was at that clock.
+
+What it deliberately does not do: choose clocks (`scheduler.checkpoints` does), or know what states
+are (`ps_worker.state_values` does).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from ps_core import limits
+from ps_core.change import Checkpoint
+from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Mode
+from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.keys import TableId
+from ps_runtime import logs
+from ps_runtime.checkpoint_calls import PartReport, ReportedTable
+from ps_runtime.clock import now_s
+from ps_worker.table_handle import TableHandle
+
+_MAX_NAME_BYTES = 200
+_LOOK_S = 0.5
+
+
+class HasState(Protocol):
+    """Anything whose state can be written down and taken over."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state: values of the kinds that `ps_worker.state_values` lists."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Takes over what `state_dict` gave."""
+        ...
+
+
+class Scheduler(Protocol):
+    """What save points say to the scheduler; any thread."""
+
+    def join_checkpoint(
+        self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
+    ) -> None:
+        """Say where this worker is."""
+        ...
+
+    def report_part(self, number: int, part: PartReport) -> None:
+        """Say what was written."""
+        ...
+
+
+Write = Callable[[Checkpoint, int, Mapping[str, Mapping[str, Any]]], Callable[[], PartReport]]
+"""Copies the states of a checkpoint at a clock; what it returns writes the copy to its file."""
+
+Trained = Callable[[], Iterable[tuple[TableHandle, bool]]]
+"""The tables that a model steps, and whether each is awake."""
+
+
+class SavePoints:
+    """The save points of one worker.
+
+    Args:
+        scheduler: who is told.
+        handles: the worker's tables.
+        write: how its state is written.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, handles: Callable[[], Iterable[TableHandle]], write: Write
+    ) -> None:
+        self._scheduler = scheduler
+        self._handles = handles
+        self._write = write
+        self._changed = threading.Condition()
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: set[Future[None]] = set()
+        self._attached: dict[str, HasState] = {}
+        self._models: list[Trained] = []
+        self._passed: dict[TableId, int] = {}
+        self._stepped: dict[TableId, bool] = {}
+        self._view: ClusterView | None = None
+        self._asked = 0  # the newest checkpoint that was answered
+        self._saved = 0  # the newest that was written, or lost
+        self._is_resting = False
+        self._is_explicit = False
+        self._is_closed = False
+
+    # --- what is saved
+
+    def attach(self, name: str, state: HasState) -> None:
+        """From now on this is part of the worker's state.
+
+        Raises:
+            InvalidConfig: the name is taken, or `state` has no state_dict.
+        """
+        if not name or len(name.encode()) > _MAX_NAME_BYTES:
+            raise InvalidConfig(f"the name '{name[:40]}' is not of 1 to {_MAX_NAME_BYTES} bytes")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(state, method, None)):
+                raise InvalidConfig(
+                    f"'{name}' is a {type(state).__name__} without {method}(); expected something "
+                    "with state_dict() and load_state_dict()"
+                )
+        with self._changed:
+            if self._attached.get(name, state) is not state:
+                raise InvalidConfig(
+                    f"another state is attached as '{name}'; give each its own name"
+                )
+            self._attached[name] = state
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything was attached."""
+        return bool(self._attached)
+
+    def add_model(self, trained: Trained) -> None:
+        """These tables take their steps together, once between two save points."""
+        with self._changed:
+            self._models.append(trained)
+            self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+
+    # --- what the cluster says
+
+    def take_view(self, view: ClusterView) -> None:
+        """A newer view; on the background thread."""
+        with self._changed:
+            self._view = view
+            checkpoint = view.checkpoint
+            is_new = checkpoint is not None and checkpoint.number > self._asked
+            if checkpoint is not None and is_new and not checkpoint.is_cut:
+                self._asked = checkpoint.number
+                self._join()
+            self._changed.notify_all()
+
+    def _join(self) -> None:
+        self._scheduler.join_checkpoint(
+            self._asked, self._next_clocks(), has_state=bool(self._attached)
+        )
+
+    def _next_clocks(self) -> dict[TableId, int]:
+        """The clocks at the save point that the worker is at, or that it comes to next."""
+        clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+        if self._is_resting or not self._attached:
+            return clocks
+        for trained in self._models:
+            for handle, is_awake in trained():
+                table_id, passed = handle.table.table_id, self._passed.get(handle.table.table_id, 0)
+                steps = is_awake and self._stepped.get(table_id, True)
+                clocks[table_id] = max(handle.clock, passed + steps)
+        return clocks
+
+    def close(self, timeout_s: float) -> None:
+        """The worker leaves: what is being written is waited for, at most so long."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            writing = list(self._writing)
+        end_s = now_s() + timeout_s
+        for each in writing:
+            try:
+                each.result(max(end_s - now_s(), 0.0))
+            except TimeoutError:
+                logs.warning("checkpoint_part_not_waited_for", waited_s=timeout_s)
+                break
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- what the script says
+
+    def reach(self, *, is_explicit: bool = True) -> None:
+        """The script is at a save point: all of the last step has been done.
+
+        Args:
+            is_explicit: it says so itself; from then on only what it says counts.
+
+        Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`;
+            and while its own state is copied.
+        """
+        with self._changed:
+            self._is_explicit = self._is_explicit or is_explicit
+            if self._is_explicit is not is_explicit or not self._attached:
+                return
+            self._arrive()
+        try:
+            self._rest(self._is_settled)
+        finally:
+            self._go_on()
+
+    def rest(self, is_over: Callable[[], bool]) -> None:
+        """As `reach`; besides, wait for a checkpoint that is about to be proposed, until it is
+        settled or `is_over`.
+        """
+        with self._changed:
+            self._arrive()
+            asked = self._asked
+
+        def ends() -> bool:
+            begun = self._view is not None and self._view.checkpoint is not None
+            return is_over() or (self._is_settled() and (begun or self._asked != asked))
+
+        try:
+            self._rest(ends)
+        finally:
+            self._go_on()
+
+    def _arrive(self) -> None:
+        for trained in self._models:
+            for handle, _ in trained():
+                table_id = handle.table.table_id
+                if handle.clock != self._passed.get(table_id):
+                    self._stepped[table_id] = True
+                elif self._is_explicit:
+                    self._stepped[table_id] = False
+        self._is_resting = True
+
+    def _go_on(self) -> None:
+        with self._changed:
+            for trained in self._models:
+                self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+            self._is_resting = False
+
+    def _is_settled(self) -> bool:
+        """Whether no checkpoint that was answered waits for its cut."""
+        checkpoint = None if self._view is None else self._view.checkpoint
+        return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._asked
+
+    def _rest(self, is_over: Callable[[], bool]) -> None:
+        until_s = now_s() + limits.CHECKPOINT_CUT_S
+        with self._changed:
+            while not is_over() and not self._is_closed and now_s() < until_s:
+                self._changed.wait(min(until_s - now_s(), _LOOK_S))
+            due = self._due()
+        if due is not None:
+            self._save(*due)
+
+    def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:
+        """The checkpoint whose cut this worker is at, if it is; and its clocks."""
+        view = self._view
+        checkpoint = None if view is None else view.checkpoint
+        if view is None or checkpoint is None or not checkpoint.is_cut or not self._attached:
+            return None
+        if checkpoint.number != self._asked or checkpoint.number == self._saved:
+            return None
+        if any(
+            handle.clock < cut_clock(view, handle, checkpoint.number)
+            for trained in self._models
+            for handle, _ in trained()
+        ):
+            return None
+        clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+        self._saved = checkpoint.number
+        return checkpoint, clocks
+
+    def _save(self, checkpoint: Checkpoint, clocks: dict[TableId, int]) -> None:
+        tables = {table_id: ReportedTable(0, clock) for table_id, clock in clocks.items()}
+        try:
+            with self._changed:
+                attached = dict(self._attached)
+            states = {name: state.state_dict() for name, state in attached.items()}
+            write = self._write(checkpoint, max(clocks.values(), default=0), states)
+        except Exception as error:  # noqa: BLE001 - whatever a state does, training goes on
+            self._lost(checkpoint, error)
+            return
+        with self._changed:
+            writing = self._threads.submit(self._written, checkpoint, write, tables)
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+
+    def _written(
+        self,
+        checkpoint: Checkpoint,
+        write: Callable[[], PartReport],
+        tables: Mapping[TableId, ReportedTable],
+    ) -> None:
+        try:
+            part = write()
+        except Exception as error:  # noqa: BLE001 - as in `_save`
+            self._lost(checkpoint, error)
+            return
+        report = PartReport(part.file, part.byte_count, part.header_sha256, tables)
+        self._scheduler.report_part(checkpoint.number, report)
+
+    def _lost(self, checkpoint: Checkpoint, error: Exception) -> None:
+        said = error.message if isinstance(error, PushpullError) else repr(error)
+        logs.warning("checkpoint_state_lost", number=checkpoint.number, reason=said)
+        self._scheduler.report_part(checkpoint.number, PartReport(problem=said))
+
+
+def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int:
+    """The clock that a worker must have reached to write its state: that of the table's cut; 0
+    where it is not cut, or by each range at a moment of its own.
+    """
+    table = view.tables_by_id.get(handle.table.table_id)
+    if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
+        return 0
+    return 0 if table.consistency.mode is Mode.ASP else table.cut.after_clock

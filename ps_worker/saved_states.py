@@ -1,0 +1,104 @@
+"""A worker's own state, to its file in a checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ps_core.change import Checkpoint
+from ps_core.cluster_view import Session
+from ps_core.errors import InvalidCheckpoint
+from ps_runtime.checkpoint_calls import PartReport
+from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint_reader import CheckpointReader
+from ps_runtime.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_worker.state_values import decode, encode
+
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def copied(
+    session: Session, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
+) -> Callable[[], PartReport]:
+    """Copy what a worker has attached, as of a clock; see `ps_worker.save_points.Write`.
+
+    Raises:
+        InvalidConfig: something in it cannot be written.
+    """
+    file = f"worker-{session.rank}-{session.incarnation}.safetensors"
+    state, tensors = encode(states)
+    part = WorkerPart(checkpoint.number, session.cluster_id, session.rank, clock, state)
+    payloads = {name: _payload(tensor) for name, tensor in tensors.items()}
+
+    def write() -> PartReport:
+        directory = CheckpointDirectory(locate(checkpoint.url))
+        directory.create()
+        path = directory.begin(file)
+        written = write_worker_part(path, part, payloads)
+        directory.commit(file, path)
+        return PartReport(file, written.byte_count, written.header_sha256)
+
+    return write
+
+
+def _payload(tensor: torch.Tensor) -> WorkerTensor:
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
+    raw = flat.numpy().data.cast("B") if tensor.numel() else b""
+    return WorkerTensor(_NAMES[tensor.dtype], tuple(tensor.shape), raw)
+
+
+class RestoredStates:
+    """What the workers of a checkpoint wrote of their own, for one that starts from it.
+
+    Args:
+        url: the checkpoint's directory.
+        rank: whose part it takes: where there is none of that rank, the lowest rank's.
+
+    Attributes:
+        is_own: whether the part is of that rank.
+
+    Blocking: reads the part.
+
+    Raises:
+        InvalidCheckpoint: it cannot be read.
+    """
+
+    def __init__(self, url: str, rank: int) -> None:
+        self._states: Mapping[Any, Any] = {}
+        with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
+            workers = sorted(reader.manifest.workers, key=lambda w: (w.rank != rank, w.rank))
+            found = next((worker for worker in workers if worker.file), None)
+            self.is_own = found is not None and found.rank == rank
+            if found is None:
+                return
+            header = reader.headers[found.file]
+            if header.worker is None:
+                raise InvalidCheckpoint(f"{header.where} is no worker's part")
+            tensors = {
+                name: _tensor(stored.dtype, stored.shape, reader.read_file(found.file, name))
+                for name, stored in header.tensors.items()
+            }
+            self._states = decode(header.worker.state, tensors)
+
+    def find(self, name: str) -> Any | None:
+        """The state that was attached by that name; None if there was none."""
+        return self._states.get(name)
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], raw: bytearray) -> torch.Tensor:
+    if dtype not in _DTYPES:
+        raise InvalidCheckpoint(f"a worker's tensor is {dtype}, which this version does not know")
+    if not raw:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    flat = torch.from_numpy(np.frombuffer(raw, np.uint8))
+    return flat.view(_DTYPES[dtype]).reshape(shape)
