@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
-from ps_core.manifest import MANIFEST_FILE, Manifest, from_json, to_json
+from ps_core.manifest import MANIFEST_FILE, Manifest, from_json, number_of, to_json
 from ps_runtime.disk import DISK, Disk
 
 _EXTRAS = {"s3": "s3fs, which comes with: pip install 'pushpull[s3]'"}
@@ -259,7 +259,13 @@ class CheckpointDirectory:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise InvalidCheckpoint(f"{where} is not a manifest: {error}; expected UTF-8") from None
-        return from_json(text, where)
+        manifest = from_json(text, where)
+        if number_of(self.name) is not None and manifest.directory != self.name:
+            raise InvalidCheckpoint(
+                f"{where}: it is the manifest of checkpoint {manifest.directory}; expected that of "
+                f"{self.name}"
+            )
+        return manifest
 
     def open(self, file: str) -> BinaryIO:
         """A file, for reading; one thread at a time.

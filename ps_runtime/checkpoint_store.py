@@ -100,7 +100,7 @@ class CheckpointStore:
             InvalidCheckpoint: it is bad: the reason, and which is the newest good one.
         """
         try:
-            return self._reader(name)
+            return CheckpointReader(self.named(name))
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
@@ -129,19 +129,9 @@ class CheckpointStore:
             self.named(name).remove()
         return removed
 
-    def _reader(self, name: str) -> CheckpointReader:
-        directory = self.named(name)
-        reader = CheckpointReader(directory)
-        if reader.manifest.directory != name and number_of(name) is not None:
-            reader.close()
-            raise InvalidCheckpoint(
-                f"{directory.url}: its manifest is that of checkpoint {reader.manifest.directory}"
-            )
-        return reader
-
     def _judged(self, name: str) -> Manifest | InvalidCheckpoint:
         try:
-            with self._reader(name) as reader:
+            with CheckpointReader(self.named(name)) as reader:
                 return reader.manifest
         except InvalidCheckpoint as error:
             return error
@@ -179,7 +169,7 @@ def resolve(url: str) -> Resolved:
     passed_over: list[str] = []
     for name in reversed(store.names()):
         try:
-            return Resolved(store._reader(name), tuple(passed_over))
+            return Resolved(CheckpointReader(store.named(name)), tuple(passed_over))
         except InvalidCheckpoint as error:
             passed_over.append(error.message)
     reasons = "".join(f"\n  {reason}" for reason in passed_over) or ": there is none"
