@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ps_runtime.part_writer import (
     PlannedTable,
     WorkerPart,
     WorkerTensor,
+    WrittenPart,
     write_worker_part,
 )
 from ps_runtime.wire import spec_to_proto
@@ -108,13 +109,16 @@ def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK)
     return SavedWorker(0, 41, file, written.byte_count, written.header_sha256)
 
 
+def tables_of(specs: Sequence[TableSpec]) -> tuple[SavedTable, ...]:
+    return tuple(
+        SavedTable(s.name, spec_json(s), str(s.consistency), 41, False, block_count(s))
+        for s in specs
+    )
+
+
 def manifest_of(
     number: int, parts: tuple[SavedPart, ...], workers: tuple[SavedWorker, ...] = ()
 ) -> Manifest:
-    tables = tuple(
-        SavedTable(s.name, spec_json(s), str(s.consistency), 41, False, block_count(s))
-        for s in SPECS
-    )
     return Manifest(
         number=number,
         created="2026-11-22T10:20:00Z",
@@ -122,7 +126,7 @@ def manifest_of(
         cluster_id=CLUSTER_ID,
         timeline=bytes(16),
         worker_count=2,
-        tables=tables,
+        tables=tables_of(SPECS),
         parts=parts,
         workers=workers,
     )
@@ -140,9 +144,9 @@ def write_checkpoint(directory: CheckpointDirectory, number: int, disk: Disk = D
     return manifest
 
 
-def changed(manifest: Manifest, **fields: Any) -> Manifest:
-    return replace(manifest, **fields)
-
-
-def without(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key != name}
+def saved(
+    specs: Sequence[TableSpec], file: str, written: WrittenPart, counts: Mapping[str, int]
+) -> Manifest:
+    """The manifest of a checkpoint with one part."""
+    part = SavedPart(file, written.byte_count, written.header_sha256, counts)
+    return replace(manifest_of(1, (part,)), tables=tables_of(specs))
