@@ -90,8 +90,7 @@ def variables() -> str:
 
 def commands() -> Iterator[str]:
     """Every command of `pushpull` with its options."""
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
+    for name, command in _commands(typer.main.get_command(app)):
         rows = [
             (
                 f"`{max(parameter.opts, key=len)}`",
@@ -103,6 +102,13 @@ def commands() -> Iterator[str]:
         text = inspect.cleandoc(command.help or "")
         options = "\n" + table(("option", "default", "meaning"), rows) if rows else ""
         yield f"## `pushpull {name}`\n\n{text}\n{options}"
+
+
+def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield name, command
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {inner}", c) for inner, c in _commands(command))
 
 
 def errors() -> str:

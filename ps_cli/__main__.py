@@ -7,17 +7,18 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Coroutine
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from ps_cli.bench_options import BenchOptions
+from ps_cli.checkpoint_app import checkpoint_app
 from ps_cli.compare_options import CompareOptions
 from ps_cli.options import options_of
 from ps_cli.output import FILE_WIDTH, Output
+from ps_cli.reported import guarded, reported
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
@@ -26,9 +27,6 @@ from ps_cli.train import ALL_KINDS, TrainRun, TrainSettings
 from ps_cli.train_options import TrainOptions
 from ps_cli.up import UpSettings, run_up
 from ps_cli.up_options import UpOptions
-from ps_core.errors import InvalidConfig, PushpullError
-
-USAGE_EXIT_CODE = 2
 
 app = typer.Typer(
     name="pushpull",
@@ -39,27 +37,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
-    """Run a command on an event loop, as `_reported` does."""
-    _reported(lambda output: asyncio.run(command(output)))
-
-
-def _reported(command: Callable[[Output], int]) -> None:
-    """Run a command to its exit code; an error of the catalogue becomes one line and a code."""
-    with Output() as output:
-        try:
-            code = command(output)
-        except InvalidConfig as error:
-            output.close()
-            output.complain(error.message)
-            code = USAGE_EXIT_CODE
-        except PushpullError as error:
-            output.close()
-            output.complain(error.message)
-            code = 1
-    raise typer.Exit(code)
 
 
 @app.command()
@@ -93,7 +70,7 @@ def train(options: TrainOptions) -> None:
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
-    _guarded(lambda output: TrainRun(settings, output).run())
+    guarded(lambda output: TrainRun(settings, output).run())
 
 
 @app.command()
@@ -115,7 +92,7 @@ def compare(options: CompareOptions) -> None:
     from ps_cli.compare import compare as run_comparison
     from ps_cli.compare import settings_of
 
-    _reported(lambda _: run_comparison(settings_of(options)))
+    reported(lambda _: run_comparison(settings_of(options)))
 
 
 @app.command()
@@ -136,7 +113,7 @@ def up(options: UpOptions) -> None:
         lease_s=options.lease_s,
         checkpoints=options.checkpoints,
     )
-    _guarded(lambda output: run_up(settings, output))
+    guarded(lambda output: run_up(settings, output))
 
 
 @app.command()
@@ -145,7 +122,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print it for a program.")] = False,
 ) -> None:
     """Show a cluster's roles, ranges, tables, workers with their clocks, and who waits for whom."""
-    _guarded(lambda _: _show_status(_addresses(scheduler), as_json))
+    guarded(lambda _: _show_status(_addresses(scheduler), as_json))
 
 
 def _addresses(scheduler: str) -> list[str]:
@@ -168,12 +145,13 @@ tables_app = typer.Typer(
     help="A cluster's tables, and how far their workers may run apart.", no_args_is_help=True
 )
 app.add_typer(tables_app, name="tables")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @tables_app.command(name="list")
 def tables_list(scheduler: SchedulerAddress = "") -> None:
     """List a cluster's tables, each with its optimizer and its consistency."""
-    _guarded(lambda output: list_tables(_addresses(scheduler), output))
+    guarded(lambda output: list_tables(_addresses(scheduler), output))
 
 
 @tables_app.command(name="set")
@@ -208,7 +186,7 @@ def tables_set(
             scheduler, names, consistency, output, after_clock=after_clock, timeout_s=timeout
         )
 
-    _reported(change)
+    reported(change)
 
 
 @app.command()
@@ -234,7 +212,7 @@ def bench(options: BenchOptions) -> None:
         run_bench(options.name, settings, options.json_path)
         return 0
 
-    _reported(measure)
+    reported(measure)
 
 
 @app.command()

@@ -1,0 +1,113 @@
+"""`pushpull checkpoint`: its commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ps_cli.reported import reported
+
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint's directory, or the root that has several, whose newest good one is "
+        "meant. A path, or any URL of fsspec's, such as s3://bucket/runs/7."
+    ),
+]
+Root = Annotated[
+    str, typer.Argument(help="The root that has the checkpoints: a path, or a URL of fsspec's.")
+]
+
+checkpoint_app = typer.Typer(
+    help="Checkpoints as files: which there are, whether they are whole, what is in them.",
+    no_args_is_help=True,
+)
+
+
+@checkpoint_app.command(name="list")
+def list_command(url: Root) -> None:
+    """List the checkpoints under a root, newest last, and of bad ones why they are.
+
+    Manifests and headers are read; `verify` reads all.
+    """
+    # Here as below, so that the other commands start without numpy and fsspec.
+    from ps_cli.checkpoint import list_checkpoints
+
+    reported(lambda output: list_checkpoints(url, output))
+
+
+@checkpoint_app.command()
+def show(
+    url: Url,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as it is.")] = False,
+) -> None:
+    """Show what a checkpoint has: tables, files and workers."""
+    from ps_cli.checkpoint import show_checkpoint
+
+    reported(lambda output: show_checkpoint(url, output, as_json=as_json))
+
+
+@checkpoint_app.command()
+def verify(
+    url: Annotated[str, typer.Argument(help="A checkpoint's directory, or a root: all under it.")],
+) -> None:
+    """Read every byte of a checkpoint and check it.
+
+    Exit code: 0 when all is as its manifest says; 1 when not, with the file and the reason.
+    """
+    from ps_cli.checkpoint import verify_checkpoints
+
+    reported(lambda output: verify_checkpoints(url, output))
+
+
+@checkpoint_app.command()
+def prune(
+    url: Root,
+    keep: Annotated[int, typer.Option(min=1, help="How many good ones stay: the newest.")],
+) -> None:
+    """Remove all but the newest good checkpoints.
+
+    What is older than the oldest that stays goes, good or not; what is newer stays: it may be about
+    to be written.
+    """
+    from ps_cli.checkpoint import prune_checkpoints
+
+    reported(lambda output: prune_checkpoints(url, keep, output))
+
+
+@checkpoint_app.command()
+def diff(first: Url, second: Url) -> None:
+    """Say in what two checkpoints differ: tables, specs, blocks, and by how much.
+
+    Exit code: 0 when their tables are the same; 1 when not, or when one cannot be read.
+    """
+    from ps_cli.checkpoint import diff_checkpoints
+
+    reported(lambda output: diff_checkpoints(first, second, output))
+
+
+@checkpoint_app.command()
+def export(
+    url: Url,
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.", dir_okay=False)],
+    prefix: Annotated[
+        str, typer.Option(help="Only tables of this name, or below it: those of one model.")
+    ] = "",
+    optimizer: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Write the optimizers' state to this safetensors file too, and what it means to "
+            "a .json beside it.",
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint's model as one safetensors file, for `load_state_dict`.
+
+    Example: `pushpull checkpoint export runs/7 model.safetensors --prefix model`
+    """
+    from ps_cli.checkpoint_export import export as export_model
+
+    reported(lambda output: export_model(url, out, prefix, optimizer, output))

@@ -1,0 +1,35 @@
+"""Runs a command to its exit code: what it raises becomes a line for a person."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import typer
+
+from ps_cli.output import Output
+from ps_core.errors import InvalidConfig, PushpullError
+
+USAGE_EXIT_CODE = 2
+
+
+def guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
+    """Run a command on an event loop, as `reported` does."""
+    reported(lambda output: asyncio.run(command(output)))
+
+
+def reported(command: Callable[[Output], int]) -> None:
+    """Run a command to its exit code; an error of the catalogue becomes one line and a code."""
+    with Output() as output:
+        try:
+            code = command(output)
+        except InvalidConfig as error:
+            output.close()
+            output.complain(error.message)
+            code = USAGE_EXIT_CODE
+        except PushpullError as error:
+            output.close()
+            output.complain(error.message)
+            code = 1
+    raise typer.Exit(code)

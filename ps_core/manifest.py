@@ -1,0 +1,372 @@
+"""The manifest of a checkpoint: what is in it, in which file, and how it is written down.
+
+Rules:
+    - It is JSON. Every field is there, and no other: a newer version says so in `version`.
+    - Its `sha256` is that of all other fields, as JSON with sorted keys and without blanks.
+    - File names are plain names: they lead nowhere but into the checkpoint's own directory.
+    - The blocks that the parts have of a table are as many as the table has.
+
+What it deliberately does not do: read files, or know what a table's `spec` says (it is the
+contract's TableSpec in protobuf's JSON form, which the edge knows).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from ps_core.errors import InvalidCheckpoint
+
+MANIFEST_FILE = "manifest.json"
+"""Its name in the checkpoint's directory."""
+
+FORMAT = "pushpull-checkpoint"
+VERSION = 1
+
+ID_CHARACTERS = 8
+"""Of the cluster's id in the name of a directory."""
+
+MIN_FILE_BYTES = 10
+"""A safetensors file without a tensor: its length, and ``{}``."""
+
+_DIRECTORY = re.compile(r"([0-9]{8,})-([A-Za-z0-9_-]{1,8})")
+_CLUSTER_ID = re.compile(r".{1,200}")
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TIMELINE = re.compile(r"(?:[0-9a-f]{2})*")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTable:
+    """A table: its `spec` in JSON form, its setting then, and the last clock that is in it.
+
+    With `is_torn` each range is as it was at a moment of its own.
+    """
+
+    name: str
+    spec: Mapping[str, Any]
+    consistency: str
+    clock: int
+    is_torn: bool
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """A server's file: how long it is, the SHA-256 of its beginning up to the end of its header in
+    hexadecimal digits, and how many blocks of each table it has.
+    """
+
+    file: str
+    byte_count: int
+    header_sha256: str
+    tables: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWorker:
+    """A worker's file, as a server's; an empty `file` if it had no state, or `problem` if lost."""
+
+    rank: int
+    clock: int
+    file: str = ""
+    byte_count: int = 0
+    header_sha256: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z."""
+
+    number: int
+    created: str
+    reason: str
+    cluster_id: str
+    timeline: bytes
+    worker_count: int
+    tables: tuple[SavedTable, ...]
+    parts: tuple[SavedPart, ...]
+    workers: tuple[SavedWorker, ...]
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory."""
+        return directory_name(self.number, self.cluster_id)
+
+    @cached_property
+    def files(self) -> dict[str, SavedPart | SavedWorker]:
+        """Every file beside the manifest, by its name."""
+        found: tuple[SavedPart | SavedWorker, ...] = (*self.parts, *self.workers)
+        return {saved.file: saved for saved in found if saved.file}
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all files beside the manifest."""
+        return sum(saved.byte_count for saved in self.files.values())
+
+    @cached_property
+    def _tables(self) -> dict[str, SavedTable]:
+        return {table.name: table for table in self.tables}
+
+    def table(self, name: str) -> SavedTable:
+        """The table of that name.
+
+        Raises:
+            InvalidCheckpoint: there is none; the message names those that there are.
+        """
+        if name not in self._tables:
+            there = ", ".join(f"'{known}'" for known in self._tables) or "none"
+            raise InvalidCheckpoint(
+                f"checkpoint {self.directory} has no table '{name}'; expected one of: {there}"
+            )
+        return self._tables[name]
+
+
+def directory_name(number: int, cluster_id: str) -> str:
+    """The name of a checkpoint's directory."""
+    short = re.sub(r"[^A-Za-z0-9_-]", "-", cluster_id[:ID_CHARACTERS])
+    return f"{number:08d}-{short}"
+
+
+def number_of(directory: str) -> int | None:
+    """The number of the checkpoint whose directory has that name; None if it is no such name."""
+    found = _DIRECTORY.fullmatch(directory)
+    return int(found[1]) if found else None
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest as it is written down.
+
+    Raises:
+        InvalidCheckpoint: it is not one that `from_json` would take.
+    """
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "number": manifest.number,
+        "created": manifest.created,
+        "reason": manifest.reason,
+        "cluster_id": manifest.cluster_id,
+        "timeline": manifest.timeline.hex(),
+        "worker_count": manifest.worker_count,
+        "tables": [_fields_of(table) for table in manifest.tables],
+        "parts": [_fields_of(part) for part in manifest.parts],
+        "workers": [_fields_of(worker) for worker in manifest.workers],
+    }
+    try:
+        text = json.dumps({**fields, "sha256": _digest(fields)}, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise InvalidCheckpoint(f"a manifest cannot be written as JSON: {error}") from None
+    from_json(text, f"the manifest of checkpoint {manifest.number}")
+    return text
+
+
+def from_json(text: str, where: str) -> Manifest:
+    """The manifest that `text` is.
+
+    Args:
+        text: what was read.
+        where: its address, for the error's message.
+
+    Raises:
+        InvalidCheckpoint: it is damaged, of a newer version, or contradicts itself; the message
+            names `where`, the field, what came and what was expected.
+    """
+    try:
+        document = json.loads(
+            text, object_pairs_hook=once_each, parse_constant=_no_number, parse_int=_small_integer
+        )
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise InvalidCheckpoint(f"{where} is not a manifest: {reason}; expected JSON") from None
+    fields = _Fields(document, where)
+    came = fields.take("format", str)
+    if came != FORMAT:
+        fields.refuse("format", came, f"'{FORMAT}'")
+    version = fields.count("version", least=1)
+    if version > VERSION:
+        fields.refuse("version", version, f"at most {VERSION}: a newer pushpull wrote it")
+    digest = fields.matching("sha256", _SHA256, "64 hexadecimal digits")
+    actual = _digest({name: value for name, value in document.items() if name != "sha256"})
+    if digest != actual:
+        fields.refuse("sha256", digest, f"{actual}: the manifest is damaged")
+    manifest = Manifest(
+        number=fields.count("number", least=1),
+        created=fields.matching("created", _CREATED, "a time such as 2026-11-22T10:20:00Z"),
+        reason=fields.take("reason", str),
+        cluster_id=fields.matching("cluster_id", _CLUSTER_ID, "1 to 200 characters"),
+        timeline=bytes.fromhex(fields.matching("timeline", _TIMELINE, "hexadecimal digits")),
+        worker_count=fields.count("worker_count"),
+        tables=tuple(map(_table_of, fields.entries("tables"))),
+        parts=tuple(map(_part_of, fields.entries("parts"))),
+        workers=tuple(map(_worker_of, fields.entries("workers"))),
+    )
+    fields.finish()
+    _check_whole(manifest, where)
+    return manifest
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a JSON object, as `json.loads` hands them to its `object_pairs_hook`.
+
+    Raises:
+        ValueError: one is there twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the field {twice!r} is there twice")
+    return found
+
+
+def _fields_of(saved: SavedTable | SavedPart | SavedWorker) -> dict[str, Any]:
+    values = {name: getattr(saved, name) for name in saved.__slots__}
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _small_integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"an integer has {len(text)} digits")
+    return int(text)
+
+
+class _Fields:
+    """The fields of one JSON object, each taken once."""
+
+    def __init__(self, document: object, where: str) -> None:
+        if not isinstance(document, dict):
+            raise InvalidCheckpoint(f"{where} is {_kind(document)}; expected a JSON object")
+        self._left = dict(document)
+        self.where = where
+
+    def refuse(self, field: str, came: object, expected: str) -> NoReturn:
+        shown = repr(came)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        raise InvalidCheckpoint(f"{self.where}: {field} is {shown}; expected {expected}")
+
+    def take(self, field: str, kind: type) -> Any:
+        if field not in self._left:
+            raise InvalidCheckpoint(f"{self.where}: {field} is missing; expected {_NAMES[kind]}")
+        value = self._left.pop(field)
+        if type(value) is not kind:
+            self.refuse(field, value, _NAMES[kind])
+        return value
+
+    def count(self, field: str, least: int = 0) -> int:
+        value = self.take(field, int)
+        if value < least:
+            self.refuse(field, value, f"at least {least}")
+        return int(value)
+
+    def matching(self, field: str, pattern: re.Pattern[str], expected: str) -> str:
+        value = self.take(field, str)
+        if not pattern.fullmatch(value):
+            self.refuse(field, value, expected)
+        return str(value)
+
+    def entries(self, field: str) -> Iterator[_Fields]:
+        for index, entry in enumerate(self.take(field, list)):
+            inner = _Fields(entry, f"{self.where}: {field}[{index}]")
+            yield inner
+            inner.finish()
+
+    def finish(self) -> None:
+        for field in self._left:
+            raise InvalidCheckpoint(
+                f"{self.where}: there is a field {field!r}; expected none of that name"
+            )
+
+
+_NAMES: dict[type, str] = {
+    str: "a string", int: "an integer", bool: "true or false", dict: "an object", list: "a list",
+}  # fmt: skip
+
+
+def _kind(value: object) -> str:
+    return _NAMES.get(type(value), "null" if value is None else "a number")
+
+
+def _table_of(fields: _Fields) -> SavedTable:
+    name = fields.take("name", str)
+    if not name:
+        fields.refuse("name", name, "a name")
+    return SavedTable(
+        name=name,
+        spec=fields.take("spec", dict),
+        consistency=fields.take("consistency", str),
+        clock=fields.count("clock"),
+        is_torn=fields.take("is_torn", bool),
+        block_count=fields.count("block_count", least=1),
+    )
+
+
+def _file_of(fields: _Fields) -> tuple[str, int, str]:
+    file = fields.matching("file", _FILE, "the plain name of a file")
+    if file == MANIFEST_FILE:
+        fields.refuse("file", file, "another name than the manifest's")
+    byte_count = fields.count("byte_count", least=MIN_FILE_BYTES)
+    return file, byte_count, fields.matching("header_sha256", _SHA256, "64 hexadecimal digits")
+
+
+def _part_of(fields: _Fields) -> SavedPart:
+    file, byte_count, header_sha256 = _file_of(fields)
+    inner = _Fields(fields.take("tables", dict), f"{fields.where}: tables")
+    tables = {name: inner.count(name, least=1) for name in tuple(inner._left)}
+    return SavedPart(file, byte_count, header_sha256, tables)
+
+
+def _worker_of(fields: _Fields) -> SavedWorker:
+    rank, clock = fields.count("rank"), fields.count("clock")
+    problem = fields.take("problem", str)
+    if fields._left.get("file") == "":
+        fields.take("file", str)
+        for name, nothing in (("byte_count", 0), ("header_sha256", "")):
+            came = fields.take(name, type(nothing))
+            if came != nothing:
+                fields.refuse(name, came, f"{nothing!r}, as there is no file")
+        return SavedWorker(rank, clock, problem=problem)
+    if problem:
+        fields.refuse("problem", problem, "none, as there is a file")
+    return SavedWorker(rank, clock, *_file_of(fields))
+
+
+def _check_whole(manifest: Manifest, where: str) -> None:
+    _check_once((table.name for table in manifest.tables), f"{where}: two tables are named")
+    _check_once((worker.rank for worker in manifest.workers), f"{where}: two workers have rank")
+    files = [p.file for p in manifest.parts] + [w.file for w in manifest.workers if w.file]
+    _check_once(files, f"{where}: two parts are in the file")
+    present: Counter[str] = Counter()
+    for part in manifest.parts:
+        present.update(part.tables)
+    tables = {table.name: table.block_count for table in manifest.tables}
+    for name in present.keys() - tables.keys():
+        raise InvalidCheckpoint(f"{where}: parts have blocks of a table '{name}'; there is none")
+    for name, count in tables.items():
+        if present[name] != count:
+            raise InvalidCheckpoint(
+                f"{where}: the parts have {present[name]} blocks of table '{name}'; expected its "
+                f"block_count, {count}"
+            )
+
+
+def _check_once(names: Iterable[object], what: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InvalidCheckpoint(f"{what} {name!r}; expected one")

@@ -1,0 +1,107 @@
+"""What a durable file needs of a disk, operation by operation.
+
+Rules:
+    - A file is durable when it is synced *and* the directory that names it is.
+    - Nothing here retries: what fails raises OSError, and whoever writes says of which file.
+
+It is a class so that a test can cut the power between any two operations.
+
+What it deliberately does not do: buffer, or know what is in a file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+Payload = bytes | bytearray | memoryview
+"""Bytes to write: C-contiguous."""
+
+
+class Disk:
+    """The operations, as the operating system has them. Thread-safe."""
+
+    def create(self, path: Path) -> int:
+        """A new, empty file in the place of whatever has the name; its descriptor.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        """All of `payload` at `offset`.
+
+        Blocking: the write.
+
+        Raises:
+            OSError: not all of it could be written, a full disk for example.
+        """
+        rest = memoryview(payload).cast("B")
+        while rest:
+            count = os.pwrite(descriptor, rest, offset)
+            rest, offset = rest[count:], offset + count
+
+    def sync(self, descriptor: int) -> None:
+        """What was written to the file outlives a power cut.
+
+        Blocking: until the disk has it.
+
+        Raises:
+            OSError: it cannot be known.
+        """
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Give the descriptor back."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """`source` takes the name of `target`, at once; durable after `sync_directory`.
+
+        Raises:
+            OSError: it cannot.
+        """
+        source.rename(target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Names that were made, changed and removed in a directory outlive a power cut.
+
+        Blocking: until the disk has them.
+
+        Raises:
+            OSError: it cannot be known.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        """A directory, and those above it; one that exists is left as it is.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """A file is gone, if there was one.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        path.unlink(missing_ok=True)
+
+    def remove_directory(self, path: Path) -> None:
+        """An empty directory is gone.
+
+        Raises:
+            OSError: it is not empty, or cannot be removed.
+        """
+        path.rmdir()
+
+
+DISK = Disk()
+"""The real one."""

@@ -1,0 +1,152 @@
+"""Small checkpoints for tests: two tables over two servers' parts, and a worker with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import json_format
+
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_runtime.checkpoint_directory import CheckpointDirectory
+from ps_runtime.disk import DISK, Disk
+from ps_runtime.part_writer import (
+    PartWriter,
+    PlannedTable,
+    WorkerPart,
+    WorkerTensor,
+    WrittenPart,
+    write_worker_part,
+)
+from ps_runtime.wire import spec_to_proto
+
+CLUSTER_ID = "3fa9c1d27b60a5e4"
+BLOCK = 64
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+WEIGHTS = TableSpec(
+    name="model/0/float32",
+    dtype=DType.FLOAT32,
+    element_count=150,
+    optimizer=OptimizerSpec(OptimizerKind.ADAM),
+    block_elements=BLOCK,
+    tensors=(
+        TensorSpec("layer.weight", (10, 14), 0),
+        TensorSpec("layer.empty", (0,), 140),
+        TensorSpec("layer.bias", (10,), 140),
+    ),
+).validated()
+COUNTERS = TableSpec(
+    name="model/0/buffers/integer",
+    dtype=DType.FLOAT64,
+    element_count=3,
+    optimizer=OptimizerSpec(OptimizerKind.ASSIGN),
+    block_elements=BLOCK,
+    tensors=(TensorSpec("norm.num_batches_tracked", (), 0), TensorSpec("seen", (2,), 1)),
+).validated()
+SPECS = (WEIGHTS, COUNTERS)
+
+Array = npt.NDArray[Any]
+
+
+def spec_json(spec: TableSpec) -> dict[str, Any]:
+    """A spec as manifests have it."""
+    return dict(json_format.MessageToDict(spec_to_proto(spec), preserving_proto_field_name=True))
+
+
+def tensors_of(spec: TableSpec, number: int) -> dict[str, Array]:
+    """Values and optimizer state of a table in checkpoint `number`: whole vectors."""
+    element = np.float64 if spec.dtype is DType.FLOAT64 else np.float32
+    values: Array = (np.arange(spec.element_count) + 1000 * number).astype(element)
+    slots = SLOTS if spec.optimizer.kind is OptimizerKind.ADAM else ()
+    return {"values": values} | {s: values / (i + 2) for i, s in enumerate(slots)}
+
+
+def block_count(spec: TableSpec) -> int:
+    return -(-spec.element_count // spec.block_elements)
+
+
+def write_part(
+    directory: CheckpointDirectory, file: str, number: int, disk: Disk = DISK, servers: int = 2
+) -> SavedPart:
+    """The part of the server that is named by the last digit of `file`."""
+    server = int(file.removesuffix(".safetensors")[-1]) - 1
+    path = directory.begin(file)
+    planned = [PlannedTable(s.name, block_count(s), ("values", *SLOTS)) for s in SPECS]
+    writer = PartWriter(path, planned, disk)
+    counts: dict[str, int] = {}
+    for spec in SPECS:
+        vectors = tensors_of(spec, number)
+        dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+        for block in range(block_count(spec)):
+            if block % servers != server:
+                continue
+            cut = slice(block * spec.block_elements, (block + 1) * spec.block_elements)
+            for name, vector in vectors.items():
+                writer.append(spec.name, block, name, vector[cut].tobytes(), dtype)
+            writer.note_block(spec.name, block, version=41, steps=[41])
+            counts[spec.name] = counts.get(spec.name, 0) + 1
+    written = writer.finish(number, CLUSTER_ID)
+    directory.commit(file, path)
+    return SavedPart(file, written.byte_count, written.header_sha256, counts)
+
+
+def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK) -> SavedWorker:
+    file = "worker-0-7.safetensors"
+    path = directory.begin(file)
+    state = {"generators": {"torch": {"tensor": "torch"}}}
+    generator = np.arange(16, dtype=np.uint8) + number % 100
+    tensors = {
+        "torch": WorkerTensor("U8", (16,), generator.astype(np.uint8).tobytes()),
+        "momentum": WorkerTensor("F32", (2, 3), np.ones(6, np.float32).tobytes()),
+    }
+    written = write_worker_part(path, WorkerPart(number, CLUSTER_ID, 0, 41, state), tensors, disk)
+    directory.commit(file, path)
+    return SavedWorker(0, 41, file, written.byte_count, written.header_sha256)
+
+
+def tables_of(specs: Sequence[TableSpec]) -> tuple[SavedTable, ...]:
+    return tuple(
+        SavedTable(s.name, spec_json(s), str(s.consistency), 41, False, block_count(s))
+        for s in specs
+    )
+
+
+def manifest_of(
+    number: int, parts: tuple[SavedPart, ...], workers: tuple[SavedWorker, ...] = ()
+) -> Manifest:
+    return Manifest(
+        number=number,
+        created="2026-11-22T10:20:00Z",
+        reason="every 100 steps",
+        cluster_id=CLUSTER_ID,
+        timeline=bytes(16),
+        worker_count=2,
+        tables=tables_of(SPECS),
+        parts=parts,
+        workers=workers,
+    )
+
+
+def write_checkpoint(directory: CheckpointDirectory, number: int, disk: Disk = DISK) -> Manifest:
+    """A whole checkpoint, as a cluster of two servers and two workers makes it."""
+    directory.create()
+    parts = tuple(
+        write_part(directory, f"server-{server}.safetensors", number, disk) for server in (1, 2)
+    )
+    workers = (write_worker(directory, number, disk), SavedWorker(1, 41, problem="it was killed"))
+    manifest = manifest_of(number, parts, workers)
+    directory.write_manifest(manifest)
+    return manifest
+
+
+def saved(
+    specs: Sequence[TableSpec], file: str, written: WrittenPart, counts: Mapping[str, int]
+) -> Manifest:
+    """The manifest of a checkpoint with one part."""
+    part = SavedPart(file, written.byte_count, written.header_sha256, counts)
+    return replace(manifest_of(1, (part,)), tables=tables_of(specs))
