@@ -187,14 +187,7 @@ async def _run(
         )
         stack.callback(promises.close)
         link.on_view.append(node.observe)
-        restored = RestoredValues(node)
-        stack.push_async_callback(restored.close)
-        link.on_view.append(restored.observe)
-        checkpoints = CheckpointParts(
-            node, partial(report_part, link), int(settings.checkpoint_rate_mb_s * 1e6)
-        )
-        stack.push_async_callback(checkpoints.close)
-        link.on_view.append(checkpoints.observe)
+        _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: promises.stand(node.promises))
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)
@@ -221,6 +214,22 @@ async def _run(
         await stack.aclose()
         await link.deregister("the server stops", deadline_s=1.0)
         await link.close()
+
+
+def _keep_checkpoints(
+    link: SchedulerLink,
+    node: ParameterNode,
+    settings: ServerConfig,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """Load what is restored, and write what is cut."""
+    restored = RestoredValues(node)
+    stack.push_async_callback(restored.close)
+    link.on_view.append(restored.observe)
+    rate_bytes_s = int(settings.checkpoint_rate_mb_s * 1e6)
+    checkpoints = CheckpointParts(node, partial(report_part, link), rate_bytes_s)
+    stack.push_async_callback(checkpoints.close)
+    link.on_view.append(checkpoints.observe)
 
 
 def _open_lanes(node: ParameterNode, *, must: bool) -> None:

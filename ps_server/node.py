@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ps_core import limits
 from ps_core.change import TableCut
@@ -23,16 +22,13 @@ from ps_core.consistency import Mode
 from ps_core.errors import (
     Draining,
     Fenced,
-    InvalidKeys,
     InvariantViolation,
     NotOwner,
-    PushpullError,
     UpdateFailed,
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import NATIVE_CODEC, Codec
-from ps_runtime import logs, wire
+from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
 from ps_server.changes import Assigned, Dropped, Kept, Put
 from ps_server.custom_updates import CheckedUpdate
@@ -52,11 +48,12 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.frames import block_answer, range_error
+from ps_server.frames import range_error
 from ps_server.lanes import SharedLanes
 from ps_server.output_commit import Deed
 from ps_server.read_gate import WaitCause
 from ps_server.read_waits import ReadWaits
+from ps_server.reads import Read, answered
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.schedule import checkpoint_cut
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
@@ -64,33 +61,8 @@ from ps_server.sessions import Sessions
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from ps_server.sums import Total
-from pushpull.v1 import parameters_pb2
 
 _DRAIN_RETRY_MS = 500
-
-
-AnswerPart = bytes | parameters_pb2.SharedValue
-"""A serialized PullResponse, or a value that the reader takes from where it lies."""
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """A read of one range on its way; `on_answer` gets its parts, once.
-
-    `codec` is None for the table's own; `shared`: the reader takes what is lent to it; `cut` is the
-    session's number of the cut that it ends, or 0.
-    """
-
-    place: Place
-    blocks: Sequence[int]
-    codec: Codec | None
-    session: Session
-    shared: bool
-    on_answer: Callable[[list[AnswerPart]], None]
-    cut: int = 0
-    parked_s: float = 0.0
-    cause: WaitCause | None = None
-    """What it waits for, since `parked_s`, if it does."""
 
 
 class ParameterNode:
@@ -448,40 +420,8 @@ class ParameterNode:
             self.on_cut_answered(effect)
             return
         place = effect.table_id, effect.range_id
-        state, store = self.machine.parts[place].state, self.shards.stores[place]
-        codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
-        codec_number = wire.codec_to_proto(codec)
-        answer: list[AnswerPart] = []
-        lent = self.shards.lent_to(read.session, place, codec) if read.shared else None
-        try:
-            for block in read.blocks or state.blocks:
-                version = effect.versions.get(block)
-                if version is None:
-                    raise InvalidKeys(
-                        f"block {block} of table '{state.name}' is not in range {effect.range_id}"
-                    )
-                if effect.keeps_for is not None:
-                    store.keep(effect.keeps_for, block)
-                if lent is not None:
-                    lying = lent.shared_value(effect, block)
-                    self.sent_bytes += lying.byte_count
-                    answer.append(lying)
-                    continue
-                payload, presence = store.read(block, codec, effect.clock)
-                value = parameters_pb2.BlockValue(
-                    block=block,
-                    version=version,
-                    peer_version=version - effect.own_updates.get(block, 0),
-                    clock=effect.range_clock,
-                    codec=codec_number,
-                    presence=presence,
-                )
-                self.sent_bytes += len(payload)
-                answer.append(block_answer(value, payload))
-        except InvariantViolation:
-            raise
-        except PushpullError as error:
-            answer = [range_error(effect.range_id, error)]
+        answer, byte_count = answered(effect, read, self.machine.parts[place].state, self.shards)
+        self.sent_bytes += byte_count
         read.on_answer(answer)
 
     def _refuse(self, effect: RefusePull) -> None:

@@ -37,7 +37,8 @@ from ps_server.frames import (
     shared_answer,
     with_replies,
 )
-from ps_server.node import AnswerPart, ParameterNode, Read
+from ps_server.node import ParameterNode
+from ps_server.reads import AnswerPart, Read
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2

@@ -32,7 +32,8 @@ from ps_core.tables import (
 from ps_runtime.metrics import ServerMetrics
 from ps_server.custom_updates import checked
 from ps_server.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
-from ps_server.node import ParameterNode, Read
+from ps_server.node import ParameterNode
+from ps_server.reads import Read
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
 

@@ -32,7 +32,7 @@ from ps_server.events import (
     WithdrawEvent,
 )
 from ps_server.range_machine import RangeMachine
-from ps_server.server_machine import TableRoom
+from ps_server.table_room import TableRoom
 from tests.unit.machine_harness import make_table
 
 Entry = PushEvent | SealEvent | WithdrawEvent

@@ -11,7 +11,7 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_server.events import SealEvent, SealTerms
 from ps_server.range_machine import RangeMachine
 from ps_server.room import Step
-from ps_server.server_machine import TableRoom
+from ps_server.table_room import TableRoom
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
 
 
