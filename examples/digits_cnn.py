@@ -2,6 +2,8 @@
 
     pushpull train examples/digits_cnn.py --workers 2 --servers 2
     pushpull compare examples/digits_cnn.py --modes bsp,ssp:4,asp   # what consistency costs
+    pushpull train examples/digits_cnn.py --checkpoint-url runs/digits --checkpoint-every 100
+    pushpull train examples/digits_cnn.py --resume runs/digits      # on any number of servers
     python examples/digits_cnn.py --single          # plain torch, for comparison
 
 Each worker trains on its own share of the images; the servers apply Adam to the mean of their
@@ -107,12 +109,21 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
         )
     # Hyperparameters travel with each step, so any scheduler of torch's works as it is.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
+    done = 0
+    if isinstance(optimizer, ps.DistributedOptimizer) and client is not None:
+        client.attach_state("schedule", schedule)
+        done = optimizer.clock  # above 0 where the run goes on from a checkpoint
     # All workers take the same number of steps: what remains of a share comes up in another epoch.
     step_count = len(training) // world_size // arguments.batch_size
     shuffle = torch.Generator().manual_seed(arguments.seed + 1 + rank)
     for epoch in range(1, arguments.epochs + 1):
         order = torch.randperm(len(shard), generator=shuffle)[: step_count * arguments.batch_size]
         batches = [shard.take(chosen) for chosen in order.split(arguments.batch_size)]
+        skipped = min(done, step_count)
+        done -= skipped
+        if skipped == step_count:
+            continue
+        batches = batches[skipped:]
         loss = train_epoch(model, optimizer, batches, client, step_count * arguments.epochs)
         schedule.step()
         if rank == 0:

@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -199,7 +200,11 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, 
         )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.lr, step_count)
     shares = batches(shard, step_count, arguments.batch_size, arguments.seed + 1 + rank)
-    for step, batch in enumerate(shares, start=1):
+    done = 0
+    if isinstance(optimizer, ps.DistributedOptimizer) and client is not None:
+        client.attach_state("schedule", schedule)
+        done = optimizer.clock  # above 0 where the run goes on from a checkpoint
+    for step, batch in islice(enumerate(shares, start=1), done, None):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch.pixels), batch.labels)
         loss.backward()

@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -113,7 +114,10 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
         optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
     planned = arguments.steps if arguments.minutes is None else None
     end_s = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    for step, batch in enumerate(windows(text, arguments, rank), start=1):
+    # Where the run goes on from a checkpoint the first windows have been seen.
+    done = optimizer.clock if isinstance(optimizer, ps.DistributedOptimizer) else 0
+    batches = islice(enumerate(windows(text, arguments, rank), start=1), done, planned)
+    for step, batch in batches:
         optimizer.zero_grad()
         loss = model.loss(batch)
         loss.backward()
@@ -123,7 +127,7 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
             client.report(loss=loss.item(), planned_steps=planned)
         if rank == 0 and step % arguments.log_every == 0:
             print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
-        if step == planned or time.monotonic() >= end_s:
+        if time.monotonic() >= end_s:
             break
     reached = perplexity(model, held_out_windows(arguments.length))
     if client is not None:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ps_cli.output import Output
 from ps_cli.reported import reported
+from ps_cli.tables import SchedulerAddress
 
 Url = Annotated[
     str,
@@ -24,6 +26,27 @@ checkpoint_app = typer.Typer(
     help="Checkpoints as files: which there are, whether they are whole, what is in them.",
     no_args_is_help=True,
 )
+
+
+@checkpoint_app.command()
+def create(
+    scheduler: SchedulerAddress = "",
+    reason: Annotated[str, typer.Option(help="Why, for its manifest.")] = "asked for",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = 300.0,
+) -> None:
+    """Make a checkpoint of a cluster that runs, and print its directory.
+
+    The tables are cut at one clock, at most a step ahead of the fastest worker; training goes on
+    while it is written. The cluster's checkpoint URL says where it goes.
+    """
+    from ps_cli.last_checkpoint import create as create_checkpoint
+
+    def make(output: Output) -> int:
+        url, byte_count = create_checkpoint(scheduler, reason, timeout)
+        output.say(f"{url} ({byte_count:,} bytes)")
+        return 0
+
+    reported(make)
 
 
 @checkpoint_app.command(name="list")

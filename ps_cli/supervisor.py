@@ -4,6 +4,8 @@ Rules:
     - The run ends at the first of: a signal; the end of a role that nobody asked to end, where the
       rules (`ps_cli.exit_rules`) say so; the work itself failing.
     - Whatever ends it, every role is stopped before `run` returns. A second signal kills at once.
+    - A run that ends well, or by a signal, may have a last thing to do while its roles still serve;
+      a signal ends that.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ps_cli.exit_rules import FAILURE_EXIT_CODE, Ending, ExitRules, StartAgain
@@ -37,12 +39,18 @@ class Supervisor:
         self._is_stopping = False
         self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
 
-    async def run(self, work: Coroutine[Any, Any, None], rules: ExitRules) -> Ending:
+    async def run(
+        self,
+        work: Coroutine[Any, Any, None],
+        rules: ExitRules,
+        last: Callable[[Ending], Coroutine[Any, Any, None]] | None = None,
+    ) -> Ending:
         """Do `work` until the run ends, then stop every role.
 
         Args:
             work: starts the roles and shows what they do; it is cancelled at the end.
             rules: what the end of a role means.
+            last: what is done before the roles are stopped, unless the run failed.
 
         Returns:
             How it ended; the caller tells the user.
@@ -52,12 +60,32 @@ class Supervisor:
         watching = asyncio.create_task(self._first_ending(rules))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            return watching.result() if watching.done() else _failure(working)
+            ending = watching.result() if watching.done() else _failure(working)
+            if last is not None and ending.exit_code != FAILURE_EXIT_CODE:
+                working.cancel()
+                await self._unless_stopped(last(ending))
+            return ending
         finally:
             for task in (working, watching):
                 task.cancel()
             await asyncio.to_thread(self._stop)
             await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        doing = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._signalled())
+        try:
+            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+        finally:
+            for task in (doing, stopped):
+                task.cancel()
+            await asyncio.gather(doing, stopped, return_exceptions=True)
+
+    async def _signalled(self) -> None:
+        while not isinstance(await self._events.get(), signal.Signals):
+            pass
 
     def _stop(self) -> None:
         self._is_stopping = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_cli.exit_rules import Ending, ExitRules
+from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
 from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worker_samples
 from ps_cli.scheduler_query import SchedulerQuery
@@ -77,6 +78,7 @@ class TrainRun:
         self._began_s = time.monotonic()
         self._shown: tuple[WorkerRow, ...] = ()
         self._note = ""
+        self._scheduler = ""
 
     async def run(self) -> int:
         """Train to the end, and say how it ended.
@@ -107,9 +109,14 @@ class TrainRun:
             self._output.say(remark)
         supervisor = Supervisor(self._output, settings.shown_kinds)
         rules = ExitRules(settings.worker_count, settings.replica_count, settings.max_restarts)
-        ending = await supervisor.run(self._work(supervisor, shape), rules)
+        last = self._last if settings.checkpoints.url else None
+        ending = await supervisor.run(self._work(supervisor, shape), rules, last)
         self._output.close()
         return ending
+
+    async def _last(self, ending: Ending) -> None:
+        if self._scheduler:
+            await make_last(self._scheduler, ending, self._output)
 
     def _shape(self, environment: Mapping[str, str]) -> ClusterShape:
         settings = self._settings
@@ -128,6 +135,7 @@ class TrainRun:
         settings, launcher = self._settings, supervisor.launcher
         scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
         await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
+        self._scheduler = scheduler.address
         self._output.say(
             f"scheduler at {scheduler.address}; starting {settings.worker_count} workers "
             f"on {settings.server_count} servers"

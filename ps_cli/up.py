@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_cli.exit_rules import ExitRules
+from ps_cli.exit_rules import Ending, ExitRules
+from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
 from ps_cli.supervisor import Supervisor
 from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
@@ -62,8 +63,19 @@ async def run_up(settings: UpSettings, output: Output) -> int:
     kinds = () if settings.is_quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))
     rules = ExitRules(worker_count=0, replica_count=settings.replica_count)
-    work = _work(supervisor, shape, lambda scheduler: output.say(how_to_use(scheduler, settings)))
-    ending = await supervisor.run(work, rules)
+    addresses: list[str] = []
+
+    def tell(scheduler: ReadyRole) -> None:
+        addresses.append(scheduler.address)
+        output.say(how_to_use(scheduler, settings))
+
+    async def farewell(ending: Ending) -> None:
+        if addresses:
+            await make_last(addresses[0], ending, output)
+
+    work = _work(supervisor, shape, tell)
+    last = None if not settings.checkpoints.url else farewell
+    ending = await supervisor.run(work, rules, last)
     output.complain(ending.message)
     return ending.exit_code
 

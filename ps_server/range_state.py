@@ -184,7 +184,10 @@ class RangeState:
         """The highest clock of which anything has taken effect."""
         reached = max(self.clock, self.changed_clock)
         for worker in self.workers.values():
-            reached = max(reached, worker.sealed_clock, worker.done_clock)
+            clock = max(worker.sealed_clock, worker.done_clock)
+            # Of BSP: the goodbye is for an update that the others may never form.
+            left_clock = worker.left_clock
+            reached = max(reached, clock if left_clock is None else min(clock, left_clock))
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ps_core.change import Checkpoint
 from ps_core.errors import InvalidConfig
+from ps_runtime import logs
 from ps_runtime.checkpoint_calls import MadeCheckpoint, PartReport
 from ps_worker.catalogue import Catalogue
 from ps_worker.config import WorkerConfig
@@ -146,6 +147,8 @@ class CheckpointVerbs(Catalogue):
         found = self.restored_state(name, per_rank=per_rank)
         if found is not None:
             state.load_state_dict(found)
+        elif self.restored_from and not self.is_newcomer and not per_rank:
+            logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def save_point(self) -> None:
         """Say that everything of the last step has been done, schedules and data position included:

@@ -42,7 +42,7 @@ class CheckpointPolicy:
 
     Attributes:
         every_s: one in so many seconds; 0: not by time.
-        every_clocks: one whenever a table has so many clocks more; 0: not by clocks.
+        every_clocks: one when a worker has passed a multiple of so many; 0: not by clocks.
         keep: how many good ones are kept; 0: all.
     """
 
@@ -107,7 +107,8 @@ class Checkpointing:
             self._last_clock = max((table.clock for table in tables), default=0)
         clock = max(self._clocks.values(), default=0)
         reason = ""
-        if policy.every_clocks and clock >= self._last_clock + policy.every_clocks:
+        every = policy.every_clocks
+        if every and clock // every > self._last_clock // every:
             reason = f"every {policy.every_clocks} clocks"
         elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(clock):
             reason = f"every {policy.every_s:g} s"
