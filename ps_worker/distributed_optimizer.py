@@ -360,19 +360,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             succession.check_may_join(isinstance(self._optimizer, Aggregate))
         if joins:
             succession.begin_where_the_others_are(self._client, tables)
-        given = [t for t in tables if is_giver and t.handle.table.restored_clock is None]
+        restored = [t for t in tables if t.handle.table.restored_clock is not None]
+        given = [t for t in tables if is_giver and t not in restored]
+        # What is restored of sums is nobody's parameters: those are in the worker's own state.
+        own = [t for t in restored if self._keeps_parameters and isinstance(t, TrainedTable)]
         for table in () if joins else tables:
-            table.begin_assign() if table in given else table.begin_pull()
+            if table in given:
+                table.begin_assign()
+            elif table not in own:
+                table.begin_pull()
         for table in () if joins else tables:
             table.finish()
         for table in tables:
-            if table not in given and isinstance(table, TrainedTable):
-                self._take_values(table)
-
-    def _take_values(self, table: TrainedTable) -> None:
-        """The parameters are what was pulled; a restored sum is nobody's parameters."""
-        if not self._keeps_parameters or table.handle.table.restored_clock is None:
-            table.write_parameters()
+            if table not in given and table not in own and isinstance(table, TrainedTable):
+                table.write_parameters()
 
     def _hook_trainable(self) -> None:
         """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""

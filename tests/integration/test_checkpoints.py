@@ -1,0 +1,253 @@
+"""A run that is stopped and goes on, from files, on other servers: as if it had never stopped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ps_worker as ps
+from ps_runtime.checkpoint_store import resolve
+from tests.integration.resumed_training import (
+    DEADLINE_S,
+    Recipe,
+    all_state,
+    together,
+    train,
+)
+
+END = 12
+
+
+def _rmsprop() -> Any:
+    return ps.RMSprop(lr=1e-2, momentum=0.9, centered=True)
+
+
+def _sgd() -> Any:
+    return ps.SGD(lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def _amsgrad() -> Any:
+    return ps.AdamW(lr=1e-2, amsgrad=True)
+
+
+def _aggregate() -> Any:
+    return ps.Aggregate(lambda groups: torch.optim.Adam(groups, lr=1e-2))
+
+
+def _trained(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
+    with ps.local_cluster(1, workers) as cluster:
+        return together(cluster.address, workers, lambda c: train(c, recipe, END), recipe.lane)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lane"),
+    [(_amsgrad, "shm"), (_sgd, "grpc"), (_rmsprop, "grpc"), (_aggregate, "shm")],
+)
+def test_bsp_goes_on_bit_for_bit_on_other_servers(
+    tmp_path: Path, optimizer: Callable[[], Any], lane: str
+) -> None:
+    recipe = Recipe(optimizer, lane=lane)
+    expected = _trained(tmp_path, recipe)
+    root = str(tmp_path / "checkpoints")
+    for servers, resume, begin, end in ((1, "", 4, 5), (3, root, 8, 9), (2, root, 0, END)):
+        recipe.made.clear()
+        work = functools.partial(train, recipe=recipe, until=end, save_at=begin)
+        with ps.local_cluster(servers, 2, checkpoint_url=root, resume=resume) as cluster:
+            models = together(cluster.address, 2, work, lane)
+        assert [made.url for made in recipe.made] == [made.url for made in recipe.made[:1]] * (
+            2 if begin else 0
+        ), "both asked for one, and have the same"
+        if begin:
+            with resolve(root).reader as reader:
+                assert {t.clock for t in reader.manifest.tables} == {begin}
+                assert {w.clock for w in reader.manifest.workers} == {begin}
+                assert not any(table.is_torn for table in reader.manifest.tables)
+                assert len(reader.manifest.parts) == servers
+    for name, tensors in all_state([*expected, *models]):
+        assert all(torch.equal(tensors[0], each) for each in tensors), name
+
+
+COUNT, BLOCK = 5_000, 64
+
+
+def _counting(client: ps.Client, consistency: str) -> ps.TableHandle:
+    """A table in which each step of each worker takes 1 from every element."""
+    return client.create_table(
+        "counted", COUNT, optimizer=ps.SGD(lr=1.0), consistency=consistency, reduction="sum",
+        block_elements=BLOCK,
+    )  # fmt: skip
+
+
+def _counts(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
+    with resolve(str(root)).reader as reader:
+        table = reader.manifest.table("counted")
+        blocks = {
+            block: np.frombuffer(reader.read("counted", block), np.float32)
+            for block in range(table.block_count)
+        }
+    return blocks, table
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "bsp:backup=1", "ssp:3", "asp"])
+def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) -> None:
+    """Checkpoints while workers of different speed step: under BSP and SSP each has exactly what it
+    says, in every range; under ASP each range is between two updates.
+    """
+    root = tmp_path / "checkpoints"
+    stop = threading.Event()
+    gradient = np.ones(COUNT, np.float32)
+
+    def work(client: ps.Client) -> int:
+        table = _counting(client, consistency)
+        while not stop.is_set() or (client.rank and table.clock < 30):
+            client.push_pull(table, gradient)
+            if client.rank == 0:
+                stop.wait(0.002)
+        return table.clock
+
+    def look(address: str) -> list[str]:
+        with ps.connect(address, role="reader", request_deadline_s=DEADLINE_S) as client:
+            client.table("counted")
+            made = [client.checkpoint(f"number {n}").wait() for n in range(4)]
+        stop.set()
+        return [each.url for each in made]
+
+    with ps.local_cluster(2, 3, checkpoint_url=str(root)) as cluster:
+        found: list[list[str]] = []
+        looking = threading.Thread(target=lambda: found.append(look(cluster.address)))
+        looking.start()
+        together(cluster.address, 3, work)
+        looking.join(DEADLINE_S)
+    (urls,) = found
+    assert len(set(urls)) == 4
+    for url in urls:
+        blocks, table = _counts(url)
+        assert table.is_torn == (consistency == "asp")
+        for block, values in blocks.items():
+            assert len(np.unique(values)) == 1, f"block {block} is torn"
+            if consistency in ("bsp", "ssp:3"):
+                assert values[0] == -3 * table.clock, f"block {block} of {url}"
+        if consistency == "bsp:backup=1":
+            assert {values[0] for values in blocks.values()} == {-2 * table.clock}
+
+
+@pytest.mark.parametrize(("consistency", "workers"), [("ssp:2", 3), ("asp", 1), ("bsp", 1)])
+def test_it_goes_on_with_other_workers(tmp_path: Path, consistency: str, workers: int) -> None:
+    root = str(tmp_path / "checkpoints")
+    gradient = np.ones(COUNT, np.float32)
+
+    def begin(client: ps.Client) -> None:
+        table = _counting(client, consistency)
+        for _ in range(5):
+            client.push_pull(table, gradient)
+        client.checkpoint().wait()
+
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
+        together(cluster.address, 2, begin)
+    blocks, saved = _counts(root)
+    at_cut = np.concatenate([blocks[number] for number in sorted(blocks)])
+    assert saved.clock == 5
+
+    def go_on(client: ps.Client) -> tuple[int, Any]:
+        table = _counting(client, consistency)
+        assert table.clock == 5
+        found = client.pull(table)
+        assert np.array_equal(np.asarray(found), at_cut) or consistency != "bsp"
+        for _ in range(4):
+            client.push_pull(table, gradient)
+        return table.clock, None
+
+    with ps.local_cluster(2, workers, resume=root) as cluster:
+        assert {clock for clock, _ in together(cluster.address, workers, go_on)} == {9}
+        with ps.connect(cluster.address, role="reader") as client:
+            end = np.asarray(client.pull(client.table("counted")))
+    assert np.array_equal(end, at_cut - 4 * workers)
+
+
+def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(root)) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        table = _counting(client, "bsp")
+        root.write_text("a file is where the directory should be")
+        client.push_pull(table, np.ones(COUNT, np.float32))
+        with pytest.raises(ps.InvalidCheckpoint, match=r"Not a directory|File exists"):
+            client.checkpoint().wait()
+        client.push_pull(table, np.ones(COUNT, np.float32))
+        root.unlink()
+        made = client.checkpoint().wait()
+    assert _counts(made.url)[1].clock == 2
+
+
+def test_without_a_place_for_them_there_are_none() -> None:
+    with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:
+        _counting(client, "bsp")
+        with pytest.raises(ps.InvalidConfig, match="checkpoint_url"):
+            client.checkpoint().wait()
+
+
+def _made(root: Path, count: int) -> list[str]:
+    """So many checkpoints, each a step further."""
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(root)) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        table, urls = _counting(client, "bsp"), []
+        for _ in range(count):
+            client.push_pull(table, np.ones(COUNT, np.float32))
+            urls.append(client.checkpoint().wait().url)
+    return urls
+
+
+def test_a_bad_one_is_passed_over_for_the_newest_good_one(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    *_, good, bad = _made(root, 3)
+    (part,) = Path(bad).glob("server-*")
+    part.write_bytes(part.read_bytes()[:-1])
+    with ps.local_cluster(2, 1, resume=str(root)) as cluster, ps.connect(cluster.address) as client:
+        assert client.restored_from == good
+        assert _counting(client, "bsp").clock == 2
+    with pytest.raises(ps.Recovering, match=rf"{part.name}.*\n?.*{Path(good).name}"):
+        ps.local_cluster(1, 1, resume=bad)
+
+
+def test_values_that_are_damaged_are_never_trained_on(tmp_path: Path) -> None:
+    (url,) = _made(tmp_path / "checkpoints", 1)
+    (part,) = Path(url).glob("server-*")
+    content = bytearray(part.read_bytes())
+    content[-5] ^= 1  # of a value: only who reads all of it sees that
+    part.write_bytes(content)
+    with ps.local_cluster(1, 1, resume=url) as cluster, ps.connect(cluster.address) as client:
+        table = _counting(client, "bsp")
+        with pytest.raises(ps.UpdateFailed, match=rf"{part.name}.*CRC"):
+            client.pull(table, timeout_s=DEADLINE_S)
+        client.close(leave=False)
+
+
+def test_another_table_is_refused(tmp_path: Path) -> None:
+    (url,) = _made(tmp_path / "checkpoints", 1)
+    with ps.local_cluster(1, 1, resume=url) as cluster, ps.connect(cluster.address) as client:
+        with pytest.raises(ps.InvalidCheckpoint, match="element_count is 5000; got 4000"):
+            client.create_table("counted", 4000, optimizer=ps.SGD(lr=1.0), block_elements=BLOCK)
+        _counting(client, "ssp:2")  # how far workers may run apart is not the table's for good
+
+
+def test_the_manifest_says_what_is_in_it(tmp_path: Path) -> None:
+    (url,) = _made(tmp_path / "checkpoints", 1)
+    manifest = json.loads((Path(url) / "manifest.json").read_text())
+    (table,) = manifest["tables"]
+    assert table["name"] == "counted"
+    assert table["consistency"] == "bsp"
+    assert table["spec"]["optimizer"]["kind"] == "OPTIMIZER_KIND_SGD"
+    (worker,) = manifest["workers"]
+    assert (worker["rank"], worker["clock"], worker["file"]) == (0, 1, "")
