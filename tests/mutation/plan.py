@@ -24,6 +24,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),
     "ps_core.limits": ("tests/unit/test_limits.py",),
     "ps_core.losses": ("tests/unit/test_losses.py",),
+    "ps_core.manifest": ("tests/unit/test_manifest.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
