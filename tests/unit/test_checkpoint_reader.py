@@ -67,9 +67,10 @@ def part(
     return SavedPart(file, written.byte_count, written.header_sha256, {"t": len(blocks)})
 
 
-def write(
-    folder: Path, parts: Mapping[str, Sequence[Block]], **changes: Any
-) -> CheckpointDirectory:
+Parts = Mapping[str, Sequence[Block]]
+
+
+def write(folder: Path, parts: Parts, **changes: Any) -> CheckpointDirectory:
     directory = CheckpointStore(str(folder)).directory(1, CLUSTER_ID)
     directory.create()
     saved = tuple(part(directory, file, blocks) for file, blocks in parts.items())
