@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation, check
-from ps_runtime.disk import DISK, Disk, Payload
+from ps_runtime.disk import DISK, Disk, Payload, flat_bytes
 from ps_runtime.part_file import (
     ELEMENT_BYTES,
     LENGTH_BYTES,
@@ -165,7 +165,7 @@ class PartWriter:
         Raises:
             InvalidCheckpoint: it cannot be written.
         """
-        flat = memoryview(payload).cast("B")
+        flat = flat_bytes(payload)
         count, rest = divmod(flat.nbytes, ELEMENT_BYTES[dtype])
         name = tensor_name(table, block, tensor)
         check(rest == 0, "PF-1", f"'{name}' has {flat.nbytes} bytes, which are no {dtype}")
@@ -279,7 +279,7 @@ def write_worker_part(
     end = 0
     ordered = sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1].dtype])
     for name, tensor in ordered:
-        flat = memoryview(tensor.payload).cast("B")
+        flat = flat_bytes(tensor.payload)
         expected = math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
         check(flat.nbytes == expected, "PF-1", f"'{name}': {flat.nbytes} bytes, not {expected}")
         checksums[name] = zlib.crc32(flat)

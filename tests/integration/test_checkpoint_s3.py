@@ -74,7 +74,12 @@ def test_checkpoints_are_written_read_and_pruned(store: CheckpointStore, tmp_pat
         store.directory(2, CLUSTER_ID).create()
     assert store.prune(1) == ["00000001-3fa9c1d2"]
     assert store.names() == ["00000002-3fa9c1d2"]
+    directory = store.directory(3, CLUSTER_ID)
+    spooled = directory.begin("part", tmp_path)
+    spooled.write_bytes(b"content")
+    directory.commit("part", spooled)
     assert list(tmp_path.iterdir()) == []
+    assert directory.location.names() == ["part"]
 
 
 def test_what_another_process_changes_is_seen(store: CheckpointStore) -> None:

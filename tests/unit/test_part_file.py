@@ -218,7 +218,7 @@ def test_a_workers_part(tmp_path: Path) -> None:
     tensors = {
         "bytes": WorkerTensor("U8", (3,), b"abc"),
         "m": WorkerTensor("F64", (2, 2), np.eye(2).tobytes()),
-        "none": WorkerTensor("F32", (0, 7), b""),
+        "none": WorkerTensor("F32", (0, 7), np.zeros((0, 7), np.float32).data),
     }
     written = write_worker_part(path, WorkerPart(12, "c", 3, 41, state), tensors)
     with path.open("rb") as file:
