@@ -44,6 +44,7 @@ from ps_runtime.part_file import (
 _ALIGNMENT_BYTES = 8
 _WIDEST_NUMBER = 2**64 - 1
 _MAX_CLUSTER_ID_CHARACTERS = 200
+_MOST_BYTES_A_CHARACTER = 14  # an emoji, escaped twice: two surrogates of seven
 _CRC32 = 2**32 - 1
 
 
@@ -129,7 +130,7 @@ class PartWriter:
         self._disk = disk
         self._lock = threading.Lock()
         fixed = len(_json(_header(_metadata(_WIDEST_NUMBER, "", {}), {})))
-        reserved = fixed + 12 * _MAX_CLUSTER_ID_CHARACTERS  # "\\\\ud83d\\\\ude00": an emoji
+        reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
         reserved += sum(table.header_bytes for table in planned)
         self._header_bytes = -(-reserved // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._header_bytes > MAX_HEADER_BYTES:
