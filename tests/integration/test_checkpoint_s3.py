@@ -21,6 +21,7 @@ from tests.unit.checkpoint_files import CLUSTER_ID, WEIGHTS, tensors_of, write_c
 pytestmark = pytest.mark.timeout(120)
 
 URL = "s3://bucket/runs/7"
+FILE = "worker-0-7.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +101,14 @@ def test_what_another_process_changes_is_seen(store: CheckpointStore) -> None:
     other.rm_file(path)
     with pytest.raises(InvalidCheckpoint, match=r"server-1.safetensors cannot be read"):
         store.open(manifest.directory)
+    assert first.location.names() == ["manifest.json", "server-2.safetensors", FILE]
     other.rm_file(f"{first.location.path}/manifest.json")
+    assert not first.has_manifest()
     with pytest.raises(InvalidCheckpoint, match=r"has no manifest.json: it was not completed"):
         resolve(first.url)
     assert store.next_number() == 2
+    other.pipe_file(f"{store.location.path}/00000002-another/part", b"")
+    assert store.next_number() == 3
 
 
 def test_the_tool_reads_it(
