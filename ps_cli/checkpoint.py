@@ -52,7 +52,7 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
     """Print what a checkpoint has."""
     with opened(url, output) as reader:
         if as_json:
-            output.say(to_json(reader.manifest).rstrip())
+            output.say(to_json(reader.manifest))
             return 0
         manifest = reader.manifest
         output.say(reader.directory.url)

@@ -162,7 +162,7 @@ def to_json(manifest: Manifest) -> str:
         "workers": [_fields_of(worker) for worker in manifest.workers],
     }
     try:
-        text = json.dumps({**fields, "sha256": _digest(fields)}, indent=1, allow_nan=False) + "\n"
+        text = json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
     except (TypeError, ValueError) as error:
         raise InvalidCheckpoint(f"a manifest cannot be written as JSON: {error}") from None
     from_json(text, f"the manifest of checkpoint {manifest.number}")
@@ -181,9 +181,7 @@ def from_json(text: str, where: str) -> Manifest:
             names `where`, the field, what came and what was expected.
     """
     try:
-        document = json.loads(
-            text, object_pairs_hook=once_each, parse_constant=_no_number, parse_int=_small_integer
-        )
+        document = json.loads(text, object_pairs_hook=once_each, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise InvalidCheckpoint(f"{where} is not a manifest: {reason}; expected JSON") from None
@@ -239,12 +237,6 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
-
-
-def _small_integer(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"an integer has {len(text)} digits")
-    return int(text)
 
 
 class _Fields:

@@ -187,7 +187,7 @@ class CheckpointDirectory:
         return Path(path)
 
     def commit(self, file: str, written: Path) -> None:
-        """A file that is complete and synced gets its name; what was spooled is gone then.
+        """A file that is complete and synced gets its name; what was spooled is gone, also if not.
 
         Args:
             file: its name in the directory.
@@ -204,8 +204,10 @@ class CheckpointDirectory:
                 self._disk.rename(written, final)
                 self._disk.sync_directory(final.parent)
             else:
-                self.location.filesystem.put_file(str(written), self._path(file))
-                self._disk.remove(written)
+                try:
+                    self.location.filesystem.put_file(str(written), self._path(file))
+                finally:
+                    self._disk.remove(written)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Complete the checkpoint: every other file is durable by now.

@@ -18,6 +18,16 @@ Payload = bytes | bytearray | memoryview
 """Bytes to write: C-contiguous."""
 
 
+def flat_bytes(payload: Payload) -> memoryview:
+    """A payload as bytes, without a copy; arrays without elements as well.
+
+    Raises:
+        TypeError: it is not C-contiguous.
+    """
+    view = memoryview(payload)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 class Disk:
     """The operations, as the operating system has them. Thread-safe."""
 
@@ -37,7 +47,7 @@ class Disk:
         Raises:
             OSError: not all of it could be written, a full disk for example.
         """
-        rest = memoryview(payload).cast("B")
+        rest = flat_bytes(payload)
         while rest:
             count = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[count:], offset + count

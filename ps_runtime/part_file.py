@@ -37,7 +37,7 @@ VALUES = "values"
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit: about 400,000 tensors."""
+"""The safetensors library's own limit: about 450,000 tensors."""
 
 MAX_DIMENSION_COUNT = 64
 

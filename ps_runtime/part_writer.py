@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation, check
-from ps_runtime.disk import DISK, Disk, Payload
+from ps_runtime.disk import DISK, Disk, Payload, flat_bytes
 from ps_runtime.part_file import (
     ELEMENT_BYTES,
     LENGTH_BYTES,
@@ -44,6 +44,7 @@ from ps_runtime.part_file import (
 _ALIGNMENT_BYTES = 8
 _WIDEST_NUMBER = 2**64 - 1
 _MAX_CLUSTER_ID_CHARACTERS = 200
+_MOST_BYTES_A_CHARACTER = 14  # an emoji, escaped twice: two surrogates of seven
 _CRC32 = 2**32 - 1
 
 
@@ -129,7 +130,7 @@ class PartWriter:
         self._disk = disk
         self._lock = threading.Lock()
         fixed = len(_json(_header(_metadata(_WIDEST_NUMBER, "", {}), {})))
-        reserved = fixed + 12 * _MAX_CLUSTER_ID_CHARACTERS  # "\\\\ud83d\\\\ude00": an emoji
+        reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
         reserved += sum(table.header_bytes for table in planned)
         self._header_bytes = -(-reserved // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._header_bytes > MAX_HEADER_BYTES:
@@ -165,7 +166,7 @@ class PartWriter:
         Raises:
             InvalidCheckpoint: it cannot be written.
         """
-        flat = memoryview(payload).cast("B")
+        flat = flat_bytes(payload)
         count, rest = divmod(flat.nbytes, ELEMENT_BYTES[dtype])
         name = tensor_name(table, block, tensor)
         check(rest == 0, "PF-1", f"'{name}' has {flat.nbytes} bytes, which are no {dtype}")
@@ -279,7 +280,7 @@ def write_worker_part(
     end = 0
     ordered = sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1].dtype])
     for name, tensor in ordered:
-        flat = memoryview(tensor.payload).cast("B")
+        flat = flat_bytes(tensor.payload)
         expected = math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
         check(flat.nbytes == expected, "PF-1", f"'{name}': {flat.nbytes} bytes, not {expected}")
         checksums[name] = zlib.crc32(flat)

@@ -100,6 +100,7 @@ class _Model:
         self.durable: dict[Path, _Inode] = {}
         self.pending: list[Change] = []
         self.directories: set[Path] = set()
+        self.pending_directories: list[Path] = []
 
     def take(self, operation: Operation) -> None:
         path = operation.path
@@ -120,8 +121,9 @@ class _Model:
                 if name.parent == path:
                     _point(self.durable, name, meant)
             self.pending = [change for change in self.pending if change[0].parent != path]
+            self.directories |= {made for made in self.pending_directories if made.parent == path}
         elif operation.kind == "make_directory":
-            self.directories.add(path)
+            self.pending_directories.append(path)
         elif operation.kind == "remove":
             self._name(path, None)
 
@@ -157,8 +159,10 @@ def restart_after(
     for path, inode in model.pending:
         if chooser.random() < survival:
             _point(names, path, inode)
-    into.mkdir(parents=True, exist_ok=True)
-    for directory in model.directories:
+    there = {root, *model.directories}
+    there |= {made for made in model.pending_directories if chooser.random() < survival}
+    for directory in there:
         (into / directory.relative_to(root)).mkdir(parents=True, exist_ok=True)
     for path, inode in names.items():
-        (into / path.relative_to(root)).write_bytes(inode.after(chooser, survival))
+        if path.parent in there:
+            (into / path.relative_to(root)).write_bytes(inode.after(chooser, survival))
