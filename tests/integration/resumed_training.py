@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,11 +41,13 @@ class Position:
         self.seen = state["seen"]
 
 
+_one_at_a_time = threading.Lock()
+
+
 def _model() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(
-        nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 6, dtype=torch.float32)
-    )
+    with _one_at_a_time:  # workers are threads here, and torch's generator is one for all
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 6))
 
 
 def train(client: ps.Client, recipe: Recipe, until: int, save_at: int = 0) -> nn.Module:
