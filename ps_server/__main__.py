@@ -187,7 +187,7 @@ async def _run(
         )
         stack.callback(promises.close)
         link.on_view.append(node.observe)
-        _keep_checkpoints(link, node, settings, stack)
+        restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: promises.stand(node.promises))
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)
@@ -203,6 +203,7 @@ async def _run(
 
         def tick() -> None:
             node.tick()
+            restored.look()
             promises.stand(node.promises)
             wishes.stand(node.replicas.wishes if node.replicas is not None else ())
 
@@ -221,7 +222,7 @@ def _keep_checkpoints(
     node: ParameterNode,
     settings: ServerConfig,
     stack: contextlib.AsyncExitStack,
-) -> None:
+) -> RestoredValues:
     """Load what is restored, and write what is cut."""
     restored = RestoredValues(node)
     stack.push_async_callback(restored.close)
@@ -230,6 +231,7 @@ def _keep_checkpoints(
     checkpoints = CheckpointParts(node, partial(report_part, link), rate_bytes_s)
     stack.push_async_callback(checkpoints.close)
     link.on_view.append(checkpoints.observe)
+    return restored
 
 
 def _open_lanes(node: ParameterNode, *, must: bool) -> None:

@@ -142,10 +142,12 @@ class PartCopy:
 def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
     """Of a part of which nothing has been decided."""
     schedule = Schedule(table)
-    initialized = table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+    is_restored, first = table.restored_clock is not None, table.restored_clock or 0
+    kind = table.spec.initializer.kind
+    initialized = not is_restored and kind is not InitializerKind.FROM_RANK_ZERO
     facts = Facts(
-        0, 0, 0, 0, 0, 0, initialized, None, (), None, schedule.settings, schedule.number, 0, None,
-        None,
+        first, first, first, 0, 0, 0, initialized, None, (), None, schedule.settings,
+        schedule.number, 0, None, None,
     )  # fmt: skip
     return PartCopy(facts, dict.fromkeys(blocks, 0))
 

@@ -16,6 +16,7 @@ Rules:
 
 Invariants:
     PR-1  Who was asked for counts until the epoch ends.
+    PR-2  Values that no batch has come to be only while nobody else has any.
 
 What it deliberately does not do: hold what was decided (`RangeLog` does), or know other ranges.
 """
@@ -77,6 +78,7 @@ class Primary:
         self._heard_s = {} if heard_s is None else dict.fromkeys(log.backups, heard_s)
         self._behind: dict[NodeId, _Behind] = {}
         self._joining: dict[NodeId, _Joining] = {}
+        self._is_closed = False
         self._asked: frozenset[NodeId] | None = None
         self._in_question: frozenset[NodeId] = frozenset()
 
@@ -137,6 +139,30 @@ class Primary:
         for behind in self._behind.values():
             behind.since_s = min(behind.since_s + paused_s, now_s)
 
+    # --- values that come from elsewhere than the log
+
+    def close(self) -> None:
+        """Nobody backs the range up from now on: values come to be here that no batch has. The
+        scheduler is asked to leave the backups out; they join anew after `replaced`.
+        """
+        self._is_closed = True
+        for node_id in list(self._joining):
+            self.lost(node_id)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether nobody has a word in it, nor waits for anything that was decided."""
+        return not self.log.backups and not self._joining and self.log.is_settled
+
+    def replaced(self, *, is_last: bool) -> None:
+        """The values are other ones, while it `is_deserted`; whoever joins is given them. With
+        `is_last` servers may join.
+        """
+        check(self.is_deserted, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
+        self.log.decide_alone()
+        self.log.begin_snapshot()
+        self._is_closed = not is_last
+
     # --- who gets what
 
     @property
@@ -166,7 +192,7 @@ class Primary:
         self, node_id: NodeId, now_s: float, has_room: Callable[[NodeId], bool]
     ) -> bool:
         """Whether all of the range is to be sent to one that is named as joining."""
-        if not has_room(node_id):
+        if self._is_closed or not has_room(node_id):
             return False
         joining = self._joining.get(node_id)
         if joining is not None and (
@@ -193,6 +219,7 @@ class Primary:
             log = self.log
             ready = {n for n in log.backups if log.acked_by(n) >= log.released}
             wanted = ((self._configured | ready) & living) - log.heirs
+            wanted = frozenset() if self._is_closed else wanted
             if wanted == self._configured:
                 return None
             self._asked = self._in_question = wanted

@@ -205,6 +205,26 @@ class ReplicatedRanges:
             self._encoded = batch, batch_messages(told)
         link.send(self._encoded[1])
 
+    # --- values that are loaded
+
+    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
+        """See `Primary.close`: values of these are about to come from a checkpoint."""
+        for range_id in range_ids:
+            primary = self.replication.primaries.get(range_id)
+            if primary is not None:
+                primary.close()
+
+    def is_deserted(self, range_id: RangeId) -> bool:
+        """See `Primary.is_deserted`; so is a range that is not served here."""
+        primary = self.replication.primaries.get(range_id)
+        return primary is None or primary.is_deserted
+
+    def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
+        """See `Primary.replaced`."""
+        primary = self.replication.primaries.get(range_id)
+        if primary is not None:
+            primary.replaced(is_last=is_last)
+
     # --- how it does
 
     @property

@@ -1,9 +1,12 @@
 """A restored table's values, on their way from a checkpoint to where they are served (G7).
 
-    part added -> its blocks read by a thread, to where they will lie -> loaded: reads are answered
+    part added -> its blocks read by a thread, to where they will lie -> nobody backs the range up
+               -> loaded: reads are answered, and backups join
 
 Rules:
     - Until a range is loaded it has no initial values: reads and steps wait.
+    - Backups have nothing of what is loaded: they are left out before, and given all of the range
+      when they join anew. Until then a range has one replica.
     - Every byte is checked against its checksum before the range counts as loaded. What cannot be
       read fails its table, with the file and the reason: nobody trains on half a checkpoint.
 
@@ -24,6 +27,7 @@ from ps_runtime import clock, logs
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_server.node import ParameterNode
+from ps_server.range_machine import RangeMachine
 
 _Key = tuple[TableId, RangeId]
 _Room = tuple[int, Callable[[str], memoryview]]
@@ -39,23 +43,33 @@ class RestoredValues:
 
     def __init__(self, node: ParameterNode) -> None:
         self._node = node
+        self._url = ""
         self._begun: set[_Key] = set()
+        self._ready: dict[_Key, dict[int, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def observe(self, view: ClusterView) -> None:
         """A newer view, which the node has observed."""
-        keys = [
-            key
-            for key, part in self._node.machine.parts.items()
-            if part.state.table.restored_clock is not None
-            and not part.state.initialized
-            and part.state.failure is None
-            and key not in self._begun
-        ]
+        self._url = view.restored_from
+        self.look()
+
+    def look(self) -> None:
+        """Load what is served and not there; to be called now and then, since what an old lease kept
+        from this server is served when time has passed.
+        """
+        if not self._url:
+            return
+        self._hand_over()
+        missing = {key for key, part in self._node.machine.parts.items() if _is_missing(part)}
+        self._begun &= missing
+        self._ready = {key: each for key, each in self._ready.items() if key in missing}
+        if self._node.replicas is not None:
+            self._node.replicas.close_ranges({range_id for _, range_id in missing})
+        keys = sorted(missing - self._begun)
         if not keys:
             return
         self._begun |= set(keys)
-        task = asyncio.get_running_loop().create_task(self._load(view.restored_from, keys))
+        task = asyncio.get_running_loop().create_task(self._load(self._url, keys))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -83,7 +97,7 @@ class RestoredValues:
     async def _load_range(self, reader: CheckpointReader, key: _Key) -> int:
         """Load one range, unless it is not here any more; its bytes."""
         part = self._node.machine.parts.get(key)
-        if part is None:
+        if part is None or not _is_missing(part):
             return 0
         table, store = part.state.table.spec.name, self._node.shards.stores[key]
         versions, rooms = {}, list[_Room]()
@@ -103,8 +117,26 @@ class RestoredValues:
 
         byte_count = await asyncio.to_thread(read)
         if self._node.machine.parts.get(key) is part:
-            self._node.loaded(key, versions)
+            self._ready[key] = versions
+            self._hand_over()
         return byte_count
+
+    def _hand_over(self) -> None:
+        """What is loaded is served, where nobody else has anything of the range."""
+        replicas = self._node.replicas
+        for key in list(self._ready):
+            part = self._node.machine.parts.get(key)
+            if part is None or not _is_missing(part):
+                del self._ready[key]
+                continue
+            if replicas is not None and not replicas.is_deserted(key[1]):
+                continue
+            versions = self._ready.pop(key)
+            self._begun.discard(key)
+            if replicas is not None:
+                others = [each for each in self._begun if each[1] == key[1]]
+                replicas.replaced(key[1], is_last=not others)
+            self._node.loaded(key, versions)
 
     def _fail(self, keys: list[_Key], reason: str) -> None:
         logs.error("restore_failed", reason=reason)
@@ -118,3 +150,10 @@ class RestoredValues:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _is_missing(part: RangeMachine) -> bool:
+    """Whether its values are those of a checkpoint, and are not there."""
+    state = part.state
+    is_restored = state.table.restored_clock is not None
+    return is_restored and not state.initialized and state.failure is None
