@@ -181,13 +181,13 @@ class RangeState:
 
     @property
     def reached_clock(self) -> int:
-        """The highest clock of which anything has taken effect."""
-        reached = max(self.clock, self.changed_clock)
+        """The highest clock of which anything has taken effect. A goodbye is nothing: it is for a
+        step that its worker has not taken, and the others may never take.
+        """
+        reached = max(self.formed_clock, self.changed_clock)
         for worker in self.workers.values():
-            clock = max(worker.sealed_clock, worker.done_clock)
-            # Of BSP: the goodbye is for an update that the others may never form.
-            left_clock = worker.left_clock
-            reached = max(reached, clock if left_clock is None else min(clock, left_clock))
+            if worker.left_clock is None:
+                reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:

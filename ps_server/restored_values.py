@@ -54,8 +54,8 @@ class RestoredValues:
         self.look()
 
     def look(self) -> None:
-        """Load what is served and not there; to be called now and then, since what an old lease kept
-        from this server is served when time has passed.
+        """Load what is served and not there; to be called now and then, since time alone lets this
+        server serve what an old lease kept from it.
         """
         if not self._url:
             return
