@@ -90,6 +90,28 @@ async def join_checkpoint(
     )
 
 
+async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:
+    """Take the whole cluster back to a checkpoint; its directory. This session ends with that.
+
+    Blocking: up to `deadline_s`.
+
+    Raises:
+        InvalidCheckpoint: there is no good one.
+        Fenced: this node has been replaced; so it has if somebody else has restored the cluster.
+        WaitExpired: no scheduler answered.
+    """
+    request = scheduler_pb2.RestoreCheckpointRequest(
+        session=wire.session_to_proto(link.session), url=url
+    )
+    answer = await link.call(
+        lambda stub, left_s: stub.RestoreCheckpoint(request, timeout=left_s),
+        "the cluster to be restored",
+        clock.now_s() + deadline_s,
+    )
+    found: str = answer.url
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class MadeCheckpoint:
     """A complete checkpoint: its number, its directory and the bytes of its files."""

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.errors import Fenced, InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
@@ -131,7 +130,22 @@ async def _serve(settings: ServerConfig) -> None:
         servicer.attach(node, view_at_least)
         backups.attach(node)
 
-    running = asyncio.create_task(_run(settings, server, attach, registry))
+    metrics, node_metrics = ServerMetrics(registry), NodeMetrics(registry)
+
+    async def run() -> None:
+        """As often as the cluster begins anew."""
+        while True:
+            try:
+                await _run(settings, server, attach, (metrics, node_metrics))
+            except Fenced as error:
+                if not error.retry_after_ms:
+                    raise
+                logs.info("registering_again", reason=error.message)
+                servicer.drain()
+            else:
+                return
+
+    running = asyncio.create_task(run())
     try:
         await asyncio.wait((stop, running), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -149,7 +163,7 @@ async def _run(
     settings: ServerConfig,
     server: NodeServer,
     attach: Callable[[ParameterNode, ViewAtLeast], None],
-    registry: CollectorRegistry,
+    measures: tuple[ServerMetrics, NodeMetrics],
 ) -> None:
     """Register, serve, and end when the cluster has finished or replaced this server."""
     installed = installed_updates()
@@ -164,7 +178,7 @@ async def _run(
     )
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
     stack = contextlib.AsyncExitStack()
-    metrics = ServerMetrics(registry)
+    metrics, node_metrics = measures
     try:
         node = ParameterNode(
             link.session,
@@ -180,7 +194,7 @@ async def _run(
         stack.callback(node.lanes.close)
         if settings.lane != "grpc":
             _open_lanes(node, must=settings.lane == "shm")
-        _watch(link, node, metrics, registry)
+        _watch(link, node, metrics, node_metrics)
         finished = asyncio.Event()
         promises = Promises(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
@@ -244,7 +258,7 @@ def _open_lanes(node: ParameterNode, *, must: bool) -> None:
 
 
 def _watch(
-    link: SchedulerLink, node: ParameterNode, metrics: ServerMetrics, registry: CollectorRegistry
+    link: SchedulerLink, node: ParameterNode, metrics: ServerMetrics, node_metrics: NodeMetrics
 ) -> None:
     """Let heartbeats and scrapes ask the node."""
     link.progress = lambda: scheduler_pb2.NodeProgress(
@@ -256,7 +270,7 @@ def _watch(
             for table_id, reader, waited_ms in node.read_waits.totals_ms()
         ],
     )
-    NodeMetrics(registry).watch(
+    node_metrics.watch(
         lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
     )
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)

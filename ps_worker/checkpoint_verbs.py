@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
 from ps_core.change import Checkpoint
-from ps_core.errors import InvalidConfig
+from ps_core.errors import Fenced, InvalidConfig
 from ps_runtime import logs
 from ps_runtime.checkpoint_calls import MadeCheckpoint, PartReport
 from ps_worker.catalogue import Catalogue
@@ -118,6 +120,38 @@ class CheckpointVerbs(Catalogue):
         if not self.is_reader:
             self.save_points.rest(future.done)
         return CheckpointTicket(future, deadline_s)
+
+    def restore(self, url: str = "", *, timeout_s: float | None = None) -> Self:
+        """Take the whole cluster back to a checkpoint, and connect to it again.
+
+        Everything since is gone, on the servers and on its way there: the cluster begins a new
+        timeline, and whatever belongs to the old one is refused. Every worker has to call it, with
+        the same URL; the first call restores, the others find that it is done. A worker that does
+        not learns from its next call that its session has ended. Make the tables or the
+        `DistributedOptimizer` again, with the client that is returned: they begin at the
+        checkpoint's clock, and `attach_state` loads what was attached.
+
+        Args:
+            url: a checkpoint's directory, or what has several, whose newest good one is taken;
+                empty: the cluster's own place for them.
+            timeout_s: how long it may take; None means the client's request_deadline_s.
+
+        Returns:
+            Another client, with this one's rank; this one is closed.
+
+        Blocking: until the cluster has begun anew and its servers are there again.
+
+        Raises:
+            InvalidCheckpoint: there is no good one; nothing has changed.
+            WaitExpired: the scheduler or the servers did not come in time.
+        """
+        deadline_s = self.deadline_s(timeout_s)
+        restoring = self._loop.start(self.engine.restore_checkpoint(url, deadline_s))
+        with contextlib.suppress(Fenced):  # somebody else has restored it
+            self._result(restoring, deadline_s + GRACE_S)
+        self.close(leave=False)
+        rank = None if self.is_reader else self.rank
+        return type(self)(replace(self._config, rank=rank))
 
     def attach_state(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
         """Make something part of this worker's checkpoints: a learning rate schedule, a GradScaler,

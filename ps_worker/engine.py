@@ -21,7 +21,7 @@ from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime import logs, wire
-from ps_runtime.checkpoint_calls import MadeCheckpoint, create_checkpoint
+from ps_runtime.checkpoint_calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.checkpoint_link import CheckpointLink
@@ -218,6 +218,10 @@ class Engine:
     async def create_checkpoint(self, reason: str, deadline_s: float) -> MadeCheckpoint:
         """Make a checkpoint."""
         return await create_checkpoint(self._scheduler, reason, deadline_s)
+
+    async def restore_checkpoint(self, url: str, deadline_s: float) -> str:
+        """Take the cluster back to a checkpoint, which ends this session; its directory."""
+        return await restore_checkpoint(self._scheduler, url, deadline_s)
 
     def watch(self, take_view: Callable[[ClusterView], None]) -> None:
         """Call `take_view` with this view and each newer one, on the loop. Any thread."""

@@ -85,6 +85,11 @@ class Checkpointing:
         self._not_before_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def clock(self) -> int:
+        """The highest clock that a worker has said."""
+        return max(self._clocks.values(), default=0)
+
     # --- when one is due
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
@@ -105,7 +110,7 @@ class Checkpointing:
             restored = self._cluster.settings.restored
             tables = restored.tables.values() if restored is not None else ()
             self._last_clock = max((table.clock for table in tables), default=0)
-        clock = max(self._clocks.values(), default=0)
+        clock = self.clock
         reason = ""
         every = policy.every_clocks
         if every and clock // every > self._last_clock // every:
@@ -165,6 +170,7 @@ class Checkpointing:
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
         manifest = manifest_of(self._cluster.settings, attempt, self._cluster.view.world_size)
         problem = ""
+        cluster = self._cluster
         try:
             directory = await asyncio.to_thread(_write_manifest, attempt.url, manifest)
             self._made[attempt.number] = Made(attempt.number, directory.url, manifest.byte_count)
@@ -173,7 +179,7 @@ class Checkpointing:
             logs.info("checkpoint_complete", url=directory.url, bytes=manifest.byte_count)
         except PushpullError as error:
             problem = error.message
-        self._carry_out(self._cluster.end_checkpoint(attempt.number, problem))
+        self._carry_out(cluster.end_checkpoint(attempt.number, problem))
         if not problem and self._policy.keep:
             await self._prune()
 

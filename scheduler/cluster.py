@@ -31,7 +31,7 @@ nodes say of their progress, move ranges.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ps_core.change import Change, Join
@@ -49,6 +49,7 @@ from scheduler.cluster_state import (
     NodeLeft,
     RangesFailedOver,
     Registration,
+    Restored,
     Transition,
     WorkerGone,
 )
@@ -121,6 +122,22 @@ class Cluster:
                 restored_from="" if self.settings.restored is None else self.settings.restored.url,
             )
         return self._view
+
+    def in_new_timeline(
+        self, restored: Restored, timeline: bytes, token_key: bytes
+    ) -> ClusterSettings:
+        """The settings of the cluster that takes this one's place: it has its name, gives none of
+        its numbers again, and starts from a checkpoint.
+        """
+        return replace(
+            self.settings,
+            restored=restored,
+            timeline=timeline,
+            token_key=token_key,
+            first_incarnation=self._state.next_incarnation,
+            first_node_id=self._state.next_node_id,
+            checkpoint_count=self._state.checkpoint_count,
+        )
 
     @property
     def servers_have_left(self) -> bool:

@@ -85,6 +85,7 @@ class ClusterSettings:
             there are none.
         checkpoint_count: the largest number of a checkpoint that is there already.
         restored: what the cluster starts from, if it does not start anew.
+        first_node_id: of the first node; later ones count up.
     """
 
     cluster_id: str
@@ -106,6 +107,7 @@ class ClusterSettings:
     checkpoint_url: str = ""
     checkpoint_count: int = 0
     restored: Restored | None = None
+    first_node_id: int = 1
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")
@@ -255,6 +257,7 @@ class ClusterState:
         return cls(
             next_incarnation=settings.first_incarnation,
             ranges=ranges,
+            next_node_id=settings.first_node_id,
             checkpoint_count=settings.checkpoint_count,
         )
 

@@ -46,6 +46,9 @@ GIVEN_UP_LEASES = 20
 """Whom nothing waits for has left when it was silent for so many leases: evaluators that come and
 go, and servers that die and are started again, must not fill the view."""
 
+REGISTER_AGAIN_MS = 100
+"""A session of another timeline has not done anything wrong: who registers again is welcome."""
+
 KEPT_COUNT = 100
 """Readers, and servers, that have left and are still shown."""
 
@@ -120,6 +123,8 @@ class Membership:
             raise Fenced(
                 f"the session is of timeline {session.timeline[:16].hex() or 'none'}; this is "
                 f"timeline {ours.timeline.hex()}: register again"
+                + (f". It was restored from {ours.restored.url}" if ours.restored else ""),
+                retry_after_ms=REGISTER_AGAIN_MS,
             )
         if not session.is_genuine(ours.token_key):
             raise Unauthenticated(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeVar
@@ -28,7 +29,8 @@ from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
 from scheduler.cluster import Cluster, Created, Decision
-from scheduler.cluster_state import RangesFailedOver, Registration, Transition
+from scheduler.cluster_state import TIMELINE_BYTES, RangesFailedOver, Registration, Transition
+from scheduler.restoring import restored_from
 from scheduler.transition_lines import log_transition
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -56,15 +58,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         metrics: SchedulerMetrics,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
     ) -> None:
-        self.checkpointing = Checkpointing(cluster, policy, self._carry_out)
-        self._cluster = cluster
         self._metrics = metrics
+        self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
+        self._begin(cluster)
+
+    def _begin(self, cluster: Cluster) -> None:
+        """Serve this cluster from now on; whoever waits for something of another is told so."""
+        self._cluster = cluster
+        self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
-        self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, metrics)
+        self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
         self._view_message = wire.view_to_proto(cluster.view)
         self._measure()
+        self._wake()
 
     async def watch_for_silence(self) -> None:
         """Tick the machine, often enough for its failure detector, until cancelled."""
@@ -147,11 +155,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.WatchClusterRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
         """Streams the view and its changes, until the caller has left or the scheduler stops."""
+        session = wire.session_from_proto(request.session)
         with self._refusals_counted():
-            node_id = self._cluster.member(wire.session_from_proto(request.session)).node_id
-        sent_number = 0
+            node_id = self._cluster.member(session).node_id
+        cluster, sent_number = self._cluster, 0
         while True:
             changed = self._changed
+            if self._cluster is not cluster:
+                self._cluster.member(session)  # it is none there
             if self._cluster.view.view_number > sent_number:
                 sent_number = self._cluster.view.view_number
                 yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
@@ -225,6 +236,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
         )
+
+    @translated
+    async def RestoreCheckpoint(
+        self, request: scheduler_pb2.RestoreCheckpointRequest, context: Context
+    ) -> scheduler_pb2.RestoreCheckpointResponse:
+        """Begins anew from a checkpoint: another cluster takes the place of this one."""
+        with self._refusals_counted():
+            cluster = self._cluster
+            cluster.member(wire.session_from_proto(request.session))
+            url = request.url or cluster.settings.checkpoint_url
+            restored = await asyncio.to_thread(restored_from, url)
+            cluster.member(wire.session_from_proto(request.session))  # nobody was faster
+        clock_before = self.checkpointing.clock
+        timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
+        settings = cluster.in_new_timeline(restored, timeline, key)
+        self._begin(Cluster(settings, clock.now_s()))
+        reached = max((table.clock for table in restored.tables.values()), default=0)
+        logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
+        return scheduler_pb2.RestoreCheckpointResponse(url=restored.url, clock=reached)
 
     @translated
     async def JoinCheckpoint(

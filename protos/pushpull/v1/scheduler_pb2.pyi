@@ -332,3 +332,19 @@ class ReportCheckpointPartRequest(_message.Message):
 class ReportCheckpointPartResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RestoreCheckpointRequest(_message.Message):
+    __slots__ = ("session", "url")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    url: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+
+class RestoreCheckpointResponse(_message.Message):
+    __slots__ = ("url", "clock")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    clock: int
+    def __init__(self, url: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...

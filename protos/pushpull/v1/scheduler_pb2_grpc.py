@@ -80,6 +80,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.FromString,
                 _registered_method=True)
+        self.RestoreCheckpoint = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/RestoreCheckpoint',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointResponse.FromString,
+                _registered_method=True)
         self.JoinCheckpoint = channel.unary_unary(
                 '/pushpull.v1.SchedulerService/JoinCheckpoint',
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.JoinCheckpointRequest.SerializeToString,
@@ -176,6 +181,15 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestoreCheckpoint(self, request, context):
+        """Takes the whole cluster back to a checkpoint, in a new timeline: all sessions end with
+        FAILED_PRECONDITION (Fenced, with a time to register again), and nothing of theirs that is on its way
+        counts. Servers register again by themselves and load what is theirs when its table is created.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def JoinCheckpoint(self, request, context):
         """Workers only: where this worker is on each of its tables, in answer to a view with a checkpoint that
         is not cut. From then on it does not go beyond these clocks until the cut is settled. Idempotent.
@@ -246,6 +260,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.CreateCheckpoint,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.SerializeToString,
+            ),
+            'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreCheckpoint,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointResponse.SerializeToString,
             ),
             'JoinCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinCheckpoint,
@@ -507,6 +526,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/CreateCheckpoint',
             pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.CreateCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/RestoreCheckpoint',
+            pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.RestoreCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,
