@@ -142,7 +142,7 @@ class _Part:
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
         self._specs: dict[TableId, Table] = {}
-        self._is_cut = False
+        self._is_cut = self._is_over = False
         self._problem = ""
         self._waiting_bytes = 0
         self._writing_count = 0
@@ -167,7 +167,7 @@ class _Part:
 
     def cut(self, view: ClusterView) -> None:
         """The cuts are settled: ask for each range as of its own."""
-        if self._is_cut:
+        if self._is_cut or self._is_over:
             return
         self._is_cut = True
         self._node.shards.captures = self._captures
@@ -206,8 +206,8 @@ class _Part:
             return
         try:
             self._write(table_id, block)
-        except PushpullError as error:
-            self._problem = error.message
+        except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
+            self._problem = _words(error)
 
     def _submit(self, table_id: TableId, block: SavedBlock) -> None:
         self._waiting_bytes += block.byte_count
@@ -304,6 +304,7 @@ class _Part:
         self._threads.shutdown(wait=True)
 
     def _release(self) -> None:
+        self._is_over = True
         if self._node.shards.captures is self._captures:
             self._node.shards.captures = None
         for waiter in list(self._waiters):

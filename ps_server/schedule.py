@@ -37,13 +37,16 @@ from ps_core.tables import Table
 
 _BEFORE_ALL = -1
 
+_CHECKPOINTS = Incarnation(0)
+"""Nobody's: whose the cuts for checkpoints are."""
+
 CutId = tuple[Incarnation, int]
 """Whose cut, and its reader's number for it."""
 
 
 def checkpoint_cut(number: int) -> CutId:
     """The cut that is held for a checkpoint, whose reader is the server itself."""
-    return Incarnation(0), number
+    return _CHECKPOINTS, number
 
 
 @dataclass(slots=True)
@@ -157,9 +160,12 @@ class Schedule:
 
     def _observe_cut(self, table: Table, now_s: float) -> None:
         """A cut for a checkpoint was settled: hold it until it is read. What is asynchronous is
-        read as it is.
+        read as it is. One that the view has no more was given up: nobody reads it.
         """
         cut = table.cut
+        wanted = None if cut is None else checkpoint_cut(cut.checkpoint)
+        for cut_id in [c for c in self._cuts if c[0] == _CHECKPOINTS and c != wanted]:
+            self.end_cut(cut_id)
         if cut is None or cut.checkpoint <= self._cut_for:
             return
         self._cut_for = cut.checkpoint

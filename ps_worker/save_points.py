@@ -200,10 +200,7 @@ class SavePoints:
             if self._is_explicit is not is_explicit or not self._attached:
                 return
             self._arrive()
-        try:
-            self._rest(self._is_settled)
-        finally:
-            self._go_on()
+        self._rest(self._is_settled)
 
     def rest(self, is_over: Callable[[], bool]) -> None:
         """As `reach`; besides, wait for a checkpoint that is about to be proposed, until it is
@@ -217,10 +214,7 @@ class SavePoints:
             begun = self._view is not None and self._view.checkpoint is not None
             return is_over() or (self._is_settled() and (begun or self._asked != asked))
 
-        try:
-            self._rest(ends)
-        finally:
-            self._go_on()
+        self._rest(ends)
 
     def _arrive(self) -> None:
         for trained in self._models:
@@ -233,10 +227,9 @@ class SavePoints:
         self._is_resting = True
 
     def _go_on(self) -> None:
-        with self._changed:
-            for trained in self._models:
-                self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
-            self._is_resting = False
+        for trained in self._models:
+            self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+        self._is_resting = False
 
     def _is_settled(self) -> bool:
         """Whether no checkpoint that was answered waits for its cut."""
@@ -244,13 +237,26 @@ class SavePoints:
         return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._asked
 
     def _rest(self, is_over: Callable[[], bool]) -> None:
+        """Wait, and save what is due. It leaves in the stretch in which nothing was: a checkpoint
+        that is proposed while a state is copied is answered with this save point, too.
+        """
+        try:
+            while (due := self._leave(is_over)) is not None:
+                self._save(*due)
+        finally:
+            with self._changed:
+                self._go_on()
+
+    def _leave(self, is_over: Callable[[], bool]) -> tuple[Checkpoint, dict[TableId, int]] | None:
+        """What is due when the wait is over; if nothing is, the script is in its next step."""
         until_s = now_s() + limits.CHECKPOINT_CUT_S
         with self._changed:
             while not is_over() and not self._is_closed and now_s() < until_s:
                 self._changed.wait(min(until_s - now_s(), _LOOK_S))
             due = self._due()
-        if due is not None:
-            self._save(*due)
+            if due is None:
+                self._go_on()
+            return due
 
     def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:
         """The checkpoint whose cut this worker is at, if it is; and its clocks."""
