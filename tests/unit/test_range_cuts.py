@@ -36,10 +36,10 @@ WAITER = 70
 class Cutting(Bench):
     """A bench whose table is cut, as a scheduler would."""
 
-    def step(self, rank: int, clock: int, **more: object) -> list[Effect]:
+    def step(self, rank: int, clock: int) -> list[Effect]:
         """A push and its seal."""
         first = 2 * (clock - self.machine.state.first_clock) - 1
-        return self.push(rank, first, clock, **more) + self.seal(rank, first + 1, clock)
+        return self.push(rank, first, clock) + self.seal(rank, first + 1, clock)
 
     def propose(self, number: int = NUMBER) -> int:
         """The clock that is promised."""
@@ -325,7 +325,7 @@ def test_reads_wait_until_it_is_loaded(setting: str) -> None:
     effects = range_.machine.loaded(dict.fromkeys(range(4), 17), range_.now_s)
     assert answers(effects) == [5, 6]
     assert {e.range_clock for e in effects if isinstance(e, AnswerPull)} == {41}
-    assert [e.versions for e in effects if isinstance(e, AnswerPull)][0] == dict.fromkeys(
+    assert next(e.versions for e in effects if isinstance(e, AnswerPull)) == dict.fromkeys(
         range(4), 17
     )
 
