@@ -217,13 +217,12 @@ class SavePoints:
         self._rest(ends)
 
     def _arrive(self) -> None:
-        for trained in self._models:
-            for handle, _ in trained():
-                table_id = handle.table.table_id
-                if handle.clock != self._passed.get(table_id):
-                    self._stepped[table_id] = True
-                elif self._is_explicit:
-                    self._stepped[table_id] = False
+        handles = [handle for trained in self._models for handle, _ in trained()]
+        moved = {h.table.table_id: h.clock != self._passed.get(h.table.table_id) for h in handles}
+        if any(moved.values()):  # else no step lies between this save point and the last
+            for table_id, has_moved in moved.items():
+                if has_moved or self._is_explicit:
+                    self._stepped[table_id] = has_moved
         self._is_resting = True
 
     def _go_on(self) -> None:
@@ -318,4 +317,6 @@ def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int:
     table = view.tables_by_id.get(handle.table.table_id)
     if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
         return 0
-    return 0 if table.consistency.mode is Mode.ASP else table.cut.after_clock
+    after_clock, change = table.cut.after_clock, table.change
+    is_newest = change is None or after_clock > change.after_clock
+    return 0 if is_newest and table.consistency.mode is Mode.ASP else after_clock

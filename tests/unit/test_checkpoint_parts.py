@@ -1,4 +1,4 @@
-"""A server writes its part of a checkpoint while updates go on; and where it cannot, they do too."""
+"""A server writes its part of a checkpoint while updates go on; they do where it cannot, too."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Server:
     def step(self, clock: int) -> None:
         """The worker's, on all blocks."""
         sender = Sender(Incarnation(11), 0, self.stream.origin)
-        gradient = memoryview(np.ones(LENGTH, np.float32)).cast("B")
+        gradient = memoryview(np.ones(LENGTH, np.float32).tobytes())
         for range_id, blocks in self.table.blocks_by_range(RANGES).items():
             place = Place(MODEL, range_id, AssignmentEpoch(1))
             for block in blocks:
