@@ -184,6 +184,25 @@ def test_what_is_asynchronous_up_to_the_cut_is_not_held_by_a_change_after_it() -
     assert not cut.is_held
 
 
+def test_what_was_asynchronous_at_the_cut_is_torn_though_nothing_after_it_is() -> None:
+    """The setting of the cut's clock is forgotten as soon as that clock is past."""
+    cut = bench("asp", workers=1)
+    for clock in (1, 2):
+        cut.step(0, clock)
+    cut.table = replace(cut.table, change=Change(1, 2, parsed("bsp")))
+    cut.observe(cut.table)
+    cut.propose()
+    for clock in (3, 4):
+        cut.step(0, clock)
+    assert cut.machine.state.clock == 2
+    settled = TableCut(NUMBER, 2)
+    cut.table = replace(cut.table, proposed=None, cut=settled)
+    cut.observe(cut.table)
+    assert cut.machine.state.clock == 4
+    assert cut.machine.state.schedule.is_torn_at(settled)
+    assert not cut.machine.state.schedule.is_torn_at(replace(settled, checkpoint=NUMBER + 1))
+
+
 # --- what goes wrong
 
 
