@@ -1,8 +1,8 @@
 """Checkpoints that are made while a simulated cluster trains, and what each of them must have.
 
-The scheduler's own machine proposes and cuts; servers' own machines hold and answer. What is here is
-the thin edge of both (`ps_server.checkpoint_parts`, `ps_worker.save_points`), over a network that
-loses, with draws of its own: a seed that makes no checkpoint is what it was without this file.
+The scheduler's own machine proposes and cuts; servers' own machines hold and answer. What is here
+is the thin edge of both (`ps_server.checkpoint_parts`, `ps_worker.save_points`), over a network
+that loses, with draws of its own: a seed without a checkpoint is what it was without this file.
 
 Oracles:
     CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
@@ -72,6 +72,7 @@ class Checkpointer:
         self.sessions: dict[object, Session] = {}  # of servers and workers
         self._parts: dict[NodeId, Captured] = {}
         self._named: dict[tuple[int, int], dict[TableId, int]] = {}  # by checkpoint and worker
+        self._asked: dict[int, set[NodeId]] = {}
         self._ranges: dict[int, dict[Key, int]] = {}  # by checkpoint: at which clock
         self._every_s = self.draw.choice((0.7, 3.0, 10.0))
         if self.draw.random() < SHARE:
@@ -106,9 +107,9 @@ class Checkpointer:
         """Something changed."""
         counts = self.world.counts
         match transition:
-            case CheckpointCut(number, clocks):
+            case CheckpointCut(number):
                 counts["checkpoints cut"] += 1
-                self._check_named(number, clocks)
+                self._check_named(number)
             case CheckpointWritten(attempt):
                 self.world.after(
                     self.draw.random() * DELAY_S, lambda: self._complete(attempt.number)
@@ -124,6 +125,9 @@ class Checkpointer:
         checkpoint = self.simulation.scheduler.view.checkpoint
         if checkpoint is None or checkpoint.is_cut:
             return
+        attempt = self.simulation.scheduler._state.checkpoint
+        assert attempt is not None
+        self._asked.setdefault(checkpoint.number, set(attempt.awaited))
         for worker in self.simulation.workers:
             if (checkpoint.number, worker.origin) not in self._named and worker in self.sessions:
                 self._named[checkpoint.number, worker.origin] = {}
@@ -134,13 +138,17 @@ class Checkpointer:
         decision = self.simulation.scheduler.end_checkpoint(number, problem)
         self.simulation._publish(decision.transitions)
 
-    def _check_named(self, number: int, clocks: object) -> None:
-        tables = self.simulation.scheduler.view.tables
-        for (asked, origin), named in self._named.items():
-            for table in tables if asked == number else ():
-                cut, clock = table.cut, named.get(table.table_id, 0)
+    def _check_named(self, number: int) -> None:
+        view, attempt = self.simulation.scheduler.view, self.simulation.scheduler._state.checkpoint
+        assert attempt is not None
+        members = {node.node_id for node in view.nodes if node.state.is_member}
+        silent = (self._asked[number] & members) - attempt.workers.keys()
+        assert not silent, f"CP-1: workers {silent} have not answered"
+        for place in attempt.workers.values():
+            for table in view.tables:
+                cut, clock = table.cut, place.clocks.get(table.table_id, 0)
                 assert cut is not None and cut.after_clock >= clock, (  # noqa: PT018
-                    f"CP-1: worker {origin} named {clock} of table {table.table_id}: {clocks}"
+                    f"CP-1: worker {place.rank} named {clock} of table {table.table_id}: {cut}"
                 )
 
     def _check_made(self, number: int) -> None:
@@ -193,11 +201,14 @@ class Checkpointer:
                 server.reads.pop(waiter, None)
             del self._parts[server.node_id]
         self._check_held(server, number if checkpoint is not None and checkpoint.is_cut else 0)
-        if checkpoint is None or not checkpoint.is_cut or server.node_id in self._parts:
+        if checkpoint is None:
             return
-        is_broken = self.draw.random() > NEVER_REFUSED
-        part = Captured(number, server.now_s, is_broken)
-        self._parts[server.node_id] = part
+        if server.node_id not in self._parts:
+            self._begin_part(server, number)
+        part = self._parts[server.node_id]
+        if part.is_broken or part.is_asked or not checkpoint.is_cut:
+            return
+        part.began_s = server.now_s
         cuts: dict[TableId, TableCut | None] = {t.table_id: t.cut for t in view.tables}
         for key in list(server.machine.parts):
             cut = cuts[key[0]]
@@ -205,6 +216,13 @@ class Checkpointer:
                 self._read(server, part, key, cut)
         part.is_asked = True
         self._report_if_done(server, part)
+
+    def _begin_part(self, server: SimServer, number: int) -> None:
+        """It makes its file; where it cannot, it says so, and reads nothing."""
+        part = Captured(number, server.now_s, self.draw.random() > NEVER_REFUSED)
+        self._parts[server.node_id] = part
+        if part.is_broken:
+            self._report(server, part, Part(problem="no space"))
 
     def _check_held(self, server: SimServer, number: int) -> None:
         for key, machine in server.machine.parts.items():
@@ -250,7 +268,9 @@ class Checkpointer:
     def _check_refused(self, server: SimServer, part: Captured, effect: RefusePull) -> None:
         error, waited_s = effect.error, server.now_s - part.began_s
         self.world.counts["captures refused"] += 1
-        assert isinstance(error, WaitExpired | NotOwner | StaleAssignment), f"CUT: {error}"
+        has_no_values = isinstance(error, InvalidConfig) and "no initial values" in error.message
+        is_moved = isinstance(error, NotOwner | StaleAssignment)
+        assert isinstance(error, WaitExpired) or is_moved or has_no_values, f"CUT: {error}"
         if isinstance(error, WaitExpired):
             assert waited_s >= limits.CHECKPOINT_CUT_S - 1.0, f"CUT: after {waited_s}: {error}"
         self._report(server, part, Part(problem=error.message))
@@ -269,9 +289,7 @@ class Checkpointer:
         self.world.counts[f"blocks captured under {mode}"] += 1
 
     def _report_if_done(self, server: SimServer, part: Captured) -> None:
-        if part.is_broken:
-            self._report(server, part, Part(problem="no space"))
-        elif part.is_asked and not part.waiters:
+        if part.is_asked and not part.waiters:
             self._report(server, part, Part("file", 1, "ab", part.tables))
 
     def _report(self, server: SimServer, part: Captured, said: Part) -> None:

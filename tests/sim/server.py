@@ -54,7 +54,7 @@ class SimServer:
         self.numbers = itertools.count(1)
         self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
-        self.on_view: Callable[[ClusterView], None] = lambda view: None
+        self.on_view: Callable[[ClusterView], None] = lambda _: None
         world.after(TICK_S, self._tick)
 
     @property

@@ -27,7 +27,8 @@ class CrashSimulation(ScheduledSimulation):
     """One seed in which one worker is killed or paused at some moment."""
 
     often: ClassVar[frozenset[str]] = frozenset({
-        "checkpoints", "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
+        "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
+        "checkpoints",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"fenced", "sealed and held", "no initial values"})
 

@@ -25,7 +25,8 @@ class NewcomerSimulation(CrashSimulation):
     max_workers = MAX_WORKERS
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")),
-        "newcomers", "joined", "left", "killed", "checkpoints", "gone", "newcomers' clipped steps under bsp",
+        "newcomers", "joined", "left", "killed", "gone", "newcomers' clipped steps under bsp",
+        "checkpoints",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "successors", "ranks given anew", "came before all values", "joined beyond a gap", "paused",
