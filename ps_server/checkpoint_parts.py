@@ -62,12 +62,19 @@ class CheckpointParts:
         node: the server.
         report: how the scheduler is told.
         rate_bytes_s: how much is copied in a second while updates come; 0: no bound.
+        buffer_bytes: how much of what was copied may wait to be written.
     """
 
-    def __init__(self, node: ParameterNode, report: Report, rate_bytes_s: int) -> None:
+    def __init__(
+        self,
+        node: ParameterNode,
+        report: Report,
+        rate_bytes_s: int,
+        buffer_bytes: int = limits.CHECKPOINT_BUFFER_BYTES,
+    ) -> None:
         self._node = node
         self._report = report
-        self._rate_bytes_s = rate_bytes_s
+        self._rates = rate_bytes_s, buffer_bytes
         self._newest = 0
         self._part: _Part | None = None
         node.on_cut_answered = self._answered
@@ -82,7 +89,7 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._report, self._rate_bytes_s)
+            self._part = _Part(self._node, checkpoint, self._report, self._rates)
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._part.cut(view)
@@ -129,13 +136,13 @@ class _Part:
     """One checkpoint's part."""
 
     def __init__(
-        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rate_bytes_s: int
+        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rates: tuple[int, int]
     ) -> None:
         self.number = checkpoint.number
         self._node = node
         self._url = checkpoint.url
         self._report = report
-        self._rate_bytes_s = rate_bytes_s
+        self._rate_bytes_s, self._buffer_bytes = rates
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
         self._captures = Captures(self._about_to_change)
@@ -201,7 +208,7 @@ class _Part:
     def _about_to_change(self, table_id: TableId, block: SavedBlock) -> None:
         if self._problem:
             return
-        if self._waiting_bytes + block.byte_count <= limits.CHECKPOINT_BUFFER_BYTES:
+        if self._waiting_bytes + block.byte_count <= self._buffer_bytes:
             self._submit(table_id, block.copied())
             return
         try:
@@ -268,7 +275,7 @@ class _Part:
     async def _copy_in_turn(self) -> None:
         """Copy a block that has not changed, or wait until there may be one."""
         found = None
-        if self._waiting_bytes <= limits.CHECKPOINT_BUFFER_BYTES // 2:
+        if self._waiting_bytes <= self._buffer_bytes // 2:
             found = self._captures.next()
         if found is None:
             await self._wake.wait()

@@ -83,14 +83,20 @@ class SavePoints:
         scheduler: who is told.
         handles: the worker's tables.
         write: how its state is written.
+        patience_s: how long a cut is waited for, in seconds.
     """
 
     def __init__(
-        self, scheduler: Scheduler, handles: Callable[[], Iterable[TableHandle]], write: Write
+        self,
+        scheduler: Scheduler,
+        handles: Callable[[], Iterable[TableHandle]],
+        write: Write,
+        patience_s: float = limits.CHECKPOINT_CUT_S,
     ) -> None:
         self._scheduler = scheduler
         self._handles = handles
         self._write = write
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing: set[Future[None]] = set()
@@ -248,7 +254,7 @@ class SavePoints:
 
     def _leave(self, is_over: Callable[[], bool]) -> tuple[Checkpoint, dict[TableId, int]] | None:
         """What is due when the wait is over; if nothing is, the script is in its next step."""
-        until_s = now_s() + limits.CHECKPOINT_CUT_S
+        until_s = now_s() + self._patience_s
         with self._changed:
             while not is_over() and not self._is_closed and now_s() < until_s:
                 self._changed.wait(min(until_s - now_s(), _LOOK_S))

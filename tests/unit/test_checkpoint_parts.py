@@ -141,12 +141,15 @@ def run(tmp_path: Path, drive: Callable[[Server], Awaitable[None]], setting: str
 
 @pytest.mark.parametrize("buffer_bytes", [limits.CHECKPOINT_BUFFER_BYTES, 0])
 def test_a_part_has_the_cut_whatever_is_applied_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+    tmp_path: Path, buffer_bytes: int
 ) -> None:
     """With room for copies, and where each block has to be written before it changes."""
-    monkeypatch.setattr(limits, "CHECKPOINT_BUFFER_BYTES", buffer_bytes)
+
+    def begin(server: Server) -> None:
+        server.parts = CheckpointParts(server.node, server._report, 0, buffer_bytes)
 
     async def drive(server: Server) -> None:
+        begin(server)
         server.step(1)
         server.propose()
         server.step(2)

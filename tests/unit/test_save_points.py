@@ -49,6 +49,7 @@ class Worker:
     """A worker's save points, what it has said, and the newest view."""
 
     setting: str = "bsp"
+    patience_s: float = limits.CHECKPOINT_CUT_S
     joined: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
     reported: list[tuple[int, PartReport]] = field(default_factory=list)
     copied: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
@@ -67,7 +68,8 @@ class Worker:
             for table_id, steps in self.steps.items()
         }
         self.view = ClusterView(1, "c", 1, 1, (), (), tuple(h.table for h in self.handles.values()))
-        self.points = SavePoints(self, lambda: [self.handles[A], self.handles[B]], self._write)
+        handles = list(self.handles.values())
+        self.points = SavePoints(self, lambda: handles, self._write, self.patience_s)
 
     # --- as the scheduler hears it
 
@@ -272,12 +274,11 @@ def test_a_checkpoint_that_is_given_up_lets_it_go(worker: Worker) -> None:
     assert worker.copied == []
 
 
-def test_a_cut_that_never_comes_lets_it_go(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHECKPOINT_CUT_S", 0.05)
+def test_a_cut_that_never_comes_lets_it_go() -> None:
+    worker = Worker(patience_s=0.05)
+    worker.attach()
     worker.propose()
-    worker.step()
     worker.points.reach()
-    worker.step()
 
 
 def test_what_is_proposed_while_a_state_is_copied_is_answered_with_this_save_point(
@@ -304,17 +305,6 @@ def test_what_is_proposed_while_a_state_is_copied_is_answered_with_this_save_poi
     worker.cut(1, number=2)
     assert resting.is_over()
     assert [(number, clock) for number, clock, _ in worker.copied] == [(1, 1), (2, 1)]
-
-
-def test_after_a_save_point_the_next_is_answered(worker: Worker) -> None:
-    worker.step()
-    worker.points.reach()
-    worker.propose(1)
-    worker.see(None)
-    worker.step()
-    worker.points.reach()
-    worker.propose(2)
-    assert [clocks[A] for _, clocks, _ in worker.joined] == [2, 3]
 
 
 # --- explicit and implicit points
