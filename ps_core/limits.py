@@ -185,9 +185,6 @@ MAX_STATE_VALUE_COUNT = 10_000_000
 """Values in a worker's own state, a tensor being one: the order of a large data set as a list fits,
 one inner state that a hundred lists share, and those again, does not."""
 
-MAX_STATE_HEADER_BYTES = 100_000_000
-"""safetensors' own limit: a worker's own state without its tensors."""
-
 MAX_ERROR_MESSAGE_BYTES = 1024
 """An error travels in trailing metadata, twice and escaped; gRPC's default limit there is 8 KiB."""
 

@@ -10,6 +10,8 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig
 
 _EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?")
+_MOST = 1e15
+"""Steps or units of time from one checkpoint to the next."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -41,7 +43,8 @@ class CheckpointPlan:
 
     def _every(self) -> tuple[float, str]:
         found = _EVERY.fullmatch(self.every.replace(" ", ""))
-        if found is None or not float(found[1]) or (not found[2] and "." in found[1]):
+        is_step_count = found is not None and not found[2]
+        if found is None or not 0 < float(found[1]) <= _MOST or (is_step_count and "." in found[1]):
             raise InvalidConfig(
                 f"a checkpoint every '{self.every}'; expected a number of steps such as 100, or a "
                 "time such as 60s, 5m, 1h"
@@ -56,9 +59,10 @@ class CheckpointPlan:
             given.append(f"--checkpoint-url={self.url}")
         if self.every:
             number, unit = self._every()
-            seconds = number * _SECONDS.get(unit, 0.0)
-            name, value = ("s", seconds) if unit else ("clocks", number)
-            given.append(f"--checkpoint-every-{name}={value:g}")
+            if unit:
+                given.append(f"--checkpoint-every-s={number * _SECONDS[unit]:.15g}")
+            else:
+                given.append(f"--checkpoint-every-clocks={int(number)}")
         if self.keep:
             given.append(f"--checkpoint-keep={self.keep}")
         if self.resume:

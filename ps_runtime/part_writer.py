@@ -273,7 +273,7 @@ def write_worker_part(
     Blocking: until the disk has it.
 
     Raises:
-        InvalidCheckpoint: it cannot be written, or `state` is no JSON.
+        InvalidCheckpoint: it cannot be written, or `state` is no JSON, or too large.
     """
     entries: dict[str, dict[str, Any]] = {}
     checksums = {}
@@ -300,6 +300,11 @@ def write_worker_part(
     except (TypeError, ValueError) as error:
         raise InvalidCheckpoint(f"{path}: a worker's state is no JSON: {error}") from None
     start = _padded(text, -(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    if len(start) - LENGTH_BYTES > MAX_HEADER_BYTES:  # nothing could read it back
+        raise InvalidCheckpoint(
+            f"{path}: the state without its tensors takes {len(start)} bytes; expected at most "
+            f"{MAX_HEADER_BYTES}"
+        )
     with _reported(path):
         descriptor = disk.create(path)
         try:

@@ -41,8 +41,9 @@ class Captures:
 
     def add(self, key: Key, store: ShardStore, blocks: Iterable[int]) -> None:
         """These blocks are as they shall be written."""
-        self._stores[key] = store
-        self._blocks[key] = dict.fromkeys(blocks)
+        captured = dict.fromkeys(blocks)
+        if captured:
+            self._stores[key], self._blocks[key] = store, captured
 
     def before_change(self, key: Key, blocks: Iterable[int]) -> None:
         """These blocks, some of which may be captured, are about to change."""

@@ -62,12 +62,19 @@ class CheckpointParts:
         node: the server.
         report: how the scheduler is told.
         rate_bytes_s: how much is copied in a second while updates come; 0: no bound.
+        buffer_bytes: how much of what was copied may wait to be written.
     """
 
-    def __init__(self, node: ParameterNode, report: Report, rate_bytes_s: int) -> None:
+    def __init__(
+        self,
+        node: ParameterNode,
+        report: Report,
+        rate_bytes_s: int,
+        buffer_bytes: int = limits.CHECKPOINT_BUFFER_BYTES,
+    ) -> None:
         self._node = node
         self._report = report
-        self._rate_bytes_s = rate_bytes_s
+        self._rates = rate_bytes_s, buffer_bytes
         self._newest = 0
         self._part: _Part | None = None
         node.on_cut_answered = self._answered
@@ -82,7 +89,7 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._report, self._rate_bytes_s)
+            self._part = _Part(self._node, checkpoint, self._report, self._rates)
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._part.cut(view)
@@ -129,20 +136,20 @@ class _Part:
     """One checkpoint's part."""
 
     def __init__(
-        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rate_bytes_s: int
+        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rates: tuple[int, int]
     ) -> None:
         self.number = checkpoint.number
         self._node = node
         self._url = checkpoint.url
         self._report = report
-        self._rate_bytes_s = rate_bytes_s
+        self._rate_bytes_s, self._buffer_bytes = rates
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
         self._captures = Captures(self._about_to_change)
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
         self._specs: dict[TableId, Table] = {}
-        self._is_cut = False
+        self._is_cut = self._is_over = False
         self._problem = ""
         self._waiting_bytes = 0
         self._writing_count = 0
@@ -167,7 +174,7 @@ class _Part:
 
     def cut(self, view: ClusterView) -> None:
         """The cuts are settled: ask for each range as of its own."""
-        if self._is_cut:
+        if self._is_cut or self._is_over:
             return
         self._is_cut = True
         self._node.shards.captures = self._captures
@@ -201,13 +208,13 @@ class _Part:
     def _about_to_change(self, table_id: TableId, block: SavedBlock) -> None:
         if self._problem:
             return
-        if self._waiting_bytes + block.byte_count <= limits.CHECKPOINT_BUFFER_BYTES:
+        if self._waiting_bytes + block.byte_count <= self._buffer_bytes:
             self._submit(table_id, block.copied())
             return
         try:
             self._write(table_id, block)
-        except PushpullError as error:
-            self._problem = error.message
+        except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
+            self._problem = _words(error)
 
     def _submit(self, table_id: TableId, block: SavedBlock) -> None:
         self._waiting_bytes += block.byte_count
@@ -268,7 +275,7 @@ class _Part:
     async def _copy_in_turn(self) -> None:
         """Copy a block that has not changed, or wait until there may be one."""
         found = None
-        if self._waiting_bytes <= limits.CHECKPOINT_BUFFER_BYTES // 2:
+        if self._waiting_bytes <= self._buffer_bytes // 2:
             found = self._captures.next()
         if found is None:
             await self._wake.wait()
@@ -304,6 +311,7 @@ class _Part:
         self._threads.shutdown(wait=True)
 
     def _release(self) -> None:
+        self._is_over = True
         if self._node.shards.captures is self._captures:
             self._node.shards.captures = None
         for waiter in list(self._waiters):

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ps_core import limits
 from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Node, Role, Session
-from ps_core.consistency import Mode
 from ps_core.errors import (
     Draining,
     Fenced,
@@ -249,7 +248,7 @@ class ParameterNode:
         between two updates. What is asynchronous then is answered as it is, and torn; whether so.
         """
         place = Place(*key, self.machine.assignment_epoch(key[1]))
-        is_torn = self.machine.parts[key].state.schedule.at(cut.after_clock).mode is Mode.ASP
+        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         deadline_s = self.now() + limits.CHECKPOINT_CUT_S
         cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
         event = PullEvent(place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, 0)

@@ -197,6 +197,7 @@ class RangeMachine:
             self._join(join, now_s)
         if is_freed:
             self._gate.resume(now_s, out)
+        self._go_on(now_s, out)
         return out
 
     def _join(self, join: Join, now_s: float) -> None:

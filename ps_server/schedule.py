@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ps_core import limits
-from ps_core.change import Change
+from ps_core.change import Change, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
@@ -37,13 +37,16 @@ from ps_core.tables import Table
 
 _BEFORE_ALL = -1
 
+_CHECKPOINTS = Incarnation(0)
+"""Nobody's: whose the cuts for checkpoints are."""
+
 CutId = tuple[Incarnation, int]
 """Whose cut, and its reader's number for it."""
 
 
 def checkpoint_cut(number: int) -> CutId:
     """The cut that is held for a checkpoint, whose reader is the server itself."""
-    return Incarnation(0), number
+    return _CHECKPOINTS, number
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Schedule:
         self._holds_reads = True
         self._cuts: dict[CutId, Cut] = {}
         self._cut_for = 0 if table.cut is None else table.cut.checkpoint
+        self._torn_for = 0  # the newest checkpoint at whose cut it was asynchronous
         self.is_freed = False
         if table.change is not None:
             self._add(table.change)
@@ -157,15 +161,26 @@ class Schedule:
 
     def _observe_cut(self, table: Table, now_s: float) -> None:
         """A cut for a checkpoint was settled: hold it until it is read. What is asynchronous is
-        read as it is.
+        read as it is. One that the view has no more was given up: nobody reads it.
         """
         cut = table.cut
+        wanted = None if cut is None else checkpoint_cut(cut.checkpoint)
+        for cut_id in [c for c in self._cuts if c[0] == _CHECKPOINTS and c != wanted]:
+            self.end_cut(cut_id)
         if cut is None or cut.checkpoint <= self._cut_for:
             return
         self._cut_for = cut.checkpoint
-        if self.at(cut.after_clock).mode is not Mode.ASP:
+        if self.at(cut.after_clock).mode is Mode.ASP:
+            self._torn_for = cut.checkpoint
+        else:
             held = Cut(cut.after_clock, now_s + limits.CHECKPOINT_CUT_S)
             self._cuts[checkpoint_cut(cut.checkpoint)] = held
+
+    def is_torn_at(self, cut: TableCut) -> bool:
+        """Whether the range is read as it is for a checkpoint, which the setting said when the cut
+        was settled: settings of before are forgotten as soon as clocks go on.
+        """
+        return self._torn_for == cut.checkpoint
 
     def begin_cut(self, cut_id: CutId, reached: int, deadline_s: float) -> int:
         """Hold what is beyond `reached`, the highest clock of which anything has taken effect; the

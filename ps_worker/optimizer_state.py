@@ -47,22 +47,27 @@ class OptimizerState:
         """Takes over what `state_dict` gave.
 
         Raises:
-            InvalidCheckpoint: it is of an optimizer with other groups or parameters.
+            InvalidCheckpoint: it is of an optimizer with other groups or parameters; nothing has
+                changed.
         """
         numbers, groups = state["numbers"], self._optimizer.param_groups
         if len(numbers) != len(groups):
             raise InvalidCheckpoint(
                 f"the checkpoint has {len(numbers)} parameter groups; this optimizer {len(groups)}"
             )
+        parameters = state.get("parameters", []) if self._keeps_parameters else []
+        if self._keeps_parameters:
+            self._check_shapes(parameters)
         for group, saved in zip(groups, numbers, strict=True):
             group.update(saved)
         if self._optimizer.has_local_state and "local" in state:
             own = self._optimizer.state_dict()
             self._optimizer.load_state_dict({**own, "state": state["local"]})
-        if self._keeps_parameters:
-            self._load_parameters(state.get("parameters", []))
+        with torch.no_grad():
+            for parameter, values in zip(self._parameters(), parameters, strict=False):
+                parameter.copy_(values)
 
-    def _load_parameters(self, saved: list[torch.Tensor]) -> None:
+    def _check_shapes(self, saved: list[torch.Tensor]) -> None:
         parameters = self._parameters()
         shapes = [tuple(each.shape) for each in parameters]
         if [tuple(each.shape) for each in saved] != shapes:
@@ -70,9 +75,6 @@ class OptimizerState:
                 f"the checkpoint has {len(saved)} parameters of other shapes than these "
                 f"{len(parameters)}"
             )
-        with torch.no_grad():
-            for parameter, values in zip(parameters, saved, strict=True):
-                parameter.copy_(values)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]

@@ -43,7 +43,7 @@ class RandomState:
         self._generators = generators
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the states of all generators, of what `ps_worker.state_codec` takes."""
+        """Copies of the states of all generators, of what `ps_worker.state_values` takes."""
         version, words, gauss_next = random.getstate()
         return {
             "torch": torch.get_rng_state(),

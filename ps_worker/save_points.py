@@ -83,14 +83,20 @@ class SavePoints:
         scheduler: who is told.
         handles: the worker's tables.
         write: how its state is written.
+        patience_s: how long a cut is waited for, in seconds.
     """
 
     def __init__(
-        self, scheduler: Scheduler, handles: Callable[[], Iterable[TableHandle]], write: Write
+        self,
+        scheduler: Scheduler,
+        handles: Callable[[], Iterable[TableHandle]],
+        write: Write,
+        patience_s: float = limits.CHECKPOINT_CUT_S,
     ) -> None:
         self._scheduler = scheduler
         self._handles = handles
         self._write = write
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing: set[Future[None]] = set()
@@ -200,10 +206,7 @@ class SavePoints:
             if self._is_explicit is not is_explicit or not self._attached:
                 return
             self._arrive()
-        try:
-            self._rest(self._is_settled)
-        finally:
-            self._go_on()
+        self._rest(self._is_settled)
 
     def rest(self, is_over: Callable[[], bool]) -> None:
         """As `reach`; besides, wait for a checkpoint that is about to be proposed, until it is
@@ -217,26 +220,21 @@ class SavePoints:
             begun = self._view is not None and self._view.checkpoint is not None
             return is_over() or (self._is_settled() and (begun or self._asked != asked))
 
-        try:
-            self._rest(ends)
-        finally:
-            self._go_on()
+        self._rest(ends)
 
     def _arrive(self) -> None:
-        for trained in self._models:
-            for handle, _ in trained():
-                table_id = handle.table.table_id
-                if handle.clock != self._passed.get(table_id):
-                    self._stepped[table_id] = True
-                elif self._is_explicit:
-                    self._stepped[table_id] = False
+        handles = [handle for trained in self._models for handle, _ in trained()]
+        moved = {h.table.table_id: h.clock != self._passed.get(h.table.table_id) for h in handles}
+        if any(moved.values()):  # else no step lies between this save point and the last
+            for table_id, has_moved in moved.items():
+                if has_moved or self._is_explicit:
+                    self._stepped[table_id] = has_moved
         self._is_resting = True
 
     def _go_on(self) -> None:
-        with self._changed:
-            for trained in self._models:
-                self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
-            self._is_resting = False
+        for trained in self._models:
+            self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+        self._is_resting = False
 
     def _is_settled(self) -> bool:
         """Whether no checkpoint that was answered waits for its cut."""
@@ -244,13 +242,26 @@ class SavePoints:
         return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._asked
 
     def _rest(self, is_over: Callable[[], bool]) -> None:
-        until_s = now_s() + limits.CHECKPOINT_CUT_S
+        """Wait, and save what is due. It leaves in the stretch in which nothing was: a checkpoint
+        that is proposed while a state is copied is answered with this save point, too.
+        """
+        try:
+            while (due := self._leave(is_over)) is not None:
+                self._save(*due)
+        finally:
+            with self._changed:
+                self._go_on()
+
+    def _leave(self, is_over: Callable[[], bool]) -> tuple[Checkpoint, dict[TableId, int]] | None:
+        """What is due when the wait is over; if nothing is, the script is in its next step."""
+        until_s = now_s() + self._patience_s
         with self._changed:
             while not is_over() and not self._is_closed and now_s() < until_s:
                 self._changed.wait(min(until_s - now_s(), _LOOK_S))
             due = self._due()
-        if due is not None:
-            self._save(*due)
+            if due is None:
+                self._go_on()
+            return due
 
     def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:
         """The checkpoint whose cut this worker is at, if it is; and its clocks."""
@@ -312,4 +323,6 @@ def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int:
     table = view.tables_by_id.get(handle.table.table_id)
     if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
         return 0
-    return 0 if table.consistency.mode is Mode.ASP else table.cut.after_clock
+    after_clock, change = table.cut.after_clock, table.change
+    is_newest = change is None or after_clock > change.after_clock
+    return 0 if is_newest and table.consistency.mode is Mode.ASP else after_clock

@@ -14,6 +14,7 @@ from ps_core.errors import InvalidCheckpoint
 from ps_runtime.checkpoint_calls import PartReport
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
+from ps_runtime.part_file import PartHeader
 from ps_runtime.part_writer import WorkerPart, WorkerTensor, write_worker_part
 from ps_worker.state_values import decode, encode
 
@@ -22,7 +23,8 @@ _NAMES = {
     torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
     torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -36,9 +38,8 @@ def copied(
         InvalidConfig: something in it cannot be written.
     """
     file = f"worker-{session.rank}-{session.incarnation}.safetensors"
-    state, tensors = encode(states)
+    state, payloads = encoded(states)
     part = WorkerPart(checkpoint.number, session.cluster_id, session.rank, clock, state)
-    payloads = {name: _payload(tensor) for name, tensor in tensors.items()}
 
     def write() -> PartReport:
         directory = CheckpointDirectory(locate(checkpoint.url))
@@ -49,6 +50,39 @@ def copied(
         return PartReport(file, written.byte_count, written.header_sha256)
 
     return write
+
+
+def encoded(states: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, WorkerTensor]]:
+    """A state as JSON, and its tensors by name: copies, which nothing copies again.
+
+    Raises:
+        InvalidConfig: something in it cannot be written.
+    """
+    state, tensors = encode(states)
+    return state, {name: _payload(tensor) for name, tensor in tensors.items()}
+
+
+def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any, Any]:
+    """The state in a worker's part.
+
+    Args:
+        header: of the file.
+        read: reads one of its tensors, by name.
+
+    Shapes:
+        Tensors of the state are on the CPU, contiguous, and the caller's own.
+
+    Raises:
+        InvalidCheckpoint: it is no worker's part, or no state; naming the file.
+    """
+    if header.worker is None:
+        raise InvalidCheckpoint(f"{header.where} is no worker's part")
+    raw = {name: read(name) for name in header.tensors}
+    try:
+        tensors = {name: _tensor(t.dtype, t.shape, raw[name]) for name, t in header.tensors.items()}
+        return decode(header.worker.state, tensors)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"{header.where}: {error.message}") from error
 
 
 def _payload(tensor: torch.Tensor) -> WorkerTensor:
@@ -81,14 +115,9 @@ class RestoredStates:
             self.is_own = found is not None and found.rank == rank
             if found is None:
                 return
-            header = reader.headers[found.file]
-            if header.worker is None:
-                raise InvalidCheckpoint(f"{header.where} is no worker's part")
-            tensors = {
-                name: _tensor(stored.dtype, stored.shape, reader.read_file(found.file, name))
-                for name, stored in header.tensors.items()
-            }
-            self._states = decode(header.worker.state, tensors)
+            file = found.file
+            header = reader.headers[file]
+            self._states = decoded(header, lambda name: reader.read_file(file, name))
 
     def find(self, name: str) -> Any | None:
         """The state that was attached by that name; None if there was none."""

@@ -13,7 +13,7 @@ Rules:
     - Every tensor is referred to exactly once.
 
 What it deliberately does not do: save code or objects (only what is listed in `ACCEPTED`), write
-files (`ps_worker.state_codec` does), or keep devices, strides and who shares memory with whom.
+files (`ps_worker.saved_states` does), or keep devices, strides and who shares memory with whom.
 """
 
 from __future__ import annotations

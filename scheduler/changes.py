@@ -212,6 +212,17 @@ class Changes:
 
     # --- cuts
 
+    def cuts_lack_room(self) -> str:
+        """Why the view has no room to cut all tables; nothing if it has."""
+        tables = self._state.tables.values()
+        needed_bytes, room_bytes = sum(map(self.needed_bytes, tables)), self._room_bytes()
+        if needed_bytes <= room_bytes:
+            return ""
+        return (
+            f"the cuts of {len(tables)} tables take {needed_bytes} bytes of the cluster's view, "
+            f"which has room for {room_bytes}"
+        )
+
     def propose_cut(
         self, table: Table, checkpoint: int, deadline_s: float, now_s: float
     ) -> list[Transition]:
@@ -240,7 +251,10 @@ class Changes:
         return self._put(replace(table, proposed=None, cut=cut))
 
     def withdraw_cuts(self, checkpoint: int, reason: str) -> list[Transition]:
-        """Nothing comes of the checkpoint."""
+        """Nothing comes of the checkpoint: servers hold nothing for it any more, settled or not."""
+        for table in list(self._state.tables.values()):
+            if table.cut is not None and table.cut.checkpoint == checkpoint:
+                self._put(replace(table, cut=None))
         ids = self.held_for(checkpoint).keys()
         tables = [t for t in self._state.tables.values() if t.table_id in ids]
         return [self._withdraw(table, reason) for table in tables]

@@ -94,6 +94,9 @@ class Checkpoints:
             return Pending(f"a change of table '{busy.spec.name}' is not settled"), []
         if not state.tables:
             return Pending("the cluster has no table yet"), []
+        crowded = self._changes.cuts_lack_room()
+        if crowded:
+            return Pending(crowded), []
         state.checkpoint_count += 1
         number = state.checkpoint_count
         url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
@@ -125,13 +128,15 @@ class Checkpoints:
             InvalidConfig: a worker reports that was not asked, or a server of what is not its own.
         """
         attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number or not attempt.is_cut:
+        if attempt is None or attempt.number != number or attempt.is_written:
+            return []
+        if part.problem and node.role is Role.SERVER:  # it says so once, before the cut or after
+            return self._fail(attempt, f"server {node.node_id}: {part.problem}")
+        if not attempt.is_cut:
             return []
         if node.role is Role.WORKER and node.node_id not in attempt.workers:
             raise InvalidConfig(f"worker {node.rank} is not in checkpoint {number}")
         attempt.parts[node.node_id] = part
-        if part.problem and node.role is Role.SERVER:
-            return self._fail(attempt, f"server {node.node_id}: {part.problem}")
         return self.look()
 
     def ended(self, node: Node) -> list[Transition]:

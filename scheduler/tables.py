@@ -101,22 +101,22 @@ class Tables:
         Raises:
             InvalidConfig: the cluster has no room for it.
         """
-        self._check_room(spec, len(joins))
-        state = self._state
+        state, restored = self._state, self._restored(spec)
         table_id = TableId(len(state.tables) + 1)
         table = Table(table_id, state.next_ordinal, spec, joins=joins)
-        restored = self._restored(spec)
         if restored is not None:
             table = restored_as(table, restored)
-            if table.change is not None:
-                state.change_counts[table_id] = table.change.number
-                state.view_bytes += view_size.CHANGE_BYTES
+        needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
+        needed_bytes += 0 if table.change is None else view_size.CHANGE_BYTES
+        self._check_room(spec, needed_bytes)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
         reason = self._ownership.missing_servers(added_bytes, now_s)
         if reason:
             return f"table '{spec.name}' waits for {reason}", []
         state.tables[spec.name] = table
-        state.view_bytes += view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
+        state.view_bytes += needed_bytes
+        if table.change is not None:
+            state.change_counts[table_id] = table.change.number
         state.join_rooms |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
         return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
@@ -139,7 +139,7 @@ class Tables:
             )
         return found
 
-    def _check_room(self, spec: TableSpec, join_count: int) -> None:
+    def _check_room(self, spec: TableSpec, needed_bytes: int) -> None:
         table_count = len(self._state.tables)
         if table_count >= limits.MAX_TABLE_COUNT:
             raise InvalidConfig(
@@ -152,7 +152,6 @@ class Tables:
                 f"table '{spec.name}': element_count {spec.element_count} makes {block_count} "
                 f"blocks of {spec.block_elements}; expected at most {MAX_TABLE_BLOCK_COUNT}"
             )
-        needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * join_count
         room_bytes = view_size.room_bytes(self._settings, self._state)
         if needed_bytes > room_bytes:
             raise InvalidConfig(
@@ -178,9 +177,11 @@ def comparable(spec: TableSpec) -> TableSpec:
 
 def restored_as(table: Table, restored: RestoredTable) -> Table:
     """The table as it goes on. It has the setting that it was created with or, if that is the one
-    of the checkpoint's table as well, the one that this had come to have.
+    of the checkpoint's table as well, the one that this had come to have. Who has a rank of it from
+    the start begins where all do.
     """
-    table = replace(table, restored_clock=restored.clock)
+    joins = tuple(replace(join, after_clock=restored.clock) for join in table.joins)
+    table = replace(table, restored_clock=restored.clock, joins=joins)
     is_as_created = table.spec.consistency == restored.spec.consistency
     if not is_as_created or restored.consistency == table.spec.consistency:
         return table

@@ -10,6 +10,8 @@ from tests.sim.replication_mutants import REPLICATION_MUTANTS
 
 _STEPS = ("steps", "changes")
 _FAILOVER = ("failover",)
+_TRAINED = ("changes", "crashes", "newcomers")
+_CHECKPOINTS = "scheduler/checkpoints.py"
 _LEDGER = "ps_core/ledger.py"
 _WINDOW = "ps_worker/push_window.py"
 _GATE = "ps_server/update_gate.py"
@@ -144,8 +146,8 @@ _ONE_TABLE = (
         "a change is committed before all have promised",
         "S6",
         "scheduler/changes.py",
-        "        if proposal.missing:\n            return []\n",
-        "",
+        "        if proposal.missing or change.checkpoint:",
+        "        if change.checkpoint:",
         ("changes", "newcomers"),
     ),
     Mutant(
@@ -179,6 +181,70 @@ _ONE_TABLE = (
         "        self.leave_unsealed(worker, out)\n        if not self._state.initialized:",
         "        if not self._state.initialized:",
         ("crashes", "newcomers"),
+    ),
+    Mutant(
+        "a checkpoint is cut after the lowest clock that servers hold",
+        "S10",
+        "scheduler/changes.py",
+        "return None if proposal.missing else max(proposal.clocks.values(), default=0)",
+        "return None if proposal.missing else min(proposal.clocks.values(), default=0)",
+        _TRAINED,
+    ),
+    Mutant(
+        "a checkpoint is cut wherever its workers are",
+        "S10",
+        _CHECKPOINTS,
+        "max(clock or 0, *named, 0)",
+        "clock or 0",
+        _TRAINED,
+    ),
+    Mutant(
+        "a checkpoint is cut before all servers have promised",
+        "S10",
+        _CHECKPOINTS,
+        "if attempt.awaited or any(clock is None for clock in held.values()):",
+        "if attempt.awaited:",
+        _TRAINED,
+    ),
+    Mutant(
+        "a checkpoint is cut before all workers have answered",
+        "S10",
+        _CHECKPOINTS,
+        "if attempt.awaited or any(clock is None for clock in held.values()):",
+        "if any(clock is None for clock in held.values()):",
+        _TRAINED,
+    ),
+    Mutant(
+        "what is cut for a checkpoint goes on by a clock",
+        "S10",
+        _SCHEDULE,
+        "held = Cut(cut.after_clock, now_s + limits.CHECKPOINT_CUT_S)",
+        "held = Cut(cut.after_clock + 1, now_s + limits.CHECKPOINT_CUT_S)",
+        _TRAINED,
+    ),
+    Mutant(
+        "a range is captured before it has come to the cut",
+        "S10",
+        _READS,
+        "return not event.consistent or state.clock >= event.clock",
+        "return not event.consistent or state.clock >= event.clock - 1",
+        _TRAINED,
+    ),
+    Mutant(
+        "a cut that was given up is held",
+        "S10",
+        _SCHEDULE,
+        "for cut_id in [c for c in self._cuts if c[0] == _CHECKPOINTS and c != wanted]:",
+        "for cut_id in ():",
+        _TRAINED,
+    ),
+    Mutant(
+        "whether a range is torn is asked when its setting is forgotten",
+        "S10",
+        _SCHEDULE,
+        "return self._torn_for == cut.checkpoint",
+        "return self.at(cut.after_clock).mode is Mode.ASP",
+        _TRAINED,
     ),
     Mutant(
         "who was too late is told that it took part",

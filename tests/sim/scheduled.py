@@ -15,6 +15,7 @@ from scheduler.changes import Wish
 from scheduler.cluster import Decision
 from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
 from tests.sim.actors import RESEND_S, SimWorker
+from tests.sim.checkpointing import Checkpointer
 from tests.sim.server import SimServer
 from tests.sim.test_simulation import CONSISTENCIES, WORKERS, Simulation
 
@@ -30,10 +31,13 @@ class ScheduledSimulation(Simulation):
     often: ClassVar[frozenset[str]] = frozenset({
         "proposed", "changed", "moved", "withdrawn", "rejected", "discarded", "scaled",
         "forgotten", "reads of bsp after a change", "reads of ssp after a change",
+        "checkpoints", "checkpoints that failed", "checkpoints that wait for a change",
+        "blocks captured under bsp", "blocks captured under ssp",
     })  # fmt: skip
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
+        self.checkpointer = Checkpointer(self, seed)
         self.layout.settings.may_change = True
         for session in self.sessions[:-WORKERS]:
             self._beat(session, None)
@@ -57,6 +61,8 @@ class ScheduledSimulation(Simulation):
                 fenced = error
                 self.world.send("fenced", lambda: worker.told_fenced(fenced))
 
+        if worker is not None:
+            self.checkpointer.sessions[worker] = session
         if worker is None:
             arrive()
         elif self._is_heard(worker):
@@ -94,6 +100,9 @@ class ScheduledSimulation(Simulation):
 
     def _promise(self, session: Session, server: SimServer) -> None:
         """What stands is sent again and again."""
+        if server not in self.checkpointer.sessions:
+            self.checkpointer.sessions[server] = session
+            server.on_view = lambda view: self.checkpointer.viewed(server, view)
         for promise in server.promises:
 
             def arrive(
@@ -120,9 +129,11 @@ class ScheduledSimulation(Simulation):
             view = self.scheduler.view
             for server in self.cluster.values():
                 self._tell(server, view)
+            self.checkpointer.published()
 
     def _happened(self, transition: Transition) -> None:
         counts = self.world.counts
+        self.checkpointer.happened(transition)
         if isinstance(transition, ChangeCommitted) and transition.change.join is not None:
             counts["joined"] += 1
         elif isinstance(transition, ChangeCommitted):

@@ -54,6 +54,7 @@ class SimServer:
         self.numbers = itertools.count(1)
         self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
+        self.on_view: Callable[[ClusterView], None] = lambda _: None
         world.after(TICK_S, self._tick)
 
     @property
@@ -82,6 +83,7 @@ class SimServer:
             self.fenced.setdefault(node.rank, self._landed(node))
         self.carry_out(self.machine.ended(view.ended_workers, self.now_s))
         self.carry_out(self.machine.settle(self.now_s))
+        self.on_view(view)
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
         """What counts of a worker that is gone: what is applied or summed, and what it sealed."""

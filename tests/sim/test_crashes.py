@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, TableId
+from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
@@ -27,6 +28,7 @@ class CrashSimulation(ScheduledSimulation):
 
     often: ClassVar[frozenset[str]] = frozenset({
         "killed", "paused", "silent", "gone", "steps cut off", "fences without loss", "successors",
+        "checkpoints",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"fenced", "sealed and held", "no initial values"})
 
@@ -101,7 +103,12 @@ class CrashSimulation(ScheduledSimulation):
     def _come(self, name: str, rank: int | None = None) -> SimWorker:
         """A worker joins while the others train."""
         now_s, counts = self.world.now_s, self.world.counts
-        asking = Registration(name.encode().ljust(16), Role.WORKER, requested_rank=rank)
+        asking = Registration(
+            name.encode().ljust(16),
+            Role.WORKER,
+            requested_rank=rank,
+            features=(CHECKPOINTS_FEATURE,),
+        )
         decision = self.scheduler.register(asking, now_s)
         session = decision.reply
         worker = SimWorker(self.world, self.cluster, self.layout, session.rank, session.incarnation)

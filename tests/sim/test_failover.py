@@ -47,7 +47,7 @@ class FailoverSimulation(ScheduledSimulation):
         *(f"fault: {kind}" for kind in (*STRIKES, "restarted", "drift")),
         "lost", "duplicated", "resets", "cut", "slowed", "silent servers", "failovers",
         "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
-        "parked waits", "equal replicas", "gone",
+        "parked waits", "equal replicas", "gone", "checkpoints", "checkpoints that failed",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
 

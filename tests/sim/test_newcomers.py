@@ -26,6 +26,7 @@ class NewcomerSimulation(CrashSimulation):
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")),
         "newcomers", "joined", "left", "killed", "gone", "newcomers' clipped steps under bsp",
+        "checkpoints",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "successors", "ranks given anew", "came before all values", "joined beyond a gap", "paused",

@@ -21,6 +21,7 @@ from ps_core.tables import (
     OptimizerSpec,
     TableSpec,
 )
+from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster import Cluster as SchedulerMachine
 from scheduler.cluster import Created
 from scheduler.cluster_state import ClusterSettings, Registration
@@ -99,6 +100,7 @@ class Simulation:
                     role,
                     f"sim:{1000 + index}" if role is Role.SERVER else "",
                     kernel_fingerprint="sim" if role is Role.SERVER else "",
+                    features=(CHECKPOINTS_FEATURE,),
                 ),
                 0.0,
             ).reply

@@ -135,7 +135,6 @@ EDGE_MODULES = {
     "ps_worker.saved_states",
     "ps_worker.shared_buffers",
     "ps_worker.staging",
-    "ps_worker.state_codec",
     "ps_worker.step_record",
     "ps_worker.steps",
     "ps_worker.succession",

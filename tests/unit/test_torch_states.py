@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 from torch.optim import swa_utils
 
-from ps_worker.state_codec import from_file, to_file
+from tests.unit.worker_files import from_file, to_file
 
 Optimizer = torch.optim.Optimizer
 BuildScheduler = Callable[[Optimizer], Any]
@@ -123,11 +123,11 @@ def check_it_goes_on(path: Path, build: Callable[[], Training]) -> None:
     never_saved = build().run(0, 14)
     training = build()
     assert training.run(0, 5) == never_saved[:5]
-    to_file(path, training.state_dict(), 1, "3fa9c1d27b60a5e4", 0, 5)
+    to_file(path, training.state_dict())
     assert training.run(5, 14) == never_saved[5:], "saving changed it"
     other = build()
     other.run(0, 2)
-    other.load_state_dict(from_file(path, "a part").state)
+    other.load_state_dict(from_file(path).state)
     assert other.run(5, 14) == never_saved[5:]
 
 

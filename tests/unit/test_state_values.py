@@ -1,29 +1,21 @@
-"""What a worker's own state may have, what is refused and why, and the file that it is in."""
+"""What a worker's own state may have; what is refused, and why."""
 
 from __future__ import annotations
 
 import enum
 import functools
-import hashlib
-import io
 import json
-import struct
-from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
+from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_core.limits import MAX_STATE_DEPTH, MAX_STATE_HEADER_BYTES
-from ps_worker.state_codec import WorkerState, decode, encode, from_file, to_file
-
-CLUSTER = "3fa9c1d27b60a5e4"
-
+from ps_core.limits import MAX_STATE_DEPTH
+from ps_worker.state_values import decode, encode
 
 WEIGHT = nn.Parameter(torch.ones(2))
 
@@ -247,191 +239,3 @@ NAN = float("nan")
 def test_json_that_is_no_state_is_refused_by_its_path(value: object, words: str) -> None:
     with pytest.raises(InvalidCheckpoint, match=words):
         decode(value, {"t": torch.zeros(8, dtype=torch.uint8)})
-
-
-STATE = {
-    "scheduler": {"milestones": Counter({3: 1}), "last": -0.0},
-    "order": np.arange(5),
-    "average": {"weight": torch.arange(6, dtype=torch.bfloat16), "none": torch.empty(0, 3)},
-}
-
-
-@pytest.fixture
-def part(tmp_path: Path) -> Path:
-    path = tmp_path / "worker-0-8817.safetensors"
-    to_file(path, STATE, 12, CLUSTER, 2, 41)
-    return path
-
-
-def changed(
-    path: Path, change: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None
-) -> Path:
-    """The part with other words in its metadata, and its tensors unless there are `tensors`."""
-    with safetensors.safe_open(path, "pt") as file:
-        words = {**json.loads(file.metadata()["pushpull"]), **change}
-        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    safetensors.torch.save_file(
-        kept if tensors is None else tensors, path, {"pushpull": json.dumps(words)}
-    )
-    return path
-
-
-def test_a_part_is_as_the_page_has_it(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    path.write_bytes(b"what was here before" * 1000)
-    byte_count, digest = to_file(path, STATE, 12, CLUSTER, 2, 41)
-    raw = path.read_bytes()
-    (header_bytes,) = struct.unpack("<Q", raw[:8])
-    header = raw[8 : 8 + header_bytes]
-    assert byte_count == len(raw)
-    assert digest == hashlib.sha256(header).hexdigest()
-    words = json.loads(json.loads(header)["__metadata__"]["pushpull"])
-    names = {"order", "average.weight", "average.none"}
-    assert words.keys() == {
-        "version",
-        "checkpoint",
-        "cluster_id",
-        "rank",
-        "clock",
-        "state",
-        "crc32",
-    }
-    assert (words["version"], words["checkpoint"], words["cluster_id"]) == (1, 12, CLUSTER)
-    assert words["crc32"].keys() == json.loads(header).keys() - {"__metadata__"} == names
-    assert words["crc32"]["average.none"] == 0
-
-
-def test_a_part_comes_back_from_a_path_and_from_an_open_file(part: Path) -> None:
-    raw = part.read_bytes()
-    for source in (part, str(part), io.BytesIO(raw)):
-        found = from_file(source, "a part", byte_count=len(raw))
-        assert found == WorkerState(2, 41, 12, CLUSTER, found.state)
-        assert found.state["scheduler"] == STATE["scheduler"]
-        assert torch.equal(found.state["average"]["weight"], STATE["average"]["weight"])  # type: ignore[index]
-        found.state["average"]["weight"] += 1
-
-
-def test_a_part_without_tensors_comes_back(tmp_path: Path) -> None:
-    to_file(tmp_path / "part", {"step": 3}, 1, CLUSTER, 0, 0)
-    assert from_file(tmp_path / "part", "a part").state == {"step": 3}
-
-
-def test_a_flipped_bit_in_a_tensor_is_found(part: Path) -> None:
-    raw = bytearray(part.read_bytes())
-    raw[-1] ^= 1
-    with pytest.raises(
-        InvalidCheckpoint, match=r"^a part: tensor '.*' is damaged: CRC-32 \d+, exp"
-    ):
-        from_file(io.BytesIO(raw), "a part")
-
-
-def test_a_flipped_bit_in_the_header_is_found(part: Path) -> None:
-    raw = part.read_bytes()
-    byte_count, digest = to_file(part, STATE, 12, CLUSTER, 2, 41)
-    damaged = raw.replace(rb"\"clock\":41", rb"\"clock\":43")
-    assert damaged != raw
-    assert from_file(io.BytesIO(damaged), "a part").clock == 43
-    with pytest.raises(InvalidCheckpoint, match=f"^a part: its header's SHA-256 is .* {digest}"):
-        from_file(io.BytesIO(damaged), "a part", byte_count=byte_count, header_sha256=digest)
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 7, 8, 100, -1])
-def test_a_torn_file_is_refused(part: Path, kept_bytes: int) -> None:
-    raw = part.read_bytes()
-    with pytest.raises(InvalidCheckpoint, match=r"^a part: (it ends within|not a whole)"):
-        from_file(io.BytesIO(raw[:kept_bytes]), "a part")
-    with pytest.raises(InvalidCheckpoint, match=r"^a part: it has \d+ bytes; expected"):
-        from_file(io.BytesIO(raw[:kept_bytes]), "a part", byte_count=len(raw))
-
-
-def test_a_file_that_is_longer_than_the_manifest_says_is_refused(part: Path) -> None:
-    byte_count = part.stat().st_size
-    part.write_bytes(part.read_bytes() + b"more")
-    with pytest.raises(InvalidCheckpoint, match=f"it has more bytes; expected {byte_count}"):
-        from_file(part, "a part", byte_count=byte_count)
-    with pytest.raises(InvalidCheckpoint, match="not a whole safetensors file"):
-        from_file(part, "a part")
-
-
-def test_a_header_of_any_length_is_not_believed() -> None:
-    raw = struct.pack("<Q", MAX_STATE_HEADER_BYTES + 1) + b"{}"
-    with pytest.raises(InvalidCheckpoint, match="a header of 100000001 bytes; at most 100000000"):
-        from_file(io.BytesIO(raw), "a part")
-
-
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        (b"{}", "its metadata is not one text named pushpull"),
-        (b'{"__metadata__": {"pushpull": "{}", "format": "pt"}}', "not one text named pushpull"),
-        (b'{"__metadata__": {"pushpull": 3}}', "not one text named pushpull"),
-        (b'{"__metadata__": {"pushpull": "[]"}}', "a header that is a list; expected an object"),
-        (b'{"__metadata__": {"pushpull": "{"}}', "its header is not JSON"),
-        (b"[" * 100_000, "its header is not JSON"),
-        (b"\xff", "its header is not JSON"),
-        (b"{1}", "its header is not JSON"),
-    ],
-)
-def test_a_header_that_is_no_parts_is_refused(header: bytes, words: str) -> None:
-    with pytest.raises(InvalidCheckpoint, match=f"^a part: .*{words}"):
-        from_file(io.BytesIO(struct.pack("<Q", len(header)) + header), "a part")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": 2}, "version 2; expected 1"),
-        ({"version": True}, "version is True; expected a number"),
-        ({"rank": -1}, "rank is -1; expected a number that is not negative"),
-        ({"clock": 1.5}, r"clock is 1\.5"),
-        ({"cluster_id": None}, "cluster_id is None; expected a str"),
-        ({"crc32": []}, "crc32 is a list of 0; expected a dict"),
-        ({"blocks": {}}, "a worker's part says blocks, checkpoint, clock, .* expected checkpoint"),
-        ({"crc32": {}}, "has no checksum, or a checksum has no tensor"),
-        ({"crc32": {"order": 1, "average.weight": 2, "average.none": "x"}}, "is damaged"),
-        ({"state": {"lr": {"$tensor": "order"}}}, "nothing in the state refers to tensor 'average"),
-        ({"state": {"lr": {"$tensor": "x"}}}, "^a part: lr is 'x'; expected the name of a tensor"),
-    ],
-)
-def test_a_part_that_says_something_else_is_refused(
-    part: Path, change: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(InvalidCheckpoint, match=words) as raised:
-        from_file(changed(part, change), "a part")
-    assert raised.value.message.startswith("a part: ")
-
-
-def test_a_tensor_that_is_missing_is_named(part: Path) -> None:
-    with pytest.raises(
-        InvalidCheckpoint, match=r"tensor 'average\.(none|weight)' has no checksum, or"
-    ):
-        from_file(changed(part, {}, {"order": torch.zeros(1)}), "a part")
-
-
-def test_a_file_that_is_not_there_is_an_invalid_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"^worker 3: there is no such file"):
-        from_file(tmp_path / "part", "worker 3")
-
-
-def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file or directory"):
-        to_file(tmp_path / "none/part", STATE, 12, CLUSTER, 2, 41)
-
-
-def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    path.symlink_to("/dev/full")  # a link: what replaces it, as root, replaces no device
-    with pytest.raises(OSError, match="No space left on device"):
-        to_file(path, STATE, 12, CLUSTER, 2, 41)
-
-
-def test_whoever_reads_the_folder_reads_the_part(part: Path) -> None:
-    other = part.with_name("other")
-    other.touch()
-    assert part.stat().st_mode == other.stat().st_mode
-
-
-def test_too_much_beside_the_tensors_is_refused(tmp_path: Path) -> None:
-    state = {"long": bytes(MAX_STATE_HEADER_BYTES * 3 // 4)}
-    with pytest.raises(InvalidConfig, match=r"too large|at most 100000000"):
-        to_file(tmp_path / "part", state, 12, CLUSTER, 2, 41)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import struct
@@ -18,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ps_core.errors import InvalidCheckpoint
-from ps_worker.state_codec import decode, encode, from_file, to_file
-from ps_worker.state_values import _DECODERS, TENSOR_DTYPES
+from ps_worker.state_values import _DECODERS, TENSOR_DTYPES, decode, encode
+from tests.unit.worker_files import from_file, to_file
 
 ARRAY_DTYPES = [
     "?", "i1", "<u2", "<i4", ">i4", "<u8", "<f2", "<f4", ">f8", "<c8", "<c16", "<M8[ns]", "<m8[3D]",
@@ -142,8 +141,8 @@ def test_a_state_comes_back_bit_for_bit(state: dict[Any, Any]) -> None:
 )
 def test_a_file_has_the_state_bit_for_bit(tmp_path: Path, state: dict[Any, Any]) -> None:
     path = tmp_path / "worker.safetensors"
-    to_file(path, state, 12, "3fa9c1d27b60a5e4", 0, 41)
-    assert same(from_file(path, "a part").state, state)
+    to_file(path, state)
+    assert same(from_file(path).state, state)
 
 
 tags = st.sampled_from([*_DECODERS, "$", "$unknown"])
@@ -218,8 +217,8 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, str]:
         "rate": 0.5,
         "empty": torch.empty(0),
     }
-    _, digest = to_file(path, state, 12, "3fa9c1d27b60a5e4", 0, 41)
-    return path.read_bytes(), digest
+    written = to_file(path, state)
+    return path.read_bytes(), written.header_sha256
 
 
 @given(place=st.floats(0, 1, exclude_max=True), flipped=st.integers(1, 255))
@@ -231,7 +230,7 @@ def test_a_changed_byte_anywhere_is_found(
     at = int(place * len(raw))
     damaged = raw[:at] + bytes([raw[at] ^ flipped]) + raw[at + 1 :]
     with pytest.raises(InvalidCheckpoint, match="a part"):
-        from_file(io.BytesIO(damaged), "a part", byte_count=len(raw), header_sha256=digest)
+        from_file(damaged, len(raw), digest)
 
 
 @given(place=st.floats(0, 1, exclude_max=True), flipped=st.integers(1, 255))
@@ -243,17 +242,17 @@ def test_without_the_manifest_a_changed_byte_is_refused_or_read(
     at = int(place * len(raw))
     damaged = raw[:at] + bytes([raw[at] ^ flipped]) + raw[at + 1 :]
     with suppress(InvalidCheckpoint):  # a name, a clock: no checksum of the file itself has them
-        from_file(io.BytesIO(damaged), "a part")
+        from_file(damaged)
 
 
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_ends_early_anywhere_is_refused(part: tuple[bytes, str], place: float) -> None:
     raw, _ = part
     with pytest.raises(InvalidCheckpoint, match="a part"):
-        from_file(io.BytesIO(raw[: int(place * len(raw))]), "a part")
+        from_file(raw[: int(place * len(raw))])
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(InvalidCheckpoint, match="a part"):
-        from_file(io.BytesIO(raw), "a part")
+        from_file(raw)

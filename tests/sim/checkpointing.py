@@ -1,0 +1,317 @@
+"""Checkpoints that are made while a simulated cluster trains, and what each of them must have.
+
+The scheduler's own machine proposes and cuts; servers' own machines hold and answer. What is here
+is the thin edge of both (`ps_server.checkpoint_parts`, `ps_worker.save_points`), over a network
+that loses, with draws of its own: a seed without a checkpoint is what it was without this file.
+
+Oracles:
+    CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
+           (BSP, SSP); what is asynchronous has nothing twice.
+    CP-1   No worker that has answered had named a clock beyond the cut.
+    CP-2   A checkpoint that is complete has every range of its tables, at one clock.
+    LIVE   A server is held by no checkpoint but the one that its view has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ps_core import limits
+from ps_core.change import TableCut
+from ps_core.cluster_view import ClusterView, Session
+from ps_core.errors import Fenced, InvalidConfig, NotOwner, StaleAssignment, WaitExpired
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import Table
+from ps_server.events import AnswerPull, Place, PullEvent, RefusePull
+from ps_server.schedule import checkpoint_cut
+from scheduler.checkpoint_state import (
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+    Part,
+    Written,
+)
+from scheduler.cluster_state import Transition
+
+if TYPE_CHECKING:
+    from tests.sim.actors import SimWorker
+    from tests.sim.scheduled import ScheduledSimulation
+    from tests.sim.server import SimServer
+
+SHARE = 0.5
+"""Of the seeds that make checkpoints."""
+RESEND_S = 1.0
+DELAY_S = 0.5
+NEVER_REFUSED = 0.95
+
+Key = tuple[TableId, RangeId]
+
+
+@dataclass(eq=False)
+class Captured:
+    """What a server has of a checkpoint."""
+
+    number: int
+    began_s: float
+    is_broken: bool
+    waiters: dict[int, Key] = field(default_factory=dict)
+    tables: dict[TableId, Written] = field(default_factory=dict)
+    is_asked: bool = False
+
+
+class Checkpointer:
+    """The checkpoints of one simulation, on the side of nodes."""
+
+    def __init__(self, simulation: ScheduledSimulation, seed: int) -> None:
+        self.draw = random.Random(f"checkpoints of {seed}")
+        self.simulation, self.world = simulation, simulation.world
+        self.sessions: dict[object, Session] = {}  # of servers and workers
+        self._parts: dict[NodeId, Captured] = {}
+        self._named: dict[tuple[int, int], dict[TableId, int]] = {}  # by checkpoint and worker
+        self._asked: dict[int, set[NodeId]] = {}
+        self._ranges: dict[int, dict[Key, int]] = {}  # by checkpoint: at which clock
+        self._every_s = self.draw.choice((0.7, 3.0, 10.0))
+        if self.draw.random() < SHARE:
+            self.world.after(self.draw.random() * self._every_s, self._begin)
+
+    @property
+    def _number(self) -> int:
+        """Of the one that is made, as the scheduler has it."""
+        checkpoint = self.simulation.scheduler.view.checkpoint
+        return 0 if checkpoint is None else checkpoint.number
+
+    def _begin(self) -> None:
+        self.world.after(self.draw.expovariate(1 / self._every_s), self._begin)
+        decision = self.simulation.scheduler.begin_checkpoint("sim", self.world.now_s)
+        self.world.counts["checkpoints that wait for a change"] += not decision.reply.number
+        self.simulation._publish(decision.transitions)
+
+    def _send(self, deliver: Callable[[], None], node_id: NodeId | None = None) -> None:
+        """Over the network, whose faults are the simulation's."""
+        faults, draw = self.world.faults, self.draw
+        if draw.random() < faults.lose or (
+            node_id is not None and self.world.cut[node_id, "scheduler"]
+        ):
+            return
+        for _ in range(1 + (draw.random() < faults.duplicate)):
+            delay_s = faults.delay_s + draw.random() * faults.jitter_s
+            self.world.after(delay_s, deliver)
+
+    # --- the scheduler's side
+
+    def happened(self, transition: Transition) -> None:
+        """Something changed."""
+        counts = self.world.counts
+        match transition:
+            case CheckpointCut(number):
+                counts["checkpoints cut"] += 1
+                self._check_named(number)
+            case CheckpointWritten(attempt):
+                self.world.after(
+                    self.draw.random() * DELAY_S, lambda: self._complete(attempt.number)
+                )
+            case CheckpointMade(number):
+                counts["checkpoints"] += 1
+                self._check_made(number)
+            case CheckpointFailed():
+                counts["checkpoints that failed"] += 1
+
+    def published(self) -> None:
+        """A view goes out: workers are asked."""
+        checkpoint = self.simulation.scheduler.view.checkpoint
+        if checkpoint is None or checkpoint.is_cut:
+            return
+        attempt = self.simulation.scheduler._state.checkpoint
+        assert attempt is not None
+        self._asked.setdefault(checkpoint.number, set(attempt.awaited))
+        for worker in self.simulation.workers:
+            if (checkpoint.number, worker.origin) not in self._named and worker in self.sessions:
+                self._named[checkpoint.number, worker.origin] = {}
+                self._answer(checkpoint.number, worker, self.draw.random() * DELAY_S)
+
+    def _complete(self, number: int) -> None:
+        problem = "" if self.draw.random() < NEVER_REFUSED else "no space"
+        decision = self.simulation.scheduler.end_checkpoint(number, problem)
+        self.simulation._publish(decision.transitions)
+
+    def _check_named(self, number: int) -> None:
+        view, attempt = self.simulation.scheduler.view, self.simulation.scheduler._state.checkpoint
+        assert attempt is not None
+        members = {node.node_id for node in view.nodes if node.state.is_member}
+        silent = (self._asked[number] & members) - attempt.workers.keys()
+        assert not silent, f"CP-1: workers {silent} have not answered"
+        for place in attempt.workers.values():
+            for table in view.tables:
+                cut, clock = table.cut, place.clocks.get(table.table_id, 0)
+                assert cut is not None and cut.after_clock >= clock, (  # noqa: PT018
+                    f"CP-1: worker {place.rank} named {clock} of table {table.table_id}: {cut}"
+                )
+
+    def _check_made(self, number: int) -> None:
+        found = self._ranges.get(number, {})
+        for table in self.simulation.layout.tables:
+            keys = [(table.table_id, r) for r in table.blocks_by_range(self._range_count)]
+            clocks = {found.get(key) for key in keys}
+            assert len(clocks) == 1 and None not in clocks, (  # noqa: PT018
+                f"CP-2: checkpoint {number} has table {table.table_id} at {clocks}"
+            )
+
+    # --- a worker's side
+
+    def _answer(self, number: int, worker: SimWorker, delay_s: float) -> None:
+        """It says where it is until it is heard; where it was when it was asked."""
+
+        def arrive() -> None:
+            named = self._named[number, worker.origin]
+            try:
+                decision = self.simulation.scheduler.join_checkpoint(
+                    self.sessions[worker], number, named, has_state=False
+                )
+            except Fenced:
+                return
+            self.simulation._publish(decision.transitions)
+
+        def say() -> None:
+            checkpoint = self.simulation.scheduler.view.checkpoint
+            if checkpoint is None or checkpoint.number != number or checkpoint.is_cut:
+                return
+            if not worker.is_down:
+                named = self._named[number, worker.origin]
+                if not named:
+                    sealed = self.simulation.truth.sealed.items()
+                    named.update({t: clock for (t, rank), clock in sealed if rank == worker.rank})
+                self._send(arrive)
+            self.world.after(RESEND_S, say)
+
+        self.world.after(delay_s, say)
+
+    # --- a server's side
+
+    def viewed(self, server: SimServer, view: ClusterView) -> None:
+        """The server has observed the view."""
+        checkpoint, part = view.checkpoint, self._parts.get(server.node_id)
+        number = 0 if checkpoint is None else checkpoint.number
+        if part is not None and part.number != number:
+            for waiter in list(part.waiters):
+                server.machine.answered(waiter)
+                server.reads.pop(waiter, None)
+            del self._parts[server.node_id]
+        self._check_held(server, number if checkpoint is not None and checkpoint.is_cut else 0)
+        if checkpoint is None:
+            return
+        if server.node_id not in self._parts:
+            self._begin_part(server, number)
+        part = self._parts[server.node_id]
+        if part.is_broken or part.is_asked or not checkpoint.is_cut:
+            return
+        part.began_s = server.now_s
+        cuts: dict[TableId, TableCut | None] = {t.table_id: t.cut for t in view.tables}
+        for key in list(server.machine.parts):
+            cut = cuts[key[0]]
+            if cut is not None and cut.checkpoint == number:
+                self._read(server, part, key, cut)
+        part.is_asked = True
+        self._report_if_done(server, part)
+
+    def _begin_part(self, server: SimServer, number: int) -> None:
+        """It makes its file; where it cannot, it says so, and reads nothing."""
+        part = Captured(number, server.now_s, self.draw.random() > NEVER_REFUSED)
+        self._parts[server.node_id] = part
+        if part.is_broken:
+            self._report(server, part, Part(problem="no space"))
+
+    def _check_held(self, server: SimServer, number: int) -> None:
+        for key, machine in server.machine.parts.items():
+            for reader, cut in machine.state.schedule._cuts:
+                assert reader != checkpoint_cut(0)[0] or cut == number, (
+                    f"LIVE: {key} is held for checkpoint {cut}, and {number} is made"
+                )
+
+    def _read(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
+        """As `ParameterNode.read_at_cut`."""
+        is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
+        place = Place(*key, server.machine.assignment_epoch(key[1]))
+        written = part.tables.setdefault(key[0], Written(0, cut.after_clock))
+        part.tables[key[0]] = written if not is_torn else Written(*_counts(written), is_torn=True)
+
+        def event(waiter: int) -> PullEvent:
+            part.waiters[waiter] = key
+            until_s = server.now_s + limits.CHECKPOINT_CUT_S
+            cut_id = None if is_torn else checkpoint_cut(part.number)
+            return PullEvent(place, waiter, None, cut.after_clock, not is_torn, until_s, cut_id)
+
+        server.read(event, lambda effect: self._answered(server, part, cut, effect))
+
+    def _answered(
+        self, server: SimServer, part: Captured, cut: TableCut, effect: AnswerPull | RefusePull
+    ) -> None:
+        key = part.waiters.pop(effect.waiter, None)
+        if key is None:
+            return
+        if isinstance(effect, RefusePull):
+            self._check_refused(server, part, effect)
+            return
+        (table,) = [t for t in self.simulation.layout.tables if t.table_id == key[0]]
+        blocks = table.blocks_by_range(self._range_count)[key[1]]
+        is_torn = part.tables[key[0]].is_torn
+        for block in blocks:
+            self._check_captured(server, table, block, None if is_torn else cut.after_clock)
+        count, clock = _counts(part.tables[key[0]])
+        part.tables[key[0]] = Written(count + len(blocks), clock, is_torn)
+        self._ranges.setdefault(part.number, {})[key] = cut.after_clock
+        self._report_if_done(server, part)
+
+    def _check_refused(self, server: SimServer, part: Captured, effect: RefusePull) -> None:
+        error, waited_s = effect.error, server.now_s - part.began_s
+        self.world.counts["captures refused"] += 1
+        has_no_values = isinstance(error, InvalidConfig) and "no initial values" in error.message
+        is_moved = isinstance(error, NotOwner | StaleAssignment)
+        assert isinstance(error, WaitExpired) or is_moved or has_no_values, f"CUT: {error}"
+        if isinstance(error, WaitExpired):
+            assert waited_s >= limits.CHECKPOINT_CUT_S - 1.0, f"CUT: after {waited_s}: {error}"
+        self._report(server, part, Part(problem=error.message))
+
+    def _check_captured(
+        self, server: SimServer, table: Table, block: int, clock: int | None
+    ) -> None:
+        simulation, found = self.simulation, server.values[table.table_id, block]
+        assert len(found) == len(set(found)), f"CUT: twice in block {block}: {found}"
+        truth, settings = simulation.truth, simulation.layout.settings
+        if clock is None or settings.loses(table, clock):
+            return
+        differing = set(truth.living(found)) ^ truth.upto(table.table_id, block, clock)
+        assert not differing, f"CUT: clock {clock} of {table.table_id}/{block}: {differing}"
+        mode = settings.at(table, clock).mode.value
+        self.world.counts[f"blocks captured under {mode}"] += 1
+
+    def _report_if_done(self, server: SimServer, part: Captured) -> None:
+        if part.is_asked and not part.waiters:
+            self._report(server, part, Part("file", 1, "ab", part.tables))
+
+    def _report(self, server: SimServer, part: Captured, said: Part) -> None:
+        """Again and again, while anybody wants it."""
+
+        def arrive() -> None:
+            try:
+                session = self.sessions[server]
+                decision = self.simulation.scheduler.report_part(session, part.number, said)
+            except (Fenced, InvalidConfig):
+                return
+            self.simulation._publish(decision.transitions)
+
+        if self._parts.get(server.node_id) is part and self._number == part.number:
+            if server in self.sessions and not getattr(server, "is_dead", False):
+                self._send(arrive, server.node_id)
+            self.world.after(RESEND_S, lambda: self._report(server, part, said))
+
+    @property
+    def _range_count(self) -> int:
+        return self.simulation.layout.range_count
+
+
+def _counts(written: Written) -> tuple[int, int]:
+    return written.block_count, written.clock

@@ -1,0 +1,248 @@
+"""A server writes its part of a checkpoint while updates go on; they do where it cannot, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ps_core import limits
+from ps_core.change import Change, Checkpoint, TableCut
+from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
+from ps_core.consistency import parsed
+from ps_core.errors import UpdateFailed
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_runtime.checkpoint_calls import PartReport
+from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.metrics import ServerMetrics
+from ps_runtime.part_file import read_header, read_tensor
+from ps_server.checkpoint_parts import CheckpointParts
+from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.node import ParameterNode
+
+SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
+MODEL = TableId(1)
+BLOCKS, LENGTH, RANGES = 5, 64, 2
+
+
+class Server:
+    """One server of one worker, whose every gradient is one: values count its steps down."""
+
+    def __init__(self, url: str, setting: str = "bsp") -> None:
+        metrics = ServerMetrics(CollectorRegistry())
+        self.now_s = 0.0
+        self.node = ParameterNode(SERVER, b"k" * 16, 1, metrics, lambda: self.now_s)
+        self.reports: list[tuple[int, PartReport]] = []
+        self.reported = asyncio.Event()
+        self.parts = CheckpointParts(self.node, self._report, 0)
+        optimizer = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
+        spec = TableSpec(
+            "model", DType.FLOAT32, BLOCKS * LENGTH, optimizer, block_elements=LENGTH,
+            consistency=parsed(setting),
+        )  # fmt: skip
+        self.table = Table(MODEL, 0, spec.validated())
+        self.url, self.view_number = url, 0
+        self.stream = self.node.open_stream(replace(SERVER, role=Role.WORKER))
+        self._sequences = dict.fromkeys(range(RANGES), 0)
+        self.see(None)
+
+    async def _report(self, number: int, part: PartReport) -> None:
+        self.reports.append((number, part))
+        self.reported.set()
+
+    def see(self, checkpoint: Checkpoint | None) -> None:
+        """A newer view."""
+        self.view_number += 1
+        ranges = tuple(
+            RangeAssignment(RangeId(i), keys, AssignmentEpoch(1), NodeId(1))
+            for i, keys in enumerate(key_ranges(RANGES))
+        )
+        view = ClusterView(
+            self.view_number, "cluster", 1, 1, (), ranges, (self.table,), checkpoint=checkpoint
+        )
+        self.node.observe(view)
+        self.parts.observe(view)
+
+    def propose(self, number: int = 1) -> None:
+        """All is to be cut."""
+        setting = self.table.consistency
+        proposed = Change(self.view_number, 0, setting, checkpoint=number)
+        self.table = replace(self.table, proposed=proposed)
+        self.see(Checkpoint(number, self.url))
+
+    def cut(self, clock: int, number: int = 1) -> None:
+        """It is settled."""
+        self.table = replace(self.table, proposed=None, cut=TableCut(number, clock))
+        self.see(Checkpoint(number, self.url, is_cut=True))
+
+    def give_up(self) -> None:
+        """Nothing comes of it."""
+        self.table = replace(self.table, proposed=None, cut=None)
+        self.see(None)
+
+    def step(self, clock: int) -> None:
+        """The worker's, on all blocks."""
+        sender = Sender(Incarnation(11), 0, self.stream.origin)
+        gradient = memoryview(np.ones(LENGTH, np.float32).tobytes())
+        for range_id, blocks in self.table.blocks_by_range(RANGES).items():
+            place = Place(MODEL, range_id, AssignmentEpoch(1))
+            for block in blocks:
+                payload = self.node.shards.decode(place, block, Codec.FP32, gradient, b"")
+                event = PushEvent(
+                    place, sender, self._next(range_id), clock, block, LENGTH * 4, payload
+                )
+                self.node.entries(self.stream, [event])
+            seal = SealEvent(place, sender, self._next(range_id), SealTerms(clock, ()))
+            self.node.entries(self.stream, [seal])
+
+    def _next(self, range_id: int) -> int:
+        self._sequences[range_id] += 1
+        return self._sequences[range_id]
+
+    @property
+    def clocks(self) -> set[int]:
+        """Of its ranges."""
+        return {part.state.clock for part in self.node.machine.parts.values()}
+
+    async def report(self) -> PartReport:
+        """What it says of its part."""
+        await asyncio.wait_for(self.reported.wait(), 20)
+        ((_, report),) = self.reports
+        return report
+
+    def values(self, report: PartReport) -> dict[str, set[float]]:
+        """By tensor, what its file has."""
+        directory = CheckpointDirectory(locate(self.url))
+        with directory.open(report.file) as file:
+            header = read_header(file, "a part", report.byte_count, report.header_sha256)
+            return {
+                name: set(np.frombuffer(read_tensor(file, header, name), np.float32).tolist())
+                for name in header.tensors
+            }
+
+
+def run(tmp_path: Path, drive: Callable[[Server], Awaitable[None]], setting: str = "bsp") -> None:
+    """Drive a server; at its end nothing of a checkpoint is left in it."""
+
+    async def driven() -> None:
+        server = Server(f"file://{tmp_path}/00000001-c", setting)
+        await drive(server)
+        await server.parts.close()
+        assert server.node.shards.captures is None
+
+    asyncio.run(driven())
+
+
+@pytest.mark.parametrize("buffer_bytes", [limits.CHECKPOINT_BUFFER_BYTES, 0])
+def test_a_part_has_the_cut_whatever_is_applied_while_it_is_written(
+    tmp_path: Path, buffer_bytes: int
+) -> None:
+    """With room for copies, and where each block has to be written before it changes."""
+
+    def begin(server: Server) -> None:
+        server.parts = CheckpointParts(server.node, server._report, 0, buffer_bytes)
+
+    async def drive(server: Server) -> None:
+        begin(server)
+        server.step(1)
+        server.propose()
+        server.step(2)
+        assert server.clocks == {1}
+        server.cut(2)
+        assert server.clocks == {2}
+        for clock in (3, 4):
+            server.step(clock)
+        assert server.clocks == {4}
+        report = await server.report()
+        assert not report.problem
+        (table,) = report.tables.values()
+        assert (table.block_count, table.clock, table.is_torn) == (BLOCKS, 2, False)
+        values = server.values(report)
+        assert {name.split("/")[-1] for name in values} == {"values"}
+        assert list(values.values()) == [{-2.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
+def test_what_is_asynchronous_is_written_as_it_is_and_said_to_be_torn(tmp_path: Path) -> None:
+    async def drive(server: Server) -> None:
+        server.step(1)
+        server.propose()
+        server.cut(5)
+        report = await server.report()
+        (table,) = report.tables.values()
+        assert (table.block_count, table.clock, table.is_torn) == (BLOCKS, 5, True)
+        assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
+
+    run(tmp_path, drive, "asp")
+
+
+def test_a_place_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    """The news of the cut may be on its way while it says so."""
+    (tmp_path / "00000001-c").write_text("no directory")
+
+    async def drive(server: Server) -> None:
+        server.propose()
+        report = await server.report()
+        assert "00000001-c" in report.problem
+        server.cut(1)
+        server.step(1)
+        server.step(2)
+        server.give_up()
+        assert server.clocks == {2}
+        server.step(3)
+        assert server.clocks == {3}
+
+    run(tmp_path, drive)
+
+
+def test_a_checkpoint_that_is_given_up_holds_nothing_and_a_later_one_is_made(
+    tmp_path: Path,
+) -> None:
+    async def drive(server: Server) -> None:
+        server.propose()
+        server.cut(2)
+        server.step(1)
+        server.give_up()
+        for clock in (2, 3):
+            server.step(clock)
+        assert server.clocks == {3}
+        (await server.report()).problem.index("given up")
+        server.reports.clear()
+        server.reported.clear()
+        server.propose(2)
+        server.cut(3, 2)
+        report = await server.report()
+        assert list(server.values(report).values()) == [{-3.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
+def test_a_table_that_fails_before_its_cut_fails_the_part(tmp_path: Path) -> None:
+    async def drive(server: Server) -> None:
+        server.propose()
+        server.cut(2)
+        server.node.refuse_table(MODEL, UpdateFailed("it has a bug"))
+        assert "it has a bug" in (await server.report()).problem
+
+    run(tmp_path, drive)
+
+
+def test_a_cut_that_is_not_reached_in_time_fails_the_part_and_holds_nobody(tmp_path: Path) -> None:
+    async def drive(server: Server) -> None:
+        server.propose()
+        server.cut(1)
+        server.now_s += limits.CHECKPOINT_CUT_S
+        server.node.tick()
+        assert (await server.report()).problem
+        for clock in (1, 2):
+            server.step(clock)
+        assert server.clocks == {2}
+
+    run(tmp_path, drive)

@@ -1,0 +1,57 @@
+"""What a local cluster's scheduler is told of checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_core.errors import InvalidConfig
+from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
+from scheduler.__main__ import SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("every", "argument"),
+    [
+        ("100", "clocks=100"),
+        ("1234567", "clocks=1234567"),  # not 1.23457e+06, which is no number of steps
+        ("60s", "s=60"),
+        ("1.5s", "s=1.5"),
+        ("5m", "s=300"),
+        ("1 h", "s=3600"),
+        ("1234567s", "s=1234567"),
+    ],
+)
+def test_how_often_is_said_exactly(every: str, argument: str) -> None:
+    told = CheckpointPlan("/place", every).scheduler_arguments
+    assert told == ("--checkpoint-url=/place", f"--checkpoint-every-{argument}")
+
+
+@pytest.mark.parametrize(
+    "every", ["0", "0s", "1.5", "-1", "s", "1d", "1e3", "1s2", "nan", "9" * 400, "9" * 20 + "h"]
+)
+def test_how_often_is_a_number_of_steps_or_a_time(every: str) -> None:
+    with pytest.raises(InvalidConfig, match="expected a number of steps such as 100, or a time"):
+        CheckpointPlan("/place", every)
+
+
+def test_what_has_no_place_to_go_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="has no place to go; give --checkpoint-url"):
+        CheckpointPlan(every="60s")
+    with pytest.raises(InvalidConfig, match="keep is -1 checkpoints; expected 0"):
+        CheckpointPlan("/place", keep=-1)
+
+
+def test_a_cluster_may_start_from_one_without_making_any() -> None:
+    assert CheckpointPlan(resume="/place").scheduler_arguments == ("--resume=/place",)
+    assert NO_CHECKPOINTS.scheduler_arguments == ()
+
+
+def test_the_scheduler_is_told_all_of_it() -> None:
+    shape = ClusterShape(1, 2, checkpoints=CheckpointPlan("/place", "10", 3, "/place/00000001-c"))
+    told = shape.scheduler_arguments
+    assert told[-4:] == (
+        "--checkpoint-url=/place", "--checkpoint-every-clocks=10", "--checkpoint-keep=3",
+        "--resume=/place/00000001-c",
+    )  # fmt: skip
+    names = {argument.removeprefix("--").partition("=")[0].replace("-", "_") for argument in told}
+    assert names <= SchedulerConfig.__dataclass_fields__.keys()

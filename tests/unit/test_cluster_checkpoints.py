@@ -1,0 +1,471 @@
+"""The scheduler's machine makes checkpoints: cuts that everybody answers for, parts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ps_core import errors, limits
+from ps_core.change import Change, Checkpoint, Join, TableCut
+from ps_core.cluster_view import Role, Session
+from ps_core.consistency import parsed
+from ps_core.keys import TableId
+from ps_core.tables import Table
+from ps_runtime import wire
+from scheduler import view_size
+from scheduler.changes import Pending, Wish
+from scheduler.checkpoint_state import (
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+    Part,
+    Written,
+)
+from scheduler.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.cluster import Created
+from scheduler.cluster_state import ChangeWithdrawn
+from tests.unit.cluster_harness import SPEC, Harness, refused
+
+MODEL, OTHER = TableId(1), TableId(2)
+PLACE = "file:///tmp/checkpoints"
+
+
+class Saving(Harness):
+    """Two servers, two workers that answer, and two tables."""
+
+    def __init__(self, *, workers: int = 2, **settings: Any) -> None:
+        super().__init__(worker_count=workers, checkpoint_url=PLACE, checkpoint_count=6, **settings)
+        self.servers = [self.join(Role.SERVER) for _ in range(2)]
+        self.workers = [self.worker() for _ in range(workers)]
+        for name in ("model", "other"):
+            assert isinstance(self.create(self.workers[0], replace(SPEC, name=name)), Created)
+
+    def worker(self) -> Session:
+        return self.join(Role.WORKER, features=(CHECKPOINTS_FEATURE,))
+
+    def note(self, decision: Any) -> Any:
+        self.transitions += decision.transitions
+        return decision.reply
+
+    def begin(self, reason: str = "wanted") -> Pending:
+        pending = self.note(self.cluster.begin_checkpoint(reason, self.now_s))
+        assert isinstance(pending, Pending)
+        return pending
+
+    def promise(self, server: int, *clocks: int) -> None:
+        """Of each table at its clock."""
+        for table, clock in zip(self.tables, clocks, strict=False):
+            if table.proposed is not None:
+                number = table.proposed.number
+                self.note(
+                    self.cluster.promise_change(self.servers[server], table.table_id, number, clock)
+                )
+
+    def answer(self, worker: int, *clocks: int, has_state: bool = True, number: int = 7) -> None:
+        named = dict(zip((MODEL, OTHER), clocks, strict=False))
+        self.note(self.cluster.join_checkpoint(self.workers[worker], number, named, has_state))
+
+    def cut(self) -> None:
+        """All of it, at clocks 5 and 4."""
+        assert self.begin().number == 7
+        self.promise(0, 5, 4)
+        self.promise(1, 5, 4)
+        self.answer(0, 5, 4)
+        self.answer(1, 5, 4)
+        assert self.checkpoint == Checkpoint(7, f"{PLACE}/00000007-c-1", is_cut=True)
+
+    def report(self, session: Session, part: Part, number: int = 7) -> None:
+        self.note(self.cluster.report_part(session, number, part))
+
+    def written(self, server: int, *, fewer: int = 0) -> Part:
+        """All that it has, as it should be."""
+        view, node_id = self.cluster.view, self.servers[server].node_id
+        owned = {r.range_id for r in view.ranges if r.primary == node_id}
+        counts = {
+            table.table_id: sum(
+                len(blocks)
+                for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
+                if range_id in owned
+            )
+            for table in self.tables
+        }
+        tables = {t: Written(count - fewer, 5) for t, count in counts.items()}
+        return Part(f"server-{node_id}", 100, "ab", tables)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return self.cluster.view.tables
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.cluster.view.checkpoint
+
+    def happened(self, kind: type) -> list[Any]:
+        return [each for each in self.transitions if isinstance(each, kind)]
+
+    def check_failed(self, *words: str) -> None:
+        """It was given up, for that reason, and nothing of it is in the view."""
+        (failed,) = self.happened(CheckpointFailed)
+        for word in words:
+            assert word in failed.reason
+        assert self.checkpoint is None
+        assert all(table.proposed is None and table.cut is None for table in self.tables)
+        assert self.cluster.checkpoint_problem(7) == failed.reason
+
+
+def test_all_tables_are_cut_at_once_after_the_highest_clock_that_anyone_named() -> None:
+    """CP-1, over servers and workers."""
+    cluster = Saving()
+    assert cluster.begin() == Pending(cluster.cluster.checkpoint_reason(cluster.now_s), 7)
+    assert [t.proposed.checkpoint for t in cluster.tables if t.proposed] == [7, 7]
+    assert cluster.checkpoint == Checkpoint(7, f"{PLACE}/00000007-c-1")
+    cluster.promise(0, 5, 9)
+    cluster.promise(1, 6, 3)
+    cluster.answer(0, 4, 3)
+    assert not cluster.happened(CheckpointCut)
+    assert "the clocks of worker node 4" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    cluster.answer(1, 8, 2)
+    assert cluster.happened(CheckpointCut) == [CheckpointCut(7, {"model": 8, "other": 9})]
+    assert [table.cut for table in cluster.tables] == [TableCut(7, 8), TableCut(7, 9)]
+    assert all(table.proposed is None for table in cluster.tables)
+
+
+def test_no_table_is_cut_before_every_server_has_promised_every_table() -> None:
+    cluster = Saving()
+    cluster.begin()
+    cluster.answer(0, 5, 4)
+    cluster.answer(1, 5, 4)
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5)
+    assert "promises of servers" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert all(table.cut is None for table in cluster.tables)
+    cluster.promise(1, 5, 4)
+    assert cluster.checkpoint is not None
+    assert cluster.checkpoint.is_cut
+
+
+def test_a_worker_that_knows_no_checkpoints_is_not_waited_for() -> None:
+    cluster = Harness(worker_count=1, checkpoint_url=PLACE)
+    servers = [cluster.join(Role.SERVER) for _ in range(2)]
+    cluster.create(cluster.join(Role.WORKER))
+    cluster.cluster.begin_checkpoint("", cluster.now_s)
+    for server in servers:
+        cut = cluster.cluster.promise_change(server, MODEL, 1, 3).transitions
+    assert cut == (CheckpointCut(1, {"model": 3}),)
+
+
+def test_who_wants_one_while_one_is_proposed_has_that_one_and_later_the_next() -> None:
+    cluster = Saving()
+    first = cluster.begin()
+    before = cluster.cluster.view
+    assert cluster.begin() == first
+    assert cluster.cluster.view == before
+    for server in (0, 1):
+        cluster.promise(server, 1, 1)
+    for worker in (0, 1):
+        cluster.answer(worker, 1, 1)
+    assert cluster.begin().number == 0
+
+
+def test_one_waits_until_a_change_is_settled() -> None:
+    cluster = Saving()
+    wish = Wish("other", parsed("ssp:2"), 0, cluster.now_s + 5)
+    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    pending = cluster.begin()
+    assert (pending.number, cluster.checkpoint) == (0, None)
+    assert "a change of table 'other' is not settled" in pending.reason
+    cluster.promise(0, 0, 3)
+    cluster.promise(1, 0, 3)
+    assert cluster.begin().number == 7
+
+
+def test_a_change_and_a_join_wait_until_the_cut_is_settled() -> None:
+    cluster = Saving(max_workers=3)
+    cluster.begin()
+    wish = Wish("model", parsed("ssp:2"), 0, cluster.now_s + 90)
+    asked = cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    assert isinstance(asked, Pending)
+    assert asked.number == 0
+    assert "checkpoint 7 of table 'model'" in asked.reason
+    newcomer = cluster.worker()
+    assert newcomer.rank == 2
+    cluster.pass_time(1, *cluster.servers, *cluster.workers, newcomer)
+    assert all(t.proposed is not None and t.proposed.checkpoint for t in cluster.tables)
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    for worker in (0, 1):
+        cluster.answer(worker, 5, 4)
+    cluster.pass_time(1, *cluster.servers, *cluster.workers, newcomer)
+    joins = [t.proposed.join for t in cluster.tables if t.proposed is not None]
+    assert joins == [Join(2, newcomer.incarnation)] * 2
+
+
+def test_a_worker_that_comes_while_it_is_proposed_counts_if_it_answers() -> None:
+    cluster = Saving(max_workers=3)
+    cluster.begin()
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    cluster.answer(0, 5, 4)
+    cluster.workers.append(cluster.worker())
+    cluster.answer(2, 9, 0)
+    cluster.answer(1, 5, 4)
+    assert cluster.happened(CheckpointCut) == [CheckpointCut(7, {"model": 9, "other": 4})]
+
+
+def test_a_cluster_without_tables_has_nothing_to_write() -> None:
+    cluster = Harness(checkpoint_url=PLACE)
+    pending = cluster.cluster.begin_checkpoint("", cluster.now_s).reply
+    assert pending == Pending("the cluster has no table yet")
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_worker_that_ends_before_it_has_answered_is_not_waited_for(is_dead: bool) -> None:
+    cluster = Saving()
+    cluster.begin()
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    cluster.answer(0, 5, 4)
+    if is_dead:
+        cluster.pass_time(40, *cluster.servers, cluster.workers[0])
+    else:
+        cluster.leave(cluster.workers[1])
+    assert len(cluster.happened(CheckpointCut)) == 1
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_state_of_a_worker_that_ends_before_it_reports_is_lost(
+    is_dead: bool, is_early: bool
+) -> None:
+    cluster = Saving()
+    if not is_early:
+        cluster.cut()
+    else:
+        cluster.begin()
+        cluster.answer(1, 5, 4)
+    if is_dead:
+        cluster.pass_time(40, *cluster.servers, cluster.workers[0])
+    else:
+        cluster.leave(cluster.workers[1])
+    if is_early:
+        for server in (0, 1):
+            cluster.promise(server, 5, 4)
+        cluster.answer(0, 5, 4)
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
+    (written,) = cluster.happened(CheckpointWritten)
+    lost = written.attempt.parts[cluster.workers[1].node_id]
+    assert lost.problem.startswith("worker 1 ")
+    assert written.attempt.parts[cluster.workers[0].node_id].file == "worker-0"
+
+
+def test_what_a_worker_reported_before_it_left_counts() -> None:
+    cluster = Saving()
+    cluster.cut()
+    cluster.report(cluster.workers[1], Part("worker-1", 9, "cd"))
+    cluster.leave(cluster.workers[1])
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    cluster.report(cluster.workers[0], Part(problem="a state that cannot be written"))
+    (written,) = cluster.happened(CheckpointWritten)
+    assert written.attempt.parts[cluster.workers[1].node_id].file == "worker-1"
+    assert "cannot be" in written.attempt.parts[cluster.workers[0].node_id].problem
+
+
+def test_workers_without_a_state_have_nothing_to_report() -> None:
+    cluster = Saving()
+    cluster.begin()
+    for node in (0, 1):
+        cluster.promise(node, 5, 4)
+        cluster.answer(node, 5, 4, has_state=False)
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    assert len(cluster.happened(CheckpointWritten)) == 1
+
+
+def test_one_is_complete_when_its_manifest_is_and_only_then() -> None:
+    cluster = Saving()
+    cluster.cut()
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+        cluster.report(cluster.servers[server], cluster.written(server))  # again: late, or lost
+        reason = cluster.cluster.checkpoint_reason(cluster.now_s)
+        assert "waits for the files of" in reason
+    for worker in (0, 1):
+        assert not cluster.happened(CheckpointWritten)
+        cluster.report(cluster.workers[worker], Part(f"worker-{worker}", 9, "cd"))
+    assert len(cluster.happened(CheckpointWritten)) == 1
+    assert "waits for its manifest" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert cluster.cluster.checkpoint_problem(7) is None
+    cluster.note(cluster.cluster.end_checkpoint(6, ""))
+    assert cluster.checkpoint is not None
+    cluster.note(cluster.cluster.end_checkpoint(7, ""))
+    assert cluster.happened(CheckpointMade) == [CheckpointMade(7, f"{PLACE}/00000007-c-1")]
+    assert cluster.cluster.checkpoint_problem(7) == ""
+    assert cluster.cluster.checkpoint_reason(cluster.now_s) == ""
+    assert cluster.begin().number == 8
+
+
+def test_a_report_that_comes_again_while_the_manifest_is_written_changes_nothing() -> None:
+    cluster = Saving()
+    cluster.cut()
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    for worker in (0, 1):
+        cluster.report(cluster.workers[worker], Part("worker", 9, "cd"))
+    (written,) = cluster.happened(CheckpointWritten)
+    before = dict(written.attempt.parts)
+    cluster.report(cluster.workers[0], Part(problem="late"))
+    cluster.report(cluster.servers[0], Part(problem="late"))
+    cluster.note(cluster.cluster.tick(cluster.now_s + 2 * limits.CHECKPOINT_WRITTEN_S))
+    assert written.attempt.parts == before
+    assert not cluster.happened(CheckpointFailed)
+    cluster.note(cluster.cluster.end_checkpoint(7, "no space"))
+    cluster.transitions = [t for t in cluster.transitions if isinstance(t, CheckpointFailed)]
+    cluster.check_failed("no space")
+
+
+def test_blocks_that_nobody_wrote_are_missed() -> None:
+    """CP-2."""
+    cluster = Saving()
+    cluster.cut()
+    cluster.report(cluster.servers[0], cluster.written(0))
+    cluster.report(cluster.servers[1], cluster.written(1, fewer=1))
+    for worker in (0, 1):
+        cluster.report(cluster.workers[worker], Part("worker", 9, "cd"))
+    cluster.check_failed("15 of 16 blocks of 'model' were written")
+
+
+def test_a_server_that_cannot_write_fails_it_after_the_cut() -> None:
+    cluster = Saving()
+    cluster.cut()
+    cluster.report(cluster.servers[1], Part(problem="no space left on device"))
+    cluster.check_failed("server 2: no space left on device")
+
+
+def test_a_server_that_cannot_write_fails_it_before_the_cut() -> None:
+    """It says so once: who does not listen waits for it for an hour."""
+    cluster = Saving()
+    cluster.begin()
+    cluster.promise(0, 5, 4)
+    cluster.report(cluster.servers[1], Part(problem="permission denied"))
+    cluster.check_failed("server 2: permission denied")
+    assert len(cluster.happened(ChangeWithdrawn)) == 2
+
+
+def test_a_report_of_another_checkpoint_changes_nothing() -> None:
+    cluster = Saving()
+    cluster.cut()
+    before = cluster.cluster.view
+    for number in (6, 8):
+        cluster.report(cluster.servers[0], Part(problem="other"), number)
+        cluster.answer(0, 99, 99, number=number)
+    assert cluster.cluster.view == before
+
+
+def test_what_is_named_after_the_cut_changes_nothing() -> None:
+    cluster = Saving()
+    cluster.cut()
+    before = cluster.cluster.view
+    cluster.answer(0, 99, 99)
+    cluster.answer(0, 99, 99)
+    assert cluster.cluster.view == before
+    assert [table.cut for table in cluster.tables] == [TableCut(7, 5), TableCut(7, 4)]
+
+
+def test_who_has_no_part_in_it_is_told() -> None:
+    cluster = Saving(max_workers=3)
+    cluster.cut()
+    late, reader = cluster.worker(), cluster.join(Role.READER)
+    report = cluster.cluster.report_part
+    refused(
+        errors.InvalidConfig, "worker 2 is not in checkpoint 7",
+        by=lambda: report(late, 7, Part("worker")), of=cluster,
+    )  # fmt: skip
+    refused(errors.NotPermitted, "reader", by=lambda: report(reader, 7, Part("r")), of=cluster)
+    refused(
+        errors.NotPermitted, "a server joins a checkpoint",
+        by=lambda: cluster.cluster.join_checkpoint(cluster.servers[0], 7, {}, has_state=False),
+        of=cluster,
+    )  # fmt: skip
+
+
+def test_one_that_is_not_cut_in_time_is_given_up_and_holds_nobody() -> None:
+    cluster = Saving()
+    cluster.begin()
+    cluster.promise(0, 5, 4)
+    cluster.answer(0, 5, 4)
+    everybody = (*cluster.servers, *cluster.workers)
+    cluster.pass_time(limits.CHECKPOINT_CUT_S - 1, *everybody)
+    assert not cluster.happened(CheckpointFailed)
+    cluster.pass_time(1, *everybody)
+    cluster.check_failed("waits for the clocks of worker node 4")
+    cluster.answer(1, 5, 4)
+    cluster.promise(1, 5, 4)
+    assert cluster.begin().number == 8
+
+
+def test_one_that_is_not_written_in_time_is_given_up() -> None:
+    cluster = Saving()
+    cluster.cut()
+    cluster.note(cluster.cluster.tick(cluster.now_s + limits.CHECKPOINT_WRITTEN_S - 1))
+    assert cluster.checkpoint is not None
+    cluster.note(cluster.cluster.tick(cluster.now_s + limits.CHECKPOINT_WRITTEN_S))
+    cluster.transitions = cluster.happened(CheckpointFailed)
+    cluster.check_failed("waits for the files of server node 1")
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_one_fails_when_a_range_has_another_primary(is_cut: bool) -> None:
+    cluster = Saving(replica_count=2)
+    if is_cut:
+        cluster.cut()
+    else:
+        cluster.begin()
+        cluster.promise(0, 5, 4)
+    cluster.pass_time(4, cluster.servers[0], *cluster.workers)
+    cluster.check_failed("a server was lost")
+    number = cluster.cluster.view.view_number
+    cluster.pass_time(1, cluster.servers[0], *cluster.workers)
+    assert cluster.cluster.view.view_number == number
+
+
+def test_a_view_that_is_full_takes_no_cuts() -> None:
+    """VS-1: a view beyond gRPC's limit reaches nobody."""
+    cluster = Saving()
+    settings, state = cluster.cluster.settings, cluster.cluster._state
+    taken_bytes = view_size.room_bytes(settings, state) - 2 * view_size.CHANGE_BYTES
+    state.view_bytes += taken_bytes + 1
+    pending = cluster.begin()
+    assert (pending.number, cluster.checkpoint) == (0, None)
+    assert "the cuts of 2 tables take" in pending.reason
+    state.view_bytes -= 1
+    assert cluster.begin().number == 7
+    assert view_size.room_bytes(settings, state) == 0
+
+
+def test_the_bound_of_a_view_with_cuts_is_above_its_size() -> None:
+    """VS-1, of real messages with the widest numbers."""
+    huge = 2**53 - 1
+    cluster = Saving(workers=2)
+    view = cluster.cluster.view
+    for table in view.tables:
+        alone = wire.table_to_proto(table).ByteSize()
+        widest = replace(table, cut=TableCut(2**32 - 1, huge), restored_clock=huge)
+        wider = wire.table_to_proto(widest).ByteSize() - alone
+        assert wider <= view_size.CUT_BYTES
+        proposed = Change(2**32 - 1, huge, parsed("ssp:999998..1000000@999999"), None, 2**32 - 1)
+        both = replace(table, change=replace(proposed, checkpoint=0), proposed=proposed)
+        assert wire.table_to_proto(both).ByteSize() - alone <= view_size.CHANGE_BYTES
+    url = "x" * limits.MAX_CHECKPOINT_URL_BYTES
+    directory = url + "/" + "d" * (limits.CHECKPOINT_DIRECTORY_BYTES - 1)
+    empty = replace(view, nodes=(), tables=())
+    full = replace(
+        empty, checkpoint=Checkpoint(2**32 - 1, directory, is_cut=True), restored_from=directory
+    )
+    bound = view_size.fixed_bytes(view.cluster_id, len(view.ranges), 1)
+    assert wire.view_to_proto(full).ByteSize() <= bound
