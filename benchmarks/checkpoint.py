@@ -100,7 +100,7 @@ def checkpoint(settings: BenchSettings) -> dict[str, object]:
             with _site(lane, folder, {WHOLE: _share(byte_count, _WHOLE_SHARE)}) as site:
                 rows.append(_pushes(site, WHOLE, within))
             if saved is not None:
-                rows += restores(saved, lane, round_count, within)
+                rows += restores(saved, lane, within)
                 shutil.rmtree(saved.url)
     measured = joined(legs)
     ceilings = {
@@ -165,7 +165,12 @@ def _writes(
                 for name in map(action_of, THREAD_COUNTS)
             ),
         ]
-        return take_turns(operations, round_count, settings.within("write").on_round)
+
+        def listener(number: int) -> None:
+            round_name = f"round {number} of {round_count}" if number else "warm-up"
+            settings.on_progress(f"write, {round_name}")
+
+        return take_turns(operations, round_count, listener)
 
 
 def _write_name(lane: str) -> str:

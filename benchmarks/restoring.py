@@ -54,24 +54,22 @@ class _Start(NamedTuple):
     peak_bytes: int
 
 
-def restores(
-    saved: Saved, lane: str, round_count: int, settings: BenchSettings
-) -> list[dict[str, Any]]:
+def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str, Any]]:
     """Rows of the document: of restoring, and of the memory that it takes.
 
     Blocking: a start of a cluster is some seconds, and there are three a round.
     """
     out = np.full(saved.table_bytes // ELEMENT_BYTES, 0, dtype=np.float32)
+    round_count = 1 if settings.quick else settings.round_count
     rows = []
     for server_count in SERVER_COUNTS:
         listener = settings.within(f"restore, servers: {server_count}").on_progress
         taken: dict[str, list[_Start]] = {how: [] for how in _STARTS}
-        for number in range(round_count + 1):
-            listener(f"round {number} of {round_count}" if number else "warm-up")
+        # No warm-up: every process is a new one, and the benchmark has started such before.
+        for number in range(1, round_count + 1):
             for how in _STARTS:
-                start = _start(saved, lane, server_count, how, out)
-                if number:
-                    taken[how].append(start)
+                listener(f"round {number} of {round_count}, {how}")
+                taken[how].append(_start(saved, lane, server_count, how, out))
         place = {"lane": lane, "servers": server_count}
         rows += _restored(place, saved, taken)
         rows.append(_memory(place, saved, taken))
