@@ -10,7 +10,6 @@ from rich.table import Table as TextTable
 from benchmarks.sampling import GB
 
 _MB = 1e6
-_PUSHED = {"whole": "all of the state", "small": "beside an idle table"}
 
 
 def checkpoint_view(document: dict[str, Any]) -> RenderableType:
@@ -55,15 +54,14 @@ def _writes(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> TextTable
 def _pushes(rows: list[dict[str, Any]]) -> TextTable:
     table = _table(
         "checkpoint: ms of a push while one is written",
-        "MB", "of MB", "p50", "p99", "max", "p99 / quiet", "pushes", "took s",
-        caption="in brackets: as many pushes between checkpoints",
+        "p50", "p99", "max", "p99 / quiet", "pushes", "took s",
+        caption="in brackets: as many pushes between checkpoints; whole: of all of the state; "
+        "small: beside a large table that rests",
     )  # fmt: skip
     for row in rows:
         table.add_row(
-            f"{row['lane']}, {_PUSHED[row['table']]}",
-            f"{row['table_bytes'] / _MB:.0f}",
-            f"{row['checkpoint_bytes'] / _MB:.0f}",
-            *(f"{row[f'{p}_ms']:.1f} ({row[f'quiet_{p}_ms']:.1f})" for p in ("p50", "p99", "max")),
+            f"{row['lane']}, {row['table']}",
+            *(f"{row[f'{p}_ms']:.3g} ({row[f'quiet_{p}_ms']:.3g})" for p in ("p50", "p99", "max")),
             f"{row['p99_over_quiet']:.1f}",
             str(row["sample_count"]),
             f"{row['checkpoint_s']:.2f}",
