@@ -91,9 +91,9 @@ def checkpoint(settings: BenchSettings) -> dict[str, object]:
         for lane in settings.lanes:
             within = settings.within(lane)
             with _site(lane, folder, sizes) as site:
-                legs.append(_writes(site, folder, round_count, within))
                 within.on_progress("memory")
                 rows.append(_memory(site))
+                legs.append(_writes(site, folder, round_count, within))
                 rows.append(_pushes(site, SMALL, within))
                 # What is restored is the same whatever lane wrote it: the first is enough.
                 saved = None if lane != settings.lanes[0] else _saved(site)
@@ -196,9 +196,11 @@ def _written(lane: str, measured: dict[str, Measured]) -> dict[str, Any]:
 
 
 def _memory(site: _Site) -> dict[str, Any]:
-    """The server's peak while it trains and writes, over its peak while it trains."""
-    site.passing(f"{LARGE} during")  # a warm-up, and how many steps a checkpoint takes
-    site.do(f"{LARGE} between")
+    """The server's peak while it trains and writes, over its peak while it trains.
+
+    It is the server's first checkpoint: what one took may stay with the allocator.
+    """
+    site.do(f"{LARGE} between")  # a warm-up
     with PeakWatch(site.server_pid) as quiet:
         site.do(f"{LARGE} between")
     with PeakWatch(site.server_pid) as busy:

@@ -20,6 +20,9 @@ CHECKPOINT_DEADLINE_S = 240.0
 _REST_S = 1.0
 """After an update a server counts as busy for half of that."""
 
+_FIRST_STEP_COUNT = 4
+"""Of a turn without a checkpoint, before there was any."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
@@ -50,7 +53,7 @@ class _Script:
         self._table = client.create_table(
             name, buffers.element_count, optimizer=OPTIMIZERS[OPTIMIZER]
         )
-        self._step_count = 1
+        self._step_count = _FIRST_STEP_COUNT
 
     def step(self) -> float:
         """A push until it is committed, whose seconds it gives, and then a pull."""
