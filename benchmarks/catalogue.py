@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from benchmarks.checkpoint import checkpoint
+from benchmarks.checkpoint_view import checkpoint_view
 from benchmarks.dense import dense
 from benchmarks.dense_view import dense_view
 from benchmarks.devices import CPU, DEVICES
@@ -49,6 +51,9 @@ BENCHMARKS = {
     ),
     "memory": Benchmark("what a server and a worker take at most, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
+    "checkpoint": Benchmark(
+        "writing checkpoints, training meanwhile, and restoring", checkpoint, checkpoint_view
+    ),
 }
 
 

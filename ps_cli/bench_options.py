@@ -13,7 +13,8 @@ class BenchOptions:
     """Options of `pushpull bench`."""
 
     name: Annotated[
-        str, typer.Argument(help="dense, latency, train, optimizers, memory or sessions.")
+        str,
+        typer.Argument(help="dense, latency, train, optimizers, memory, sessions or checkpoint."),
     ]
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
@@ -21,7 +22,9 @@ class BenchOptions:
     size_mb: Annotated[
         int,
         typer.Option(
-            min=0, help="MiB of the table of dense, optimizers, memory or sessions; 0: their own."
+            min=0,
+            help="MiB of the table of dense, optimizers, memory, sessions or checkpoint; 0: their "
+            "own.",
         ),
     ] = 0
     lane: Annotated[

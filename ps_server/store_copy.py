@@ -139,9 +139,17 @@ class SavedBlock(NamedTuple):
         """Bytes of all its tensors."""
         return sum(payload.nbytes for _, payload in self.tensors)
 
-    def copied(self) -> SavedBlock:
-        """The same, sharing nothing with the block."""
-        tensors = ((name, memoryview(bytes(payload))) for name, payload in self.tensors)
+    def copied_to(self, rooms: Sequence[Tensor]) -> SavedBlock:
+        """The same, sharing nothing with the block.
+
+        Args:
+            rooms: flat bytes (uint8), one for each tensor, as long as that; the copy's from now on.
+        """
+        tensors = []
+        for (name, payload), room in zip(self.tensors, rooms, strict=True):
+            target = room.numpy()
+            np.copyto(target, np.frombuffer(payload, np.uint8))
+            tensors.append((name, target.data))
         return self._replace(tensors=tuple(tensors))
 
 
