@@ -99,7 +99,8 @@ class StatusDocument(TypedDict):
     """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
     with the workers that came beyond these. `ranges_by_in_sync` has the numbers of ranges, of those
     that hold anything, by how many living replicas hold all that is committed;
-    `degraded_range_count` is of those with fewer than `replica_count`.
+    `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is where one is
+    being made, `restored_from` the one that the cluster was started from.
     """
 
     cluster_id: str
@@ -108,6 +109,8 @@ class StatusDocument(TypedDict):
     world_size: int
     server_count: int
     is_finished: bool
+    checkpoint: str | None
+    restored_from: str | None
     replica_count: int
     min_in_sync: int
     ranges_by_in_sync: dict[str, int]
@@ -150,6 +153,8 @@ def status_document(
         world_size=view.world_size,
         server_count=view.server_count,
         is_finished=view.finished,
+        checkpoint=None if view.checkpoint is None else view.checkpoint.url,
+        restored_from=view.restored_from or None,
         replica_count=replica_count,
         min_in_sync=max(1, response.min_in_sync),
         ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},

@@ -56,6 +56,10 @@ def _head(document: StatusDocument) -> Text:
     replica_count = document["replica_count"]
     if replica_count > 1:
         text.append(f"  replicas {replica_count} (at least {document['min_in_sync']} in sync)")
+    if document["restored_from"]:
+        text.append(f"\nstarted from {document['restored_from']}")
+    if document["checkpoint"]:
+        text.append(f"\nmaking checkpoint {document['checkpoint']}")
     if document["is_finished"]:
         text.append("  finished", style="green")
     if document["degraded_range_count"]:

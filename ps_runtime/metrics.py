@@ -138,6 +138,22 @@ class SchedulerMetrics:
             ("code",),
             registry=registry,
         )
+        self.checkpoints = Counter(
+            "pushpull_scheduler_checkpoints_total",
+            "Checkpoints that ended, by how: complete or failed.",
+            ("result",),
+            registry=registry,
+        )
+        self.checkpoint_bytes = Gauge(
+            "pushpull_scheduler_checkpoint_bytes",
+            "Bytes of the newest complete checkpoint.",
+            registry=registry,
+        )
+        self.checkpoint_age_seconds = Gauge(
+            "pushpull_scheduler_checkpoint_age_seconds",
+            "Seconds since the newest checkpoint was complete; since the start before the first.",
+            registry=registry,
+        )
 
 
 class ServerMetrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ps_core.cluster_view import Node
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import Table
 
@@ -71,6 +72,11 @@ class Attempt:
     parts: dict[NodeId, Part] = field(default_factory=dict)
     is_cut: bool = False
     is_written: bool = False
+
+    def lose(self, worker: Node, reason: str) -> None:
+        """There will be nothing of this worker's own in it."""
+        self.workers.setdefault(worker.node_id, WorkerPlace(worker.rank, {}, has_state=True))
+        self.parts[worker.node_id] = Part(problem=reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, Wait
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
 from ps_core.tables import Initializer, InitializerKind, Table
-from ps_runtime import logs, wire
+from ps_runtime import clock, logs, wire
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_store import CheckpointStore
+from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2
 from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten, Part, Written
 from scheduler.cluster import Cluster, Decision
@@ -67,6 +68,7 @@ class Checkpointing:
         cluster: the machine.
         policy: when they are made.
         carry_out: logs and publishes what the machine decided.
+        metrics: where it counts what became of them.
     """
 
     def __init__(
@@ -74,7 +76,11 @@ class Checkpointing:
         cluster: Cluster,
         policy: CheckpointPolicy,
         carry_out: Callable[[Decision[Any]], Any],
+        metrics: SchedulerMetrics,
     ) -> None:
+        self._metrics = metrics
+        complete_s = clock.now_s()
+        metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
         self._cluster = cluster
         self._policy = policy
         self._carry_out = carry_out
@@ -110,12 +116,12 @@ class Checkpointing:
             restored = self._cluster.settings.restored
             tables = restored.tables.values() if restored is not None else ()
             self._last_clock = max((table.clock for table in tables), default=0)
-        clock = self.clock
+        reached = self.clock
         reason = ""
         every = policy.every_clocks
-        if every and clock // every > self._last_clock // every:
+        if every and reached // every > self._last_clock // every:
             reason = f"every {policy.every_clocks} clocks"
-        elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(clock):
+        elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(reached):
             reason = f"every {policy.every_s:g} s"
         if not reason:
             return
@@ -165,6 +171,7 @@ class Checkpointing:
         if isinstance(transition, CheckpointWritten):
             self._start(self._complete(transition.attempt, now_s))
         elif isinstance(transition, CheckpointFailed):
+            self._metrics.checkpoints.labels(result="failed").inc()
             self._start(self._remove(transition.url))
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
@@ -176,12 +183,19 @@ class Checkpointing:
             self._made[attempt.number] = Made(attempt.number, directory.url, manifest.byte_count)
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
             self._last_s, self._not_before_s = now_s, 0.0
+            self._count(manifest)
             logs.info("checkpoint_complete", url=directory.url, bytes=manifest.byte_count)
         except PushpullError as error:
             problem = error.message
         self._carry_out(cluster.end_checkpoint(attempt.number, problem))
         if not problem and self._policy.keep:
             await self._prune()
+
+    def _count(self, manifest: Manifest) -> None:
+        complete_s = clock.now_s()
+        self._metrics.checkpoints.labels(result="complete").inc()
+        self._metrics.checkpoint_bytes.set(manifest.byte_count)
+        self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
 
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._policy.keep

@@ -26,6 +26,7 @@ a checkpoint is due (`scheduler.checkpointing` does).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ps_core import limits
 from ps_core.change import Checkpoint, TableCut
@@ -107,7 +108,11 @@ class Checkpoints:
         for table in list(state.tables.values()):
             transitions += self._changes.propose_cut(table, number, cut_by_s, now_s)
             attempt.tables.append(table.table_id)
-        attempt.awaited = {n.node_id for n in state.nodes_of(Role.WORKER) if _answers(state, n)}
+        for worker in state.nodes_of(Role.WORKER):
+            if _answers(state, worker):
+                attempt.awaited.add(worker.node_id)
+            elif worker.state is NodeState.SILENT:
+                attempt.lose(worker, "it was silent when the checkpoint was proposed")
         return Pending(self._reason(attempt, now_s), attempt.number), transitions
 
     def join(
@@ -136,7 +141,8 @@ class Checkpoints:
             return []
         if node.role is Role.WORKER and node.node_id not in attempt.workers:
             raise InvalidConfig(f"worker {node.rank} is not in checkpoint {number}")
-        attempt.parts[node.node_id] = part
+        tables = {each: written for each, written in part.tables.items() if each in attempt.cuts}
+        attempt.parts[node.node_id] = replace(part, tables=tables)
         return self.look()
 
     def ended(self, node: Node) -> list[Transition]:
@@ -144,9 +150,11 @@ class Checkpoints:
         attempt = self._state.checkpoint
         if attempt is None or node.role is not Role.WORKER:
             return []
-        attempt.awaited.discard(node.node_id)
-        if node.node_id in attempt.workers and node.node_id not in attempt.parts:
-            attempt.parts[node.node_id] = Part(problem=node.ended_words)
+        if node.node_id in attempt.awaited:
+            attempt.awaited.discard(node.node_id)
+            attempt.lose(node, node.ended_words)
+        elif node.node_id in attempt.workers and node.node_id not in attempt.parts:
+            attempt.lose(node, node.ended_words)
         return self.look()
 
     def moved(self) -> list[Transition]:

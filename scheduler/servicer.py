@@ -67,7 +67,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _begin(self, cluster: Cluster) -> None:
         """Serve this cluster from now on; whoever waits for something of another is told so."""
         self._cluster = cluster
-        self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out)
+        self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
         self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
         self._view_message = wire.view_to_proto(cluster.view)

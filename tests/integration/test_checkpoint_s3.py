@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
+import ps_worker as ps
 from ps_core.errors import InvalidCheckpoint
 from ps_runtime.checkpoint_directory import locate
 from ps_runtime.checkpoint_reader import problems_of
@@ -58,6 +60,27 @@ def store(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Chec
         filesystem.rm("bucket", recursive=True)
     filesystem.mkdir("bucket")
     return CheckpointStore(URL)
+
+
+def test_a_cluster_keeps_them_there_and_starts_from_them(store: CheckpointStore) -> None:
+    ones = np.ones(5_000, np.float32)
+
+    def table(client: ps.Client) -> ps.TableHandle:
+        return client.create_table("t", len(ones), optimizer=ps.Adam(lr=0.1), block_elements=64)
+
+    with ps.local_cluster(2, 1, checkpoint_url=URL) as cluster, ps.connect(cluster.address) as one:
+        for _ in range(3):
+            one.push_pull(table(one), ones)
+        one.attach_state("random", ps.RandomState())
+        made = one.checkpoint("to a bucket").wait()
+        expected = np.asarray(one.push_pull(table(one), ones))
+    assert (made.url, problems_of(store.named(store.names()[0]))) == (
+        f"{URL}/{store.names()[0]}",
+        [],
+    )
+    with ps.local_cluster(1, 1, resume=URL) as cluster, ps.connect(cluster.address) as one:
+        one.attach_state("random", ps.RandomState())
+        assert np.array_equal(np.asarray(one.push_pull(table(one), ones)), expected)
 
 
 def test_checkpoints_are_written_read_and_pruned(store: CheckpointStore, tmp_path: Path) -> None:
