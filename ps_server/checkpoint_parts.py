@@ -3,8 +3,10 @@
     proposed -> the file is made
     cut      -> each range is read at its cut, as a consistent reader does -> captured
              -> copied, before it changes or in its turn -> written -> durable -> reported
+             -> as it was in the base: referred to ----------------> durable -> reported
 
 Rules:
+    - With a base, what has not changed since it is neither captured nor copied nor written.
     - All but the files belongs to the loop that owns the values. Threads write, from copies.
     - What was copied and waits to be written is bounded. Beyond that a block that is about to
       change is written there and then: it holds the server up, and nothing is lost by it.
@@ -23,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ps_core import limits
 from ps_core.change import Checkpoint
@@ -38,6 +41,7 @@ from ps_server.captures import Captures, Key
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
 from ps_server.store_copy import VALUES, SavedBlock
+from ps_server.written_blocks import Base, BlockKey, WrittenBlock, WrittenBlocks, written_in
 
 _THREAD_COUNT = 2
 _BUSY_S = 0.5
@@ -70,6 +74,7 @@ class CheckpointParts:
         self._rate_bytes_s = rate_bytes_s
         self._newest = 0
         self._part: _Part | None = None
+        self._written = WrittenBlocks()
         node.on_cut_answered = self._answered
 
     def observe(self, view: ClusterView) -> None:
@@ -82,7 +87,9 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._report, self._rate_bytes_s)
+            self._part = _Part(
+                self._node, checkpoint, self._written, self._report, self._rate_bytes_s
+            )
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._part.cut(view)
@@ -129,7 +136,12 @@ class _Part:
     """One checkpoint's part."""
 
     def __init__(
-        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rate_bytes_s: int
+        self,
+        node: ParameterNode,
+        checkpoint: Checkpoint,
+        written: WrittenBlocks,
+        report: Report,
+        rate_bytes_s: int,
     ) -> None:
         self.number = checkpoint.number
         self._node = node
@@ -139,6 +151,10 @@ class _Part:
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
         self._captures = Captures(self._about_to_change)
+        self._memory = written
+        self._base: Base = written.base(checkpoint.base)
+        self._referred: dict[BlockKey, WrittenBlock] = {}
+        self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
         self._specs: dict[TableId, Table] = {}
@@ -192,7 +208,15 @@ class _Part:
             self._problem = self._problem or effect.error.message
             return
         blocks = self._node.machine.parts[key].state.blocks
-        self._captures.add(key, self._node.shards.stores[key], blocks)
+        store = self._node.shards.stores[key]
+        same = self._base.unchanged(key[0], store, blocks)
+        self._referred |= same
+        if same:
+            self._start(0, self._refer, same)
+        changed = [block for block in blocks if (key[0], block) not in same]
+        self._lineages.update(((key[0], block), store.lineage) for block in changed)
+        if changed:
+            self._captures.add(key, store, changed)
         table = self._tables[key[0]]
         self._tables[key[0]] = replace(table, block_count=table.block_count + len(blocks))
 
@@ -210,12 +234,20 @@ class _Part:
             self._problem = error.message
 
     def _submit(self, table_id: TableId, block: SavedBlock) -> None:
-        self._waiting_bytes += block.byte_count
+        self._start(block.byte_count, self._write, table_id, block)
+
+    def _start(self, byte_count: int, work: Callable[..., None], *arguments: Any) -> None:
+        self._waiting_bytes += byte_count
         self._writing_count += 1
-        writing = self._threads.submit(self._write, table_id, block)
+        writing = self._threads.submit(work, *arguments)
         writing.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._written, done, block.byte_count)
+            lambda done: self._loop.call_soon_threadsafe(self._written, done, byte_count)
         )
+
+    def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
+        _, _, writer = self._opening.result()
+        for (table_id, block), written in blocks.items():
+            writer.refer(self._specs[table_id].spec.name, block, written.stored)
 
     def _write(self, table_id: TableId, block: SavedBlock) -> None:
         _, _, writer = self._opening.result()
@@ -243,7 +275,13 @@ class _Part:
             logs.warning("checkpoint_part_failed", number=self.number, reason=report.problem)
             await asyncio.wrap_future(self._threads.submit(self._abort))
         else:
-            logs.info("checkpoint_part_written", number=self.number, bytes=report.byte_count)
+            logs.info(
+                "checkpoint_part_written",
+                number=self.number,
+                bytes=report.byte_count,
+                referred_bytes=report.referred_byte_count,
+                referred_blocks=report.referred_block_count,
+            )
         self._threads.shutdown(wait=False)
         with contextlib.suppress(PushpullError):
             await self._report(self.number, report)
@@ -259,7 +297,31 @@ class _Part:
             await asyncio.wrap_future(self._threads.submit(self._abort))
             return PartReport()
         written = await asyncio.wrap_future(self._threads.submit(self._finish))
-        return PartReport(self._file, written.byte_count, written.header_sha256, self._tables)
+        self._memory.wrote(self.number, self._blocks(written))
+        return PartReport(
+            self._file,
+            written.byte_count,
+            written.header_sha256,
+            self._tables,
+            referred_block_count=len(self._referred),
+            referred_byte_count=sum(each.byte_count for each in self._referred.values()),
+            bases=tuple(sorted({each.directory for each in self._referred.values()})),
+        )
+
+    def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
+        """What the next checkpoint may refer to, and where it is."""
+        found = dict(self._referred)
+        tables = {table.spec.name: table for table in self._specs.values()}
+        directory = self._url.rstrip("/").rsplit("/", 1)[-1]
+        for (name, block), stored in written.blocks.items():
+            if stored.place:
+                continue
+            table = tables[name]
+            width = 8 if table.spec.dtype is DType.FLOAT64 else 4
+            byte_count = len(stored.crc32s) * table.block_length(block) * width
+            key = table.table_id, block
+            found[key] = written_in(directory, self._file, self._lineages[key], stored, byte_count)
+        return found
 
     def _check(self) -> None:
         if self._problem:
