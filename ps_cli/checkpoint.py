@@ -85,10 +85,11 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             )
         for part in manifest.parts:
             blocks = sum(part.tables.values())
-            elsewhere = (
-                f", {part.referred_block_count} of them ({size(part.referred_byte_count)}) elsewhere"
-            ) * bool(part.referred_block_count)
-            output.say(f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{elsewhere}")
+            referred = part.referred_block_count
+            more = f", {referred} of them elsewhere ({size(part.referred_byte_count)})"
+            output.say(
+                f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{more * bool(referred)}"
+            )
         for worker in manifest.workers:
             state = f"{worker.file}, {size(worker.byte_count)}" if worker.file else "no state"
             lost = f"its state is lost: {worker.problem}"

@@ -105,7 +105,7 @@ def prune(
 def compact_command(url: Url) -> None:
     """Write a full checkpoint of the same content as an incremental one, beside it.
 
-    It has the next number, and is verified before it counts; with it, `prune` can remove the others.
+    It has the next number, and is verified before it counts. `prune` can then remove the others.
     """
     from ps_cli.checkpoint import compact_checkpoint
 

@@ -9,8 +9,8 @@ Rules:
     - All is read again from where it was written before the manifest is: until then, it does not
       exist. What came to nothing is removed.
 
-What it deliberately does not do: remove the others (`CheckpointStore.prune` does), or hold more than
-one block, or one worker's state, in memory.
+What it deliberately does not do: remove the others (`CheckpointStore.prune` does), or hold more
+than one block, or one worker's state, in memory.
 """
 
 from __future__ import annotations
