@@ -105,7 +105,8 @@ def prune(
 def compact_command(url: Url) -> None:
     """Write a full checkpoint of the same content as an incremental one, beside it.
 
-    It has the next number, and is verified before it counts. `prune` can then remove the others.
+    It has the same number, counts as the newer of the two, and is verified before it counts at all.
+    `prune` can then remove the others.
     """
     from ps_cli.checkpoint import compact_checkpoint
 

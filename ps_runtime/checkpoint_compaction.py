@@ -1,9 +1,10 @@
 """A full checkpoint of the same content as one that refers to others.
 
 Rules:
-    - It has the next number under its root, and a cluster's name of its own: that of the cluster
-      that made the other, after a hyphen. So it never meets a directory of that cluster, which may
-      be writing its own next one; of two with the same number the cluster's is the newer, as it is.
+    - It has the number of the other, since it is as old, and the other's cluster with "z-" before
+      it. The next number would be wrong while that cluster runs: it may be writing that one, or be
+      about to, and what is older would count as the newest. Of the two with one number this one is
+      the newer, by its name, and `prune` may remove the other.
     - Each part is copied as a part, with what it referred to, and each worker's as it is: only the
       checkpoint that they name is another.
     - All is read again from where it was written before the manifest is: until then, it does not
@@ -32,6 +33,9 @@ from ps_runtime.part_writer import (
     write_worker_part,
 )
 
+_PREFIX = "z-"
+"""Sorts after what clusters draw for themselves, which are hexadecimal digits."""
+
 _MAX_ID_CHARACTERS = 200
 
 
@@ -49,15 +53,14 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
     Blocking: copies every byte, and reads the copy.
 
     Raises:
-        InvalidCheckpoint: something cannot be read or written; then there is no new checkpoint.
+        InvalidCheckpoint: something cannot be read or written, or there is such a checkpoint; then
+            there is no new one.
     """
     source = reader.manifest
-    cluster_id = f"-{source.cluster_id.lstrip('-')}"[:_MAX_ID_CHARACTERS]
-    number = max(store.next_number(), source.number + 1)
-    directory = store.directory(number, cluster_id)
+    cluster_id = f"{_PREFIX}{source.cluster_id}"[:_MAX_ID_CHARACTERS]
+    directory = store.directory(source.number, cluster_id)
     manifest = replace(
         source,
-        number=number,
         cluster_id=cluster_id,
         reason=f"compacted from {source.directory}: {source.reason}",
         bases=(),

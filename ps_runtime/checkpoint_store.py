@@ -2,7 +2,7 @@
 
 Rules:
     - Numbers grow under one URL, whoever writes there; of two checkpoints the one with the larger
-      number is the newer.
+      number is the newer, of two with one number that whose name comes later.
     - A checkpoint is good if it can be opened: its manifest, and the length and the header of each
       of its files. Whether each tensor is whole is known when it is read (`problems_of`).
     - What is newer than the oldest checkpoint that is kept is not removed: it may be about to be
@@ -128,9 +128,9 @@ class CheckpointStore:
                 kept[name] = found
         if not kept:
             return []
-        oldest = min(manifest.number for manifest in kept.values())
+        older = names[: min(names.index(name) for name in kept)]
         stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
-        removed = [name for name in names if name not in stay and (number_of(name) or 0) < oldest]
+        removed = [name for name in older if name not in stay]
         for name in reversed(removed):
             self.named(name).remove()
         return removed

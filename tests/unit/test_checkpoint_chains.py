@@ -24,7 +24,7 @@ from tests.unit import checkpoint_files
 from tests.unit.checkpoint_files import CLUSTER_ID, COUNTERS, SPECS, WEIGHTS, write_checkpoint
 
 FIRST, SECOND, THIRD, FOURTH = (f"0000000{number}-3fa9c1d2" for number in (1, 2, 3, 4))
-FULL = "00000004--3fa9c1d"
+FULL = "00000003-z-3fa9c1"
 
 
 @pytest.fixture(scope="module")
@@ -278,11 +278,15 @@ def test_compacting_makes_a_full_one_of_the_same_content(store: CheckpointStore)
 def test_the_clusters_own_next_one_is_newer_than_a_compacted_one(store: CheckpointStore) -> None:
     with store.open(THIRD) as reader:
         compact(store, reader)
+    with resolve(str(store.url)).reader as reader:
+        assert reader.directory.name == FULL
     write_checkpoint(store.directory(4, CLUSTER_ID), 4, base=THIRD)
     with resolve(str(store.url)).reader as reader:
         assert reader.directory.name == FOURTH
-    with store.open(FULL) as reader:
-        assert compact(store, reader).directory == "00000005--3fa9c1d", "one hyphen is enough"
+    refused = pytest.raises(InvalidCheckpoint, match=f"{FULL} is a checkpoint; expected a new dir")
+    with store.open(THIRD) as reader, refused:
+        compact(store, reader)
+    assert problems_of(store.named(FULL)) == []
 
 
 def test_what_is_damaged_is_not_compacted(store: CheckpointStore) -> None:
