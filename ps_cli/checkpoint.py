@@ -1,4 +1,4 @@
-"""What `pushpull checkpoint` does with files: list, show, verify, prune and diff.
+"""What `pushpull checkpoint` does with files: list, show, verify, prune, compact and diff.
 
 A URL is that of one checkpoint, or of the root that has several.
 """
@@ -17,6 +17,7 @@ from ps_cli.status_document import spans
 from ps_cli.status_view import size
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, number_of, to_json
+from ps_runtime.checkpoint_compaction import compact
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
@@ -36,13 +37,21 @@ def list_checkpoints(url: str, output: Output) -> int:
     for name, justify in (("checkpoint", "left"), ("created", "left"), ("clock", "right")):
         view.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     view.add_column("size", justify="right", no_wrap=True)
+    view.add_column("referred", justify="right", no_wrap=True)
     view.add_column("reason")
     view.add_column("state", overflow="fold")
     for name, found in entries:
         if isinstance(found, Manifest):
-            cells = (found.created, _clocks(found), size(found.byte_count), found.reason, "good")
+            cells = (
+                found.created,
+                _clocks(found),
+                size(found.byte_count),
+                "" if found.is_full else size(found.referred_byte_count),
+                found.reason,
+                f"good{_needs(found)}",
+            )
         else:
-            cells = ("", "", "", "", found.message.replace(f"{store.url}/", ""))
+            cells = ("", "", "", "", "", found.message.replace(f"{store.url}/", ""))
         view.add_row(name, *cells)
     output.print(view)
     return 0
@@ -61,6 +70,11 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             f"{manifest.worker_count} workers: {manifest.reason or 'no reason given'}; "
             f"{size(manifest.byte_count)}"
         )
+        if not manifest.is_full:
+            output.say(
+                f"refers to {manifest.referred_block_count} blocks of "
+                f"{size(manifest.referred_byte_count)} in {', '.join(manifest.bases)}"
+            )
         for saved in manifest.tables:
             spec = reader.tables[saved.name].spec
             torn = ", torn: each range at a moment of its own" * saved.is_torn
@@ -71,7 +85,11 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             )
         for part in manifest.parts:
             blocks = sum(part.tables.values())
-            output.say(f"part {part.file}: {size(part.byte_count)}, {blocks} blocks")
+            referred = part.referred_block_count
+            more = f", {referred} of them elsewhere ({size(part.referred_byte_count)})"
+            output.say(
+                f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{more * bool(referred)}"
+            )
         for worker in manifest.workers:
             state = f"{worker.file}, {size(worker.byte_count)}" if worker.file else "no state"
             lost = f"its state is lost: {worker.problem}"
@@ -101,7 +119,8 @@ def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> 
         output.say(f"{directory.url}: not completed, passed over")
         return False
     try:
-        byte_count = directory.read_manifest().byte_count
+        manifest = directory.read_manifest()
+        byte_count = manifest.byte_count + manifest.referred_byte_count
     except InvalidCheckpoint:
         byte_count = 0
     columns = (
@@ -146,6 +165,25 @@ def opened(url: str, output: Output) -> CheckpointReader:
     for problem in resolved.passed_over:
         output.complain(f"passed over: {problem}")
     return resolved.reader
+
+
+def compact_checkpoint(url: str, output: Output) -> int:
+    """Write a full checkpoint of what a URL stands for, and print its directory."""
+    with opened(url, output) as reader:
+        if reader.manifest.is_full:
+            output.say(f"{reader.directory.url} is a full one; nothing is written")
+            return 0
+        store = CheckpointStore(reader.directory.location.parent)
+        made = compact(store, reader)
+        output.say(f"{store.named(made.directory).url} ({size(made.byte_count)})")
+    return 0
+
+
+def _needs(manifest: Manifest) -> str:
+    """Which others it needs, by their numbers."""
+    if manifest.is_full:
+        return ""
+    return f", needs {', '.join(str(number_of(base)) for base in manifest.bases)}"
 
 
 def _clocks(manifest: Manifest) -> str:

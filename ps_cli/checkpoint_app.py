@@ -53,7 +53,8 @@ def create(
 def list_command(url: Root) -> None:
     """List the checkpoints under a root, newest last, and of bad ones why they are.
 
-    Manifests and headers are read; `verify` reads all.
+    An incremental one has blocks in other checkpoints: so many bytes are referred to, and the state
+    has the numbers of those that it needs. Manifests and headers are read; `verify` reads all.
     """
     # Here as below, so that the other commands start without numpy and fsspec.
     from ps_cli.checkpoint import list_checkpoints
@@ -92,12 +93,24 @@ def prune(
 ) -> None:
     """Remove all but the newest good checkpoints.
 
-    What is older than the oldest that stays goes, good or not; what is newer stays: it may be about
-    to be written.
+    What is older than the oldest that stays goes, good or not, save what one that stays refers to;
+    what is newer stays: it may be about to be written.
     """
     from ps_cli.checkpoint import prune_checkpoints
 
     reported(lambda output: prune_checkpoints(url, keep, output))
+
+
+@checkpoint_app.command(name="compact")
+def compact_command(url: Url) -> None:
+    """Write a full checkpoint of the same content as an incremental one, beside it.
+
+    It has the same number, counts as the newer of the two, and is verified before it counts at all.
+    `prune` can then remove the others.
+    """
+    from ps_cli.checkpoint import compact_checkpoint
+
+    reported(lambda output: compact_checkpoint(url, output))
 
 
 @checkpoint_app.command()

@@ -111,6 +111,15 @@ CheckpointEvery = Annotated[
 CheckpointKeep = Annotated[
     int, typer.Option(min=0, help="How many checkpoints are kept; 0: all of them.")
 ]
+CheckpointFullEvery = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Of N checkpoints in a row one is full; the others have what changed, and refer to "
+        "earlier ones for the rest. 1: all are full.",
+    ),
+]
 Resume = Annotated[
     str,
     typer.Option(

@@ -9,6 +9,7 @@ import typer
 
 from ps_cli.options import (
     CheckpointEvery,
+    CheckpointFullEvery,
     CheckpointKeep,
     CheckpointUrl,
     LeaseS,
@@ -42,6 +43,7 @@ class TrainOptions:
     checkpoint_url: CheckpointUrl = ""
     checkpoint_every: CheckpointEvery = ""
     checkpoint_keep: CheckpointKeep = 0
+    checkpoint_full_every: CheckpointFullEvery = 1
     resume: Resume = ""
     max_restarts: Annotated[
         int,
@@ -67,5 +69,9 @@ class TrainOptions:
             InvalidConfig: they contradict each other.
         """
         return CheckpointPlan(
-            self.checkpoint_url, self.checkpoint_every, self.checkpoint_keep, self.resume
+            self.checkpoint_url,
+            self.checkpoint_every,
+            self.checkpoint_keep,
+            self.resume,
+            self.checkpoint_full_every,
         )

@@ -9,6 +9,7 @@ import typer
 
 from ps_cli.options import (
     CheckpointEvery,
+    CheckpointFullEvery,
     CheckpointKeep,
     CheckpointUrl,
     LeaseS,
@@ -35,6 +36,7 @@ class UpOptions:
     checkpoint_url: CheckpointUrl = ""
     checkpoint_every: CheckpointEvery = ""
     checkpoint_keep: CheckpointKeep = 0
+    checkpoint_full_every: CheckpointFullEvery = 1
     resume: Resume = ""
     listen: Annotated[
         str,
@@ -52,5 +54,9 @@ class UpOptions:
             InvalidConfig: they contradict each other.
         """
         return CheckpointPlan(
-            self.checkpoint_url, self.checkpoint_every, self.checkpoint_keep, self.resume
+            self.checkpoint_url,
+            self.checkpoint_every,
+            self.checkpoint_keep,
+            self.resume,
+            self.checkpoint_full_every,
         )

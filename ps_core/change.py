@@ -68,8 +68,11 @@ class Checkpoint:
         number: counts the checkpoints of a cluster, those that failed included; from 1.
         url: the directory that its files go to.
         is_cut: whether every table's cut is settled.
+        base: the checkpoint, complete and of this cluster, in which servers need not write again
+            what has not changed since; 0: everything is written.
     """
 
     number: int
     url: str
     is_cut: bool = False
+    base: int = 0

@@ -131,8 +131,9 @@ CHECKPOINT_CUT_S = 60.0
 CHECKPOINT_WRITTEN_S = 3600.0
 """So long a checkpoint may take to be written."""
 
-CHECKPOINT_BUFFER_BYTES = 64 * 1024 * 1024
-"""Of blocks that a server has copied for a checkpoint and not yet written."""
+CHECKPOINT_BUFFER_BYTES = 256 * 1024 * 1024
+"""Of blocks that a server has copied for a checkpoint and not yet written. A step changes every
+block of a dense table: what does not fit is written before the step goes on."""
 
 CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
 """What a server writes of a checkpoint in a second while it also trains."""

@@ -4,7 +4,10 @@ Rules:
     - It is JSON. Every field is there, and no other: a newer version says so in `version`.
     - Its `sha256` is that of all other fields, as JSON with sorted keys and without blanks.
     - File names are plain names: they lead nowhere but into the checkpoint's own directory.
-    - The blocks that the parts have of a table are as many as the table has.
+    - The blocks that the parts have of a table are as many as the table has. Some of them may be
+      referred to: their bytes are in another checkpoint's file, under the same root.
+    - Those other checkpoints are all named in `bases`, and each has bytes of its own there: what is
+      referred to is never itself a reference. With no base the checkpoint is a full one.
 
 What it deliberately does not do: read files, or know what a table's `spec` says (it is the
 contract's TableSpec in protobuf's JSON form, which the edge knows).
@@ -42,6 +45,9 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMELINE = re.compile(r"(?:[0-9a-f]{2})*")
 
+MAX_PLACE_CHARACTERS = 240
+"""Of where a block is that is referred to; servers name their files much shorter."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedTable:
@@ -61,13 +67,16 @@ class SavedTable:
 @dataclass(frozen=True, slots=True)
 class SavedPart:
     """A server's file: how long it is, the SHA-256 of its beginning up to the end of its header in
-    hexadecimal digits, and how many blocks of each table it has.
+    hexadecimal digits, and how many blocks of each table it has. Of these blocks, so many are
+    referred to in other checkpoints, and have so many bytes there.
     """
 
     file: str
     byte_count: int
     header_sha256: str
     tables: Mapping[str, int]
+    referred_block_count: int = 0
+    referred_byte_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,10 @@ class SavedWorker:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z."""
+    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z.
+
+    `bases` are the directories, beside its own, that have blocks of it: ascending.
+    """
 
     number: int
     created: str
@@ -95,6 +107,22 @@ class Manifest:
     tables: tuple[SavedTable, ...]
     parts: tuple[SavedPart, ...]
     workers: tuple[SavedWorker, ...]
+    bases: tuple[str, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all of it is in its own directory."""
+        return not self.bases
+
+    @property
+    def referred_byte_count(self) -> int:
+        """Bytes of the blocks that are in other directories."""
+        return sum(part.referred_byte_count for part in self.parts)
+
+    @property
+    def referred_block_count(self) -> int:
+        """Blocks that are in other directories."""
+        return sum(part.referred_block_count for part in self.parts)
 
     @property
     def directory(self) -> str:
@@ -136,6 +164,20 @@ def directory_name(number: int, cluster_id: str) -> str:
     return f"{number:08d}-{short}"
 
 
+def place_in(directory: str, file: str) -> str:
+    """Where a block is that is referred to: a file of another checkpoint under the same root."""
+    return f"{directory}/{file}"
+
+
+def split_place(place: str) -> tuple[str, str] | None:
+    """The directory and the file that a place names; None if it is no place."""
+    directory, _, file = place.partition("/")
+    is_plain = _FILE.fullmatch(file) is not None and file != MANIFEST_FILE
+    if not is_plain or number_of(directory) is None or len(place) > MAX_PLACE_CHARACTERS:
+        return None
+    return directory, file
+
+
 def number_of(directory: str) -> int | None:
     """The number of the checkpoint whose directory has that name; None if it is no such name."""
     found = _DIRECTORY.fullmatch(directory)
@@ -157,6 +199,7 @@ def to_json(manifest: Manifest) -> str:
         "cluster_id": manifest.cluster_id,
         "timeline": manifest.timeline.hex(),
         "worker_count": manifest.worker_count,
+        "bases": list(manifest.bases),
         "tables": [_fields_of(table) for table in manifest.tables],
         "parts": [_fields_of(part) for part in manifest.parts],
         "workers": [_fields_of(worker) for worker in manifest.workers],
@@ -203,6 +246,7 @@ def from_json(text: str, where: str) -> Manifest:
         cluster_id=fields.matching("cluster_id", _CLUSTER_ID, "1 to 200 characters"),
         timeline=bytes.fromhex(fields.matching("timeline", _TIMELINE, "hexadecimal digits")),
         worker_count=fields.count("worker_count"),
+        bases=_bases_of(fields),
         tables=tuple(map(_table_of, fields.entries("tables"))),
         parts=tuple(map(_part_of, fields.entries("parts"))),
         workers=tuple(map(_worker_of, fields.entries("workers"))),
@@ -309,6 +353,16 @@ def _table_of(fields: _Fields) -> SavedTable:
     )
 
 
+def _bases_of(fields: _Fields) -> tuple[str, ...]:
+    found = fields.take("bases", list)
+    for base in found:
+        if type(base) is not str or number_of(base) is None:
+            fields.refuse("bases", found, "the names of checkpoints' directories")
+    if sorted(set(found)) != found:
+        fields.refuse("bases", found, "each once, ascending")
+    return tuple(found)
+
+
 def _file_of(fields: _Fields) -> tuple[str, int, str]:
     file = fields.matching("file", _FILE, "the plain name of a file")
     if file == MANIFEST_FILE:
@@ -321,7 +375,12 @@ def _part_of(fields: _Fields) -> SavedPart:
     file, byte_count, header_sha256 = _file_of(fields)
     inner = _Fields(fields.take("tables", dict), f"{fields.where}: tables")
     tables = {name: inner.count(name, least=1) for name in tuple(inner._left)}
-    return SavedPart(file, byte_count, header_sha256, tables)
+    blocks, elsewhere = fields.count("referred_block_count"), fields.count("referred_byte_count")
+    if blocks > sum(tables.values()):
+        fields.refuse("referred_block_count", blocks, f"at most its blocks, {sum(tables.values())}")
+    if bool(blocks) != bool(elsewhere):
+        fields.refuse("referred_byte_count", elsewhere, f"those of {blocks} blocks")
+    return SavedPart(file, byte_count, header_sha256, tables, blocks, elsewhere)
 
 
 def _worker_of(fields: _Fields) -> SavedWorker:
@@ -342,6 +401,13 @@ def _worker_of(fields: _Fields) -> SavedWorker:
 def _check_whole(manifest: Manifest, where: str) -> None:
     _check_once((table.name for table in manifest.tables), f"{where}: two tables are named")
     _check_once((worker.rank for worker in manifest.workers), f"{where}: two workers have rank")
+    if manifest.directory in manifest.bases:
+        raise InvalidCheckpoint(f"{where}: it is its own base; expected other checkpoints")
+    if bool(manifest.bases) != bool(manifest.referred_block_count):
+        raise InvalidCheckpoint(
+            f"{where}: it has {len(manifest.bases)} bases for {manifest.referred_block_count} "
+            "blocks that are referred to; expected both or neither"
+        )
     files = [p.file for p in manifest.parts] + [w.file for w in manifest.workers if w.file]
     _check_once(files, f"{where}: two parts are in the file")
     present: Counter[str] = Counter()

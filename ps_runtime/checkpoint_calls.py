@@ -25,13 +25,20 @@ class ReportedTable:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """A node's file, or why there is none; without both it has nothing to write."""
+    """A node's file, or why there is none; without both it has nothing to write.
+
+    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
+    directories that have them.
+    """
 
     file: str = ""
     byte_count: int = 0
     header_sha256: str = ""
     tables: Mapping[TableId, ReportedTable] = field(default_factory=dict)
     problem: str = ""
+    referred_block_count: int = 0
+    referred_byte_count: int = 0
+    bases: tuple[str, ...] = ()
 
 
 async def report_part(link: SchedulerLink, number: int, part: PartReport) -> None:
@@ -58,6 +65,9 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
             for table_id, table in part.tables.items()
         ],
         problem=part.problem.encode()[:MAX_PROBLEM_BYTES].decode(errors="ignore"),
+        referred_block_count=part.referred_block_count,
+        referred_byte_count=part.referred_byte_count,
+        bases=part.bases,
     )
     await link.call(
         lambda stub, left_s: stub.ReportCheckpointPart(request, timeout=min(left_s, link.lease_s)),

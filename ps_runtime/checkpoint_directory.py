@@ -140,6 +140,10 @@ class CheckpointDirectory:
         """Its name under the root."""
         return self.location.name
 
+    def sibling(self, name: str) -> CheckpointDirectory:
+        """Another checkpoint's directory under the same root, which need not exist."""
+        return CheckpointDirectory(self.location.parent.child(name), self._disk)
+
     def _path(self, file: str) -> str:
         return f"{self.location.path}/{file}"
 

@@ -2,15 +2,16 @@
 
 Rules:
     - Opening reads every header, and no tensor: files that are missing, cut short, of another
-      checkpoint, with a damaged header or with blocks twice or not at all are found then.
-    - A tensor is checked whenever it is read; `problems_of` reads them all.
+      checkpoint, with a damaged header or with blocks twice or not at all are found then. So it is
+      with the files of other checkpoints that it refers to.
+    - A tensor is checked whenever it is read; `problems_of` reads them all, wherever they are.
 
 What it deliberately does not do: choose a checkpoint (`ps_runtime.checkpoint_store`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -21,13 +22,13 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.keys import TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
 from ps_core.tables import DType, Initializer, Table
+from ps_runtime.checkpoint_bases import Bases, Source, header_of
 from ps_runtime.checkpoint_directory import CheckpointDirectory, reported
 from ps_runtime.part_file import (
     VALUES,
     PartHeader,
     StoredBlock,
     StoredTensor,
-    read_header,
     read_into,
     read_tensor,
     tensor_name,
@@ -70,10 +71,10 @@ class CheckpointReader:
     Attributes:
         directory: as given.
         manifest: what it has.
-        headers: of each file, by its name.
+        headers: of each file of its own, by its name.
         tables: as the manifest's specs describe them, by name.
 
-    Blocking: reads the manifest and every header.
+    Blocking: reads the manifest and every header, of other checkpoints what it needs of them.
 
     Raises:
         InvalidCheckpoint: the first thing that is wrong, with its file.
@@ -85,29 +86,43 @@ class CheckpointReader:
         self.headers: dict[str, PartHeader] = {}
         self._open: dict[str, BinaryIO] = {}
         self._files: dict[tuple[str, int], str] = {}
+        self._sources: dict[tuple[str, int], Source] = {}
+        bases = Bases(directory, self.manifest)
         try:
             self.tables = {t.name: table_of(t, directory.url) for t in self.manifest.tables}
             for file, saved in self.manifest.files.items():
-                header = _header(directory, self.manifest, saved)
+                header = header_of(directory, self.manifest, saved)
                 self.headers[file] = header
-                for place in header.blocks:
-                    self._place(place, file)
-            for problem in _table_problems(self.manifest, self.tables, self.headers):
+                for key in header.blocks:
+                    self._place(key, file)
+                if isinstance(saved, SavedPart):
+                    for problem in bases.problems(saved, header):
+                        raise InvalidCheckpoint(problem)
+            for problem in bases.unused():
+                raise InvalidCheckpoint(problem)
+            self._sources = _sources_of(directory, self.headers, bases)
+            for problem in _table_problems(self.manifest, self.tables, self._blocks()):
                 raise InvalidCheckpoint(f"{directory.url}: {problem}")
         except BaseException:
             self.close()
             raise
 
-    def _place(self, place: tuple[str, int], file: str) -> None:
-        other = self._files.setdefault(place, file)
+    def _place(self, key: tuple[str, int], file: str) -> None:
+        other = self._files.setdefault(key, file)
         if other != file:
             raise InvalidCheckpoint(
-                f"{self.directory.url}: block {place[1]} of table '{place[0]}' is in {other} and "
+                f"{self.directory.url}: block {key[1]} of table '{key[0]}' is in {other} and "
                 f"in {file}; expected it once"
             )
 
+    def _blocks(self) -> dict[tuple[str, int], tuple[Source, StoredBlock]]:
+        return {
+            key: (source, self.headers[self._files[key]].blocks[key])
+            for key, source in self._sources.items()
+        }
+
     def file_of(self, table: str, block: int) -> str:
-        """The file that has a block.
+        """The checkpoint's file that has a block, or refers to it.
 
         Raises:
             InvalidCheckpoint: there is no such table or block.
@@ -129,15 +144,18 @@ class CheckpointReader:
         return self.headers[self.file_of(table, block)].blocks[table, block]
 
     def tensor(self, table: str, block: int, tensor: str) -> StoredTensor | None:
-        """Where a tensor of a block lies in its file; None if the block has none of that name.
+        """Where a tensor of a block lies in the file that has it; None if there is none so named.
 
         Raises:
             InvalidCheckpoint: there is no such table or block.
         """
-        header = self.headers[self.file_of(table, block)]
-        if tensor not in header.blocks[table, block].tensors:
+        if tensor not in self.block(table, block).tensors:
             return None
-        return header.tensors[tensor_name(table, block, tensor)]
+        return self._source(table, block).header.tensors[tensor_name(table, block, tensor)]
+
+    def _source(self, table: str, block: int) -> Source:
+        self.file_of(table, block)  # refuses what there is not
+        return self._sources[table, block]
 
     def read(self, table: str, block: int, tensor: str = VALUES) -> bytearray:
         """A tensor of a block, checked: little-endian elements.
@@ -147,8 +165,7 @@ class CheckpointReader:
         Raises:
             InvalidCheckpoint: there is no such tensor, or it is damaged.
         """
-        file = self.file_of(table, block)
-        return self.read_file(file, tensor_name(table, block, tensor))
+        return self._read(self._source(table, block), tensor_name(table, block, tensor))
 
     def read_block_into(self, table: str, block: int, tensor: str, target: memoryview) -> None:
         """As `read`, into memory that is there.
@@ -158,27 +175,30 @@ class CheckpointReader:
 
         Blocking, Raises: as `read`; InvalidCheckpoint if the length is another.
         """
-        file = self.file_of(table, block)
-        with reported(f"{self.directory.url}/{file}", "read"):
+        source = self._source(table, block)
+        with reported(source.url, "read"):
             name = tensor_name(table, block, tensor)
-            read_into(self._opened(file), self.headers[file], name, target)
+            read_into(self._opened(source), source.header, name, target)
 
     def read_file(self, file: str, name: str) -> bytearray:
         """A tensor of a file by the name that it has there, a worker's for example.
 
         Blocking, Raises: as `read`.
         """
-        with reported(f"{self.directory.url}/{file}", "read"):
-            return read_tensor(self._opened(file), self.headers[file], name)
+        return self._read(Source(self.directory, file, self.headers[file]), name)
+
+    def _read(self, source: Source, name: str) -> bytearray:
+        with reported(source.url, "read"):
+            return read_tensor(self._opened(source), source.header, name)
 
     def worker(self, rank: int) -> SavedWorker | None:
         """What the manifest says of a worker; None if it knows none of that rank."""
         return next((w for w in self.manifest.workers if w.rank == rank), None)
 
-    def _opened(self, file: str) -> BinaryIO:
-        if file not in self._open:
-            self._open[file] = self.directory.open(file)
-        return self._open[file]
+    def _opened(self, source: Source) -> BinaryIO:
+        if source.url not in self._open:
+            self._open[source.url] = source.directory.open(source.file)
+        return self._open[source.url]
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -204,8 +224,8 @@ def problems_of(
 
     Args:
         directory: the checkpoint's.
-        progress: is told of bytes that were read, as many in the end as all files have; fewer where
-            something is wrong.
+        progress: is told of bytes that were read, as many in the end as all files have and what is
+            referred to in others; fewer where something is wrong.
 
     Blocking: reads every byte.
     """
@@ -213,6 +233,15 @@ def problems_of(
         manifest = directory.read_manifest()
     except InvalidCheckpoint as error:
         return [error.message]
+    return problems_with(directory, manifest, progress)
+
+
+def problems_with(
+    directory: CheckpointDirectory,
+    manifest: Manifest,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[str]:
+    """As `problems_of`, of a checkpoint whose manifest need not be written yet."""
     problems: list[str] = []
     tables: dict[str, Table] = {}
     for saved_table in manifest.tables:
@@ -221,70 +250,68 @@ def problems_of(
         except InvalidCheckpoint as error:
             problems.append(error.message)
     headers: dict[str, PartHeader] = {}
+    bases = Bases(directory, manifest)
     for file, saved in manifest.files.items():
         try:
-            headers[file] = _header(directory, manifest, saved)
-            problems += _damages(directory, file, headers[file], progress)
+            header = headers[file] = header_of(directory, manifest, saved)
+            names = sorted(header.tensors, key=lambda name: header.tensors[name].begin)
+            first = header.tensors[names[0]].begin if names else header.byte_count
+            progress(first)
+            problems += _damages(Source(directory, file, header), names, progress)
         except InvalidCheckpoint as error:
             problems.append(error.message)
+            continue
+        if isinstance(saved, SavedPart):
+            problems += bases.problems(saved, header)
+    problems += bases.unused()
     problems += (f"{directory.url}: {p}" for p in _twice(headers))
-    if not problems:  # else blocks of the files that are wrong would be named as well
-        found = _table_problems(manifest, tables, headers)
-        problems += (f"{directory.url}: {problem}" for problem in found)
-    return problems
+    if problems:  # else blocks of the files that are wrong would be named as well
+        return problems
+    sources = _sources_of(directory, headers, bases)
+    for place, source in bases.sources.items():
+        names = [
+            tensor_name(*key, tensor)
+            for header in headers.values()
+            for key, block in header.referred.items()
+            if block.place == place
+            for tensor in block.tensors
+        ]
+        problems += _damages(source, names, progress)
+    blocks = {
+        key: (sources[key], block)
+        for header in headers.values()
+        for key, block in header.blocks.items()
+    }
+    found = _table_problems(manifest, tables, blocks)
+    return [*problems, *(f"{directory.url}: {problem}" for problem in found)]
 
 
-def _header(
-    directory: CheckpointDirectory, manifest: Manifest, saved: SavedPart | SavedWorker
-) -> PartHeader:
-    """The header of a file that is the one of this checkpoint."""
-    where = f"{directory.url}/{saved.file}"
-    with reported(where, "read"), directory.open(saved.file) as file:
-        header = read_header(file, where, saved.byte_count, saved.header_sha256)
-    came = (header.checkpoint, header.cluster_id)
-    if came != (manifest.number, manifest.cluster_id):
-        raise InvalidCheckpoint(
-            f"{where}: it is of checkpoint {came[0]} of cluster {came[1]}; expected "
-            f"{manifest.number} of {manifest.cluster_id}"
-        )
-    if isinstance(saved, SavedPart):
-        if header.worker is not None or header.block_counts != saved.tables:
-            raise InvalidCheckpoint(
-                f"{where}: it has blocks {dict(header.block_counts)}; the manifest says "
-                f"{dict(saved.tables)}"
-            )
-    elif header.worker is None or (header.worker.rank, header.worker.clock) != (
-        saved.rank,
-        saved.clock,
-    ):
-        raise InvalidCheckpoint(
-            f"{where}: it is not of the worker of rank {saved.rank} at clock {saved.clock}"
-        )
-    return header
+def _sources_of(
+    directory: CheckpointDirectory, headers: Mapping[str, PartHeader], bases: Bases
+) -> dict[tuple[str, int], Source]:
+    """The file that has each block."""
+    found: dict[tuple[str, int], Source] = {}
+    for file, header in headers.items():
+        own = Source(directory, file, header)
+        for key, block in header.blocks.items():
+            found[key] = bases.sources[block.place] if block.place else own
+    return found
 
 
-def _damages(
-    directory: CheckpointDirectory,
-    file: str,
-    header: PartHeader,
-    progress: Callable[[int], object],
-) -> list[str]:
-    """Tensors of a file that cannot be read, in the order in which they lie there."""
+def _damages(source: Source, names: Sequence[str], progress: Callable[[int], object]) -> list[str]:
+    """Of these tensors of a file, those that cannot be read."""
     problems = []
-    where = f"{directory.url}/{file}"
-    ordered = sorted(header.tensors.items(), key=lambda item: item[1].begin)
-    progress(ordered[0][1].begin if ordered else header.byte_count)
-    with directory.open(file) as opened:
-        for name, stored in ordered:
+    with source.directory.open(source.file) as opened:
+        for name in names:
             try:
-                with reported(where, "read"):
-                    read_tensor(opened, header, name)
+                with reported(source.url, "read"):
+                    read_tensor(opened, source.header, name)
             except InvalidCheckpoint as error:
                 problems.append(error.message)
-            progress(stored.byte_count)
+            progress(source.header.tensors[name].byte_count)
     more = len(problems) - _SHOWN_PROBLEM_COUNT
     if more > 0:
-        problems[_SHOWN_PROBLEM_COUNT:] = [f"{where}: {more} more of its tensors are damaged"]
+        problems[_SHOWN_PROBLEM_COUNT:] = [f"{source.url}: {more} more of its tensors are damaged"]
     return problems
 
 
@@ -298,30 +325,28 @@ def _twice(headers: dict[str, PartHeader]) -> Iterator[str]:
 
 
 def _table_problems(
-    manifest: Manifest, tables: dict[str, Table], headers: dict[str, PartHeader]
+    manifest: Manifest,
+    tables: Mapping[str, Table],
+    blocks: Mapping[tuple[str, int], tuple[Source, StoredBlock]],
 ) -> Iterator[str]:
     """Blocks that are missing, of another length or of another type than their table's."""
-    present = {
-        place: (file, block)
-        for file, header in headers.items()
-        for place, block in header.blocks.items()
-    }
     for saved in manifest.tables:
         table = tables[saved.name]
         dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
         for number in range(saved.block_count):
-            if (saved.name, number) not in present:
+            if (saved.name, number) not in blocks:
                 yield f"block {number} of table '{saved.name}' is in no file"
                 continue
-            file, block = present[saved.name, number]
+            source, block = blocks[saved.name, number]
+            where = source.file if not block.place else block.place
             if len(block.steps) not in (1, len(table.segments(number))):
-                yield f"{file}: block {number} of '{saved.name}' has {len(block.steps)} steps"
+                yield f"{where}: block {number} of '{saved.name}' has {len(block.steps)} steps"
             expected = (dtype, (table.block_length(number),))
             for tensor in block.tensors:
                 name = tensor_name(saved.name, number, tensor)
-                stored = headers[file].tensors[name]
+                stored = source.header.tensors[name]
                 if (stored.dtype, stored.shape) != expected:
                     yield (
-                        f"{file}: tensor '{name}' is {stored.dtype} of shape {stored.shape}; "
+                        f"{where}: tensor '{name}' is {stored.dtype} of shape {stored.shape}; "
                         f"expected {expected[0]} of shape {expected[1]}"
                     )

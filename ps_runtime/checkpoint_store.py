@@ -2,11 +2,12 @@
 
 Rules:
     - Numbers grow under one URL, whoever writes there; of two checkpoints the one with the larger
-      number is the newer.
+      number is the newer, of two with one number that whose name comes later.
     - A checkpoint is good if it can be opened: its manifest, and the length and the header of each
       of its files. Whether each tensor is whole is known when it is read (`problems_of`).
     - What is newer than the oldest checkpoint that is kept is not removed: it may be about to be
-      written.
+      written. Nor is what a kept one refers to.
+    - The newest go first: whatever is left when a removal was broken off has what it refers to.
 
 What it deliberately does not do: keep others from writing under the same URL.
 """
@@ -105,7 +106,8 @@ class CheckpointStore:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` good checkpoints, and whatever is older than those.
+        """Remove all but the newest `keep` good checkpoints, and whatever is older than those, save
+        what they refer to.
 
         Returns:
             The names of the directories that are gone.
@@ -119,13 +121,17 @@ class CheckpointStore:
         if keep < 1:
             raise InvalidConfig(f"keep is {keep}; expected at least 1")
         names = self.names()
-        good = [name for name in reversed(names) if isinstance(self._judged(name), Manifest)]
-        if not good:
+        kept: dict[str, Manifest] = {}
+        for name in reversed(names):
+            found = self._judged(name) if len(kept) < keep else None
+            if isinstance(found, Manifest):
+                kept[name] = found
+        if not kept:
             return []
-        kept = good[:keep]
-        oldest = number_of(kept[-1]) or 0
-        removed = [name for name in names if name not in kept and (number_of(name) or 0) < oldest]
-        for name in removed:
+        older = names[: min(names.index(name) for name in kept)]
+        stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
+        removed = [name for name in older if name not in stay]
+        for name in reversed(removed):
             self.named(name).remove()
         return removed
 

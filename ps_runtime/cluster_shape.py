@@ -24,12 +24,15 @@ class CheckpointPlan:
         every: "100" for each hundredth step, "60s", "5m" or "1h" for a time; empty: only on demand.
         keep: how many are kept; 0: all.
         resume: a checkpoint's directory, or what has them; empty: it starts anew.
+        full_every: of so many in a row one is full, and the others have only what changed; 1: all
+            are full.
     """
 
     url: str = ""
     every: str = ""
     keep: int = 0
     resume: str = ""
+    full_every: int = 1
 
     def __post_init__(self) -> None:
         if self.every and not self.url:
@@ -40,6 +43,10 @@ class CheckpointPlan:
             self._every()
         if self.keep < 0:
             raise InvalidConfig(f"keep is {self.keep} checkpoints; expected 0 (all) or more")
+        if self.full_every < 1:
+            raise InvalidConfig(
+                f"a full checkpoint every {self.full_every}; expected 1 (each is) or more"
+            )
 
     def _every(self) -> tuple[float, str]:
         found = _EVERY.fullmatch(self.every.replace(" ", ""))
@@ -65,6 +72,8 @@ class CheckpointPlan:
                 given.append(f"--checkpoint-every-clocks={int(number)}")
         if self.keep:
             given.append(f"--checkpoint-keep={self.keep}")
+        if self.full_every > 1:
+            given.append(f"--checkpoint-full-every={self.full_every}")
         if self.resume:
             given.append(f"--resume={self.resume}")
         return tuple(given)

@@ -7,6 +7,8 @@ Rules:
     - Nothing is believed: each number is checked before memory is taken for it.
     - The tensors cover the data without hole or overlap; each has its checksum in the header, and
       the header's own is in the manifest. So every byte of a file is covered.
+    - A block may be in another checkpoint's file: its entry says which, and it has no tensor here.
+      What that file has of it must be what the entry says (`ps_runtime.checkpoint_bases`).
     - Names are not taken apart: which tensors a block has is said in the metadata.
 
 What it deliberately does not do: write (`ps_runtime.part_writer`), or know which file has what
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from ps_core.errors import InvalidCheckpoint
-from ps_core.manifest import once_each
+from ps_core.manifest import once_each, split_place
 
 METADATA_KEY = "pushpull"
 """In `__metadata__`."""
@@ -81,12 +83,19 @@ class StoredTensor:
 class StoredBlock:
     """A block of a server's part: `tensors` are "values" and the names of its optimizer's state.
 
-    `steps` has one number, or one for each of the block's segments.
+    `steps` has one number, or one for each of the block's segments; `crc32s` are of its tensors, by
+    name. `place` is where they are, as "directory/file"; empty: in this file.
     """
 
     version: int
     steps: tuple[int, ...]
-    tensors: tuple[str, ...]
+    crc32s: Mapping[str, int]
+    place: str = ""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its tensors."""
+        return tuple(self.crc32s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +121,13 @@ class PartHeader:
 
     @property
     def block_counts(self) -> Counter[str]:
-        """How many blocks of each table it has."""
+        """How many blocks of each table it has, those that are in other files included."""
         return Counter(table for table, _ in self.blocks)
+
+    @property
+    def referred(self) -> dict[tuple[str, int], StoredBlock]:
+        """The blocks that are in other files."""
+        return {place: block for place, block in self.blocks.items() if block.place}
 
 
 def tensor_name(table: str, block: int, tensor: str) -> str:
@@ -305,14 +319,31 @@ class _Parsed:
                     _refuse(self.where, f"{what} has no checksum of its {VALUES}")
                 steps = self._counts(fields.get("steps"), f"steps of {what}")
                 version = self._count(fields, "version")
-                block = int(number)
-                blocks[table, block] = StoredBlock(version, steps, tuple(crcs))
+                block, place = int(number), self._place(fields, what)
+                blocks[table, block] = StoredBlock(version, steps, crcs, place)
+                if place:
+                    continue
                 for tensor, crc32 in crcs.items():
                     name = tensor_name(table, block, tensor)
                     if name in checksums:
                         _refuse(self.where, f"two checksums are for a tensor '{name}'")
                     checksums[name] = crc32
         return blocks, checksums
+
+    def _place(self, fields: Mapping[str, Any], what: str) -> str:
+        """Where a block is, if it is not here; no field beside those that an entry has."""
+        for name in fields.keys() - {"version", "steps", "crc32", "in"}:
+            _refuse(self.where, f"{what} has a field {name!r}; expected none of that name")
+        if "in" not in fields:
+            return ""
+        place = fields["in"]
+        if not isinstance(place, str) or split_place(place) is None:
+            _refuse(
+                self.where,
+                f"{what} is in {_shown(place)}; expected a checkpoint's directory, a slash and the "
+                "plain name of a file",
+            )
+        return place
 
     def _tensors(
         self, entries: Mapping[str, Any], checksums: Mapping[str, int]

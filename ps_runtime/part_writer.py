@@ -9,7 +9,8 @@ Rules:
 
 Invariants:
     PF-1  A tensor is appended once, and none after the end.
-    PF-2  Every block that has a tensor is noted once, and has its values.
+    PF-2  Every block that has a tensor is noted once, and has its values. One that is referred to
+          has no tensor here.
     PF-3  The header fits the room that was reserved for it.
 
 What it deliberately does not do: align tensors (safetensors allows no holes; one of F64 may begin
@@ -25,11 +26,12 @@ import math
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation, check
+from ps_core.manifest import MAX_PLACE_CHARACTERS, split_place
 from ps_runtime.disk import DISK, Disk, Payload, flat_bytes
 from ps_runtime.part_file import (
     ELEMENT_BYTES,
@@ -38,6 +40,7 @@ from ps_runtime.part_file import (
     METADATA_KEY,
     VALUES,
     VERSION,
+    StoredBlock,
     tensor_name,
 )
 
@@ -74,21 +77,26 @@ class PlannedTable:
             "steps": [],
             "crc32": dict.fromkeys(self.tensors, _CRC32),
         }
-        block = _escaped_bytes(longest + _json(entry)) + 1
-        for tensor in self.tensors:
-            name = tensor_name(self.name, _WIDEST_NUMBER, tensor)
-            described = _described("F32", (_WIDEST_NUMBER,), _WIDEST_NUMBER, _WIDEST_NUMBER)
-            block += len(_json({name: described}))
+        described = _described("F32", (_WIDEST_NUMBER,), _WIDEST_NUMBER, _WIDEST_NUMBER)
+        written = sum(
+            len(_json({tensor_name(self.name, _WIDEST_NUMBER, tensor): described}))
+            for tensor in self.tensors
+        )
+        referred = _escaped_bytes(_json({"in": MAX_PLACE_CHARACTERS * "x"}))
+        block = _escaped_bytes(longest + _json(entry)) + 1 + max(written, referred)
         numbers = max(self.step_count, self.block_count) * (len(str(_WIDEST_NUMBER)) + 1)
         return self.block_count * block + numbers + _escaped_bytes(_json({self.name: {}})) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A part that is durable: its length, and the SHA-256 up to the end of its header in hex."""
+    """A part that is durable: its length, and the SHA-256 up to the end of its header in hex; and,
+    of a server's, its blocks by table and number, as whoever reads it finds them.
+    """
 
     byte_count: int
     header_sha256: str
+    blocks: Mapping[tuple[str, int], StoredBlock] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,8 @@ class PartWriter:
         self._end = 0  # of the data, from its beginning
         self._tensors: dict[str, dict[str, Any]] = {}
         self._checksums: dict[tuple[str, int], dict[str, int]] = {}
-        self._notes: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        self._notes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
+        self._referred: dict[tuple[str, int], StoredBlock] = {}
         self._open_count = 0  # appends that are under way
         self._problem = ""
         self._descriptor: int | None = None
@@ -202,7 +211,18 @@ class PartWriter:
         with self._lock:
             self._open_descriptor()
             check((table, block) not in self._notes, "PF-2", f"'{table}/{block}' is noted twice")
-            self._notes[table, block] = version, [int(step) for step in steps]
+            self._notes[table, block] = version, tuple(int(step) for step in steps)
+
+    def refer(self, table: str, block: int, stored: StoredBlock) -> None:
+        """Say that a block is in another checkpoint, as `stored` says, whose `place` has its bytes
+        itself. Thread-safe.
+        """
+        with self._lock:
+            self._open_descriptor()
+            name = f"'{table}/{block}'"
+            check(split_place(stored.place) is not None, "PF-2", f"{name} is in '{stored.place}'")
+            check((table, block) not in self._referred, "PF-2", f"{name} is referred to twice")
+            self._referred[table, block] = stored
 
     def finish(self, checkpoint: int, cluster_id: str) -> WrittenPart:
         """Write the header; the file is complete and durable.
@@ -215,7 +235,9 @@ class PartWriter:
         with self._lock:
             descriptor = self._open_descriptor()
             check(self._open_count == 0, "PF-1", f"{self._open_count} appends are under way")
-            text = _json(_header(_metadata(checkpoint, cluster_id, self._blocks()), self._tensors))
+            blocks = self._blocks()
+            entries = _entries(blocks)
+            text = _json(_header(_metadata(checkpoint, cluster_id, entries), self._tensors))
             room = self._header_bytes
             check(len(text) <= room, "PF-3", f"a header of {len(text)} bytes, room for {room}")
             start = _padded(text, room)
@@ -224,7 +246,8 @@ class PartWriter:
                 self._disk.sync(descriptor)
                 self._descriptor = None
                 self._disk.close(descriptor)
-            return WrittenPart(len(start) + self._end, hashlib.sha256(start).hexdigest())
+            digest = hashlib.sha256(start).hexdigest()
+            return WrittenPart(len(start) + self._end, digest, blocks)
 
     def abort(self) -> None:
         """Remove the file, unless it is finished. Idempotent.
@@ -247,16 +270,16 @@ class PartWriter:
             raise InvariantViolation("PF-1", f"{self.path} is closed")
         return self._descriptor
 
-    def _blocks(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def _blocks(self) -> dict[tuple[str, int], StoredBlock]:
         for table, block in self._notes.keys() ^ self._checksums.keys():
             raise InvariantViolation("PF-2", f"'{table}/{block}' lacks its note or its tensors")
-        found: dict[str, dict[str, dict[str, Any]]] = {}
-        for (table, block), (version, steps) in sorted(self._notes.items()):
+        found = dict(self._referred)
+        for (table, block), (version, steps) in self._notes.items():
             checksums = self._checksums[table, block]
             check(VALUES in checksums, "PF-2", f"'{table}/{block}' has no {VALUES}")
-            entry = {"version": version, "steps": steps, "crc32": checksums}
-            found.setdefault(table, {})[str(block)] = entry
-        return found
+            check((table, block) not in found, "PF-2", f"'{table}/{block}' is here and elsewhere")
+            found[table, block] = StoredBlock(version, steps, checksums)
+        return dict(sorted(found.items()))
 
 
 def write_worker_part(
@@ -316,6 +339,19 @@ def write_worker_part(
         finally:
             disk.close(descriptor)
     return WrittenPart(len(start) + end, hashlib.sha256(start).hexdigest())
+
+
+def _entries(
+    blocks: Mapping[tuple[str, int], StoredBlock],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """What a header's metadata says of blocks."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for (table, block), stored in blocks.items():
+        entry = {"version": stored.version, "steps": stored.steps, "crc32": dict(stored.crc32s)}
+        if stored.place:
+            entry["in"] = stored.place
+        found.setdefault(table, {})[str(block)] = entry
+    return found
 
 
 def _described(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:

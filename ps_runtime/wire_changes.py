@@ -110,10 +110,13 @@ def cut_from_proto(message: types_pb2.TableCut) -> TableCut:
 def checkpoint_to_proto(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
     """A checkpoint that is being made."""
     return types_pb2.Checkpoint(
-        number=checkpoint.number, url=checkpoint.url, is_cut=checkpoint.is_cut
+        number=checkpoint.number,
+        url=checkpoint.url,
+        is_cut=checkpoint.is_cut,
+        base=checkpoint.base,
     )
 
 
 def checkpoint_from_proto(message: types_pb2.Checkpoint) -> Checkpoint:
     """A checkpoint that is being made."""
-    return Checkpoint(message.number, message.url, message.is_cut)
+    return Checkpoint(message.number, message.url, message.is_cut, message.base)

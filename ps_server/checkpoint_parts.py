@@ -3,12 +3,16 @@
     proposed -> the file is made
     cut      -> each range is read at its cut, as a consistent reader does -> captured
              -> copied, before it changes or in its turn -> written -> durable -> reported
+             -> as it was in the base: referred to ----------------> durable -> reported
 
 Rules:
+    - With a base, what has not changed since it is neither captured nor copied nor written.
     - All but the files belongs to the loop that owns the values. Threads write, from copies.
     - What was copied and waits to be written is bounded. Beyond that a block that is about to
       change is written there and then: it holds the server up, and nothing is lost by it.
-    - While updates come, blocks whose turn it is are copied at a bounded rate.
+    - While updates come, blocks are written at a bounded rate: what writes them would take the
+      processor from what trains.
+    - Copies lie in memory that is used again, which takes a quarter of the time of fresh memory.
     - Whatever goes wrong is reported, once; training goes on.
 
 What it deliberately does not do: decide when or where to cut (the scheduler does), or write the
@@ -19,10 +23,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +47,7 @@ from ps_server.captures import Captures, Key
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
 from ps_server.store_copy import VALUES, SavedBlock
+from ps_server.written_blocks import Base, BlockKey, WrittenBlock, WrittenBlocks, written_in
 
 _THREAD_COUNT = 2
 _BUSY_S = 0.5
@@ -64,7 +71,7 @@ class CheckpointParts:
     Args:
         node: the server.
         report: how the scheduler is told.
-        rate_bytes_s: how much is copied in a second while updates come; 0: no bound.
+        rate_bytes_s: how much is written in a second while updates come; 0: no bound.
         buffer_bytes: how much of what was copied may wait to be written.
     """
 
@@ -80,6 +87,7 @@ class CheckpointParts:
         self._rates = rate_bytes_s, buffer_bytes
         self._newest = 0
         self._part: _Part | None = None
+        self._written = WrittenBlocks()
         node.on_cut_answered = self._answered
 
     def observe(self, view: ClusterView) -> None:
@@ -92,7 +100,7 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._report, self._rates)
+            self._part = _Part(self._node, checkpoint, self._written, self._report, self._rates)
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._part.cut(view)
@@ -139,7 +147,12 @@ class _Part:
     """One checkpoint's part."""
 
     def __init__(
-        self, node: ParameterNode, checkpoint: Checkpoint, report: Report, rates: tuple[int, int]
+        self,
+        node: ParameterNode,
+        checkpoint: Checkpoint,
+        written: WrittenBlocks,
+        report: Report,
+        rates: tuple[int, int],
     ) -> None:
         self.number = checkpoint.number
         self._node = node
@@ -149,13 +162,18 @@ class _Part:
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
         self._captures = Captures(self._about_to_change)
+        self._memory = written
+        self._base: Base = written.base(checkpoint.base)
+        self._referred: dict[BlockKey, WrittenBlock] = {}
+        self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
         self._specs: dict[TableId, Table] = {}
         self._is_cut = self._is_over = False
         self._problem = ""
         self._waiting_bytes = 0
-        self._rooms = _rooms()
+        self._rooms = BufferPool(self._buffer_bytes)
+        self._copied: deque[tuple[TableId, SavedBlock, list[torch.Tensor]]] = deque()
         self._writing_count = 0
         self._wake = asyncio.Event()
         self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
@@ -203,7 +221,15 @@ class _Part:
             self._problem = self._problem or effect.error.message
             return
         blocks = self._node.machine.parts[key].state.blocks
-        self._captures.add(key, self._node.shards.stores[key], blocks)
+        store = self._node.shards.stores[key]
+        same = self._base.unchanged(key[0], store, blocks)
+        self._referred |= same
+        if same:
+            self._start([], self._refer, same)
+        changed = [block for block in blocks if (key[0], block) not in same]
+        self._lineages.update(((key[0], block), store.lineage) for block in changed)
+        if changed:
+            self._captures.add(key, store, changed)
         table = self._tables[key[0]]
         self._tables[key[0]] = replace(table, block_count=table.block_count + len(blocks))
 
@@ -213,24 +239,34 @@ class _Part:
         if self._problem:
             return
         if self._waiting_bytes + block.byte_count <= self._buffer_bytes:
-            self._submit(table_id, block)
+            self._copy(table_id, block)
+            self._wake.set()
             return
         try:
             self._write(table_id, block)
         except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
             self._problem = _words(error)
 
-    def _submit(self, table_id: TableId, block: SavedBlock) -> None:
-        """Copy a block; a thread writes the copy."""
+    def _copy(self, table_id: TableId, block: SavedBlock) -> None:
+        """Copy a block, to be written when its turn comes."""
         if self._waiting_bytes + self._rooms.held_bytes > self._buffer_bytes:
-            self._rooms = _rooms()  # of other lengths than are needed now
+            self._rooms = BufferPool(self._buffer_bytes)  # of other lengths than are needed now
         rooms = [self._rooms.take(payload.nbytes, torch.uint8) for _, payload in block.tensors]
         self._waiting_bytes += block.byte_count
+        self._copied.append((table_id, block.copied_to(rooms), rooms))
+
+    def _start(self, rooms: list[torch.Tensor], work: Callable[..., None], *told: Any) -> None:
+        """Let a thread do it; the memory is free when it is done."""
         self._writing_count += 1
-        writing = self._threads.submit(self._write, table_id, block.copied_to(rooms))
+        writing = self._threads.submit(work, *told)
         writing.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._written, done, rooms)
         )
+
+    def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
+        _, _, writer = self._opening.result()
+        for (table_id, block), written in blocks.items():
+            writer.refer(self._specs[table_id].spec.name, block, written.stored)
 
     def _write(self, table_id: TableId, block: SavedBlock) -> None:
         _, _, writer = self._opening.result()
@@ -260,7 +296,13 @@ class _Part:
             logs.warning("checkpoint_part_failed", number=self.number, reason=report.problem)
             await asyncio.wrap_future(self._threads.submit(self._abort))
         else:
-            logs.info("checkpoint_part_written", number=self.number, bytes=report.byte_count)
+            logs.info(
+                "checkpoint_part_written",
+                number=self.number,
+                bytes=report.byte_count,
+                referred_bytes=report.referred_byte_count,
+                referred_blocks=report.referred_block_count,
+            )
         self._threads.shutdown(wait=False)
         with contextlib.suppress(PushpullError):
             await self._report(self.number, report)
@@ -268,32 +310,66 @@ class _Part:
     async def _whole(self) -> PartReport:
         """Everything up to a file that is durable under its own name."""
         await asyncio.wrap_future(self._opening)
-        while not self._is_cut or self._waiters or self._captures.has_more or self._writing_count:
+        while not self._is_done:
             self._check()
-            await self._copy_in_turn()
+            await self._write_next()
         self._check()
         if not self._specs:
             await asyncio.wrap_future(self._threads.submit(self._abort))
             return PartReport()
         written = await asyncio.wrap_future(self._threads.submit(self._finish))
-        return PartReport(self._file, written.byte_count, written.header_sha256, self._tables)
+        self._memory.wrote(self.number, self._blocks(written))
+        return PartReport(
+            self._file,
+            written.byte_count,
+            written.header_sha256,
+            self._tables,
+            referred_block_count=len(self._referred),
+            referred_byte_count=sum(each.byte_count for each in self._referred.values()),
+            bases=tuple(sorted({each.directory for each in self._referred.values()})),
+        )
+
+    def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
+        """What the next checkpoint may refer to, and where it is."""
+        found = dict(self._referred)
+        tables = {table.spec.name: table for table in self._specs.values()}
+        directory = self._url.rstrip("/").rsplit("/", 1)[-1]
+        for (name, block), stored in written.blocks.items():
+            if stored.place:
+                continue
+            table = tables[name]
+            width = 8 if table.spec.dtype is DType.FLOAT64 else 4
+            byte_count = len(stored.crc32s) * table.block_length(block) * width
+            key = table.table_id, block
+            found[key] = written_in(directory, self._file, self._lineages[key], stored, byte_count)
+        return found
 
     def _check(self) -> None:
         if self._problem:
             raise Internal(self._problem)
 
-    async def _copy_in_turn(self) -> None:
-        """Copy a block that has not changed, or wait until there may be one."""
-        found = None
-        if self._waiting_bytes <= self._buffer_bytes // 2:
+    @property
+    def _is_done(self) -> bool:
+        """Whether everything is written."""
+        is_captured = self._is_cut and not self._waiters and not self._captures.has_more
+        return is_captured and not self._copied and not self._writing_count
+
+    async def _write_next(self) -> None:
+        """Let a block be written: one that was copied before it changed, else one that has not
+        changed; or wait until there may be one.
+        """
+        if not self._copied and self._waiting_bytes <= self._buffer_bytes // 2:
             found = self._captures.next()
-        if found is None:
+            if found is not None:
+                self._copy(*found)
+        if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:
             await self._wake.wait()
             self._wake.clear()
             return
-        self._submit(found[0], found[1])
+        table_id, block, rooms = self._copied.popleft()
+        self._start(rooms, self._write, table_id, block)
         is_busy = self._rate_bytes_s and self._node.since_update_s < _BUSY_S
-        await asyncio.sleep(found[1].byte_count / self._rate_bytes_s if is_busy else 0)
+        await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
     def _finish(self) -> WrittenPart:
         directory, path, writer = self._opening.result()
@@ -327,11 +403,6 @@ class _Part:
         for waiter in list(self._waiters):
             self._node.end_read(waiter)
         self._waiters.clear()
-
-
-def _rooms() -> BufferPool:
-    """Where copies lie: memory that is there takes a quarter of the time that fresh memory does."""
-    return BufferPool(limits.CHECKPOINT_BUFFER_BYTES)
 
 
 def _words(error: BaseException) -> str:

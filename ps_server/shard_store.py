@@ -83,6 +83,10 @@ class ShardStore:
             store's own.
         update: CUSTOM: what the table's optimizer names.
 
+    Attributes:
+        lineage: is another object whenever blocks were replaced otherwise than by an update. While
+            it is the same one, a block of the same version is the same.
+
     Raises:
         InvalidKeys: the table has no such block.
     """
@@ -103,6 +107,7 @@ class ShardStore:
         self._states = {block: initial_state(table, block, home) for block in sorted(blocks)}
         self._payloads = {block: live_payload(state) for block, state in self._states.items()}
         self._versions = dict.fromkeys(self._states, 0)
+        self.lineage = object()
         self._kept = delay.KeptValues(self._pool)
         self._forming: dict[int, Total] = {}
         self._sums = KeptSums(self._name, self._pool)
@@ -340,6 +345,7 @@ class ShardStore:
     def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
         """Take over a block of a checkpoint; gives where each of its tensors is to be written."""
         state = self._state(block)
+        self.lineage = object()
         self._versions[block] = version
         set_steps(state, steps)
         return lambda name: room_for(name, state)
@@ -371,6 +377,7 @@ class ShardStore:
         """
         self.check(copy)
         self.abandon()
+        self.lineage = object()
         for block in copy.blocks:
             restore_block(block, self._states[block.block])
             self._versions[block.block] = block.version
@@ -391,6 +398,7 @@ class ShardStore:
             parts: (block, contribution) pairs; the store takes them over.
         """
         self._check_parts(parts)
+        self.lineage = object()
         for block, part in parts:
             contributions.copy_present(part, self._states[block].values)
             contributions.release(part, self._pool)

@@ -122,6 +122,13 @@ class SchedulerConfig:
     checkpoint_keep: int = field(
         default=0, metadata={"help": "How many good checkpoints are kept; 0: all."}
     )
+    checkpoint_full_every: int = field(
+        default=1,
+        metadata={
+            "help": "Of so many checkpoints in a row one is full; the others have what changed, "
+            "and refer to earlier ones for the rest. 1: all are full."
+        },
+    )
     resume: str = field(
         default="",
         metadata={
@@ -152,6 +159,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
     return ClusterSettings(
         checkpoint_url=checkpoint_url,
         checkpoint_count=newest,
+        checkpoint_full_every=settings.checkpoint_full_every,
         restored=restored_from(settings.resume) if settings.resume else None,
         cluster_id=settings.cluster_id or secrets.token_hex(8),
         timeline=secrets.token_bytes(TIMELINE_BYTES),

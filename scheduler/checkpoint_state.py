@@ -32,13 +32,20 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A node's file, or why there is none; no file and no problem: it has nothing to write."""
+    """A node's file, or why there is none; no file and no problem: it has nothing to write.
+
+    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
+    directories that have them.
+    """
 
     file: str = ""
     byte_count: int = 0
     header_sha256: str = ""
     tables: Mapping[TableId, Written] = field(default_factory=dict)
     problem: str = ""
+    referred_block_count: int = 0
+    referred_byte_count: int = 0
+    bases: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,6 +56,7 @@ class Attempt:
         number: it counts them.
         url: the directory that its files go to.
         reason: why it is made.
+        base: the checkpoint that it may refer to; 0: it is a full one.
         cut_by_s: when it is given up if it is not cut.
         written_by_s: when it is given up if it is not written.
         tables: what is cut.
@@ -62,6 +70,7 @@ class Attempt:
     number: int
     url: str
     reason: str
+    base: int
     cut_by_s: float
     written_by_s: float
     tables: list[TableId] = field(default_factory=list)

@@ -4,6 +4,8 @@ Rules:
     - Files are made and removed on a thread: the loop that the cluster lives by waits for no disk.
     - A directory that came to nothing is removed; where that fails it has no manifest and counts
       for nothing.
+    - The manifest of one that refers to others is written only while each of these has its own: so
+      nobody who removes checkpoints by hand leaves this cluster with a row that lacks its first.
     - One that is due and fails is tried again after a while; what is due meanwhile is the same one.
 
 What it deliberately does not do: decide who takes part (`scheduler.checkpoints` does), or write
@@ -179,12 +181,18 @@ class Checkpointing:
         problem = ""
         cluster = self._cluster
         try:
-            directory = await asyncio.to_thread(_write_manifest, attempt.url, manifest)
+            directory = await asyncio.to_thread(write_manifest, attempt.url, manifest)
             self._made[attempt.number] = Made(attempt.number, directory.url, manifest.byte_count)
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
             self._last_s, self._not_before_s = now_s, 0.0
             self._count(manifest)
-            logs.info("checkpoint_complete", url=directory.url, bytes=manifest.byte_count)
+            logs.info(
+                "checkpoint_complete",
+                url=directory.url,
+                bytes=manifest.byte_count,
+                referred_bytes=manifest.referred_byte_count,
+                bases=len(manifest.bases),
+            )
         except PushpullError as error:
             problem = error.message
         self._carry_out(cluster.end_checkpoint(attempt.number, problem))
@@ -223,8 +231,20 @@ class Checkpointing:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
+def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
+    """Complete a checkpoint whose parts are all there.
+
+    Blocking: until it is durable.
+
+    Raises:
+        InvalidCheckpoint: it cannot be written, or a checkpoint that it refers to is gone.
+    """
     directory = CheckpointDirectory(locate(url))
+    for base in manifest.bases:
+        if not directory.sibling(base).has_manifest():
+            raise InvalidCheckpoint(
+                f"{directory.url} refers to {base}, which is gone; the next checkpoint is full"
+            )
     directory.write_manifest(manifest)
     return directory
 
@@ -238,7 +258,8 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         part = attempt.parts[node_id]
         torn |= {table_id for table_id, written in part.tables.items() if written.is_torn}
         counts = {names[table_id]: written.block_count for table_id, written in part.tables.items()}
-        parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts))
+        referred = part.referred_block_count, part.referred_byte_count
+        parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts, *referred))
     for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
         part = attempt.parts.get(node_id, Part())
         clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
@@ -258,6 +279,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         tables=tuple(_saved_table(table, torn) for table in attempt.cuts.values()),
         parts=tuple(parts),
         workers=tuple(workers),
+        bases=tuple(sorted({base for n in attempt.servers for base in attempt.parts[n].bases})),
     )
 
 
@@ -282,5 +304,12 @@ def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> Part:
         for table in request.tables
     }
     return Part(
-        request.file, request.byte_count, request.header_sha256.hex(), tables, request.problem
+        request.file,
+        request.byte_count,
+        request.header_sha256.hex(),
+        tables,
+        request.problem,
+        request.referred_block_count,
+        request.referred_byte_count,
+        tuple(request.bases),
     )

@@ -11,6 +11,9 @@
 Rules:
     - There is one checkpoint at a time. Whoever wants one while it is proposed has this one; later,
       the next.
+    - Of `checkpoint_full_every` complete ones in a row the first is full. The others refer to the
+      newest complete one of this cluster. What this cluster did not write is nobody's base, and one
+      whose manifest could not be written is followed by a full one.
     - A worker that has gone, or says that it lost its state, is in the manifest as lost: that does
       not keep the others from having theirs.
 
@@ -78,7 +81,7 @@ class Checkpoints:
         attempt = self._state.checkpoint
         if attempt is None:
             return None
-        return Checkpoint(attempt.number, attempt.url, attempt.is_cut)
+        return Checkpoint(attempt.number, attempt.url, attempt.is_cut, attempt.base)
 
     def begin(self, reason: str, now_s: float) -> tuple[Pending, list[Transition]]:
         """Propose a checkpoint, or find the one that is proposed; `reason` is for its manifest.
@@ -102,7 +105,8 @@ class Checkpoints:
         number = state.checkpoint_count
         url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
         cut_by_s = now_s + limits.CHECKPOINT_CUT_S
-        attempt = Attempt(number, url, reason, cut_by_s, now_s + limits.CHECKPOINT_WRITTEN_S)
+        written_by_s = now_s + limits.CHECKPOINT_WRITTEN_S
+        attempt = Attempt(number, url, reason, self._base(), cut_by_s, written_by_s)
         state.checkpoint = attempt
         transitions: list[Transition] = []
         for table in list(state.tables.values()):
@@ -179,7 +183,10 @@ class Checkpoints:
         if attempt is None or attempt.number != number:
             return []
         if problem:
+            self._state.checkpoint_base = 0
             return self._fail(attempt, problem)
+        since = self._state.checkpoints_since_full + 1 if attempt.base else 1
+        self._state.checkpoint_base, self._state.checkpoints_since_full = number, since
         self._state.checkpoint = None
         self._state.checkpoint_ends[number] = ""
         return [CheckpointMade(number, attempt.url)]
@@ -209,6 +216,12 @@ class Checkpoints:
             return self._fail(attempt, problem)
         attempt.is_written = True
         return [CheckpointWritten(attempt)]
+
+    def _base(self) -> int:
+        """What the next one refers to; 0: it is full."""
+        state = self._state
+        is_full_due = state.checkpoints_since_full >= self._settings.checkpoint_full_every
+        return 0 if is_full_due else state.checkpoint_base
 
     def _cut(self, attempt: Attempt) -> list[Transition]:
         held = self._changes.held_for(attempt.number)

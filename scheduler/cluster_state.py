@@ -84,6 +84,8 @@ class ClusterSettings:
         checkpoint_url: where checkpoints go; at most `limits.MAX_CHECKPOINT_URL_BYTES`. Empty:
             there are none.
         checkpoint_count: the largest number of a checkpoint that is there already.
+        checkpoint_full_every: of so many checkpoints in a row one is full, and the others have only
+            what changed; 1: all are full.
         restored: what the cluster starts from, if it does not start anew.
         first_node_id: of the first node; later ones count up.
     """
@@ -106,6 +108,7 @@ class ClusterSettings:
     min_in_sync: int = 1
     checkpoint_url: str = ""
     checkpoint_count: int = 0
+    checkpoint_full_every: int = 1
     restored: Restored | None = None
     first_node_id: int = 1
 
@@ -157,6 +160,10 @@ class ClusterSettings:
         _require(
             0 < self.adaptation_interval_s < math.inf,
             f"adaptation interval is {self.adaptation_interval_s} s; expected above 0",
+        )
+        _require(
+            self.checkpoint_full_every >= 1,
+            f"checkpoint_full_every is {self.checkpoint_full_every}; expected at least 1",
         )
         key_ranges(self.range_count)
         urls = (self.checkpoint_url, self.restored.url if self.restored else "")
@@ -245,6 +252,8 @@ class ClusterState:
     view_bytes: int = 0
     checkpoint: Attempt | None = None
     checkpoint_count: int = 0
+    checkpoint_base: int = 0  # the newest complete one of this cluster; 0: none may be referred to
+    checkpoints_since_full: int = 0  # complete ones, the full one included
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
 
     @classmethod

@@ -16,30 +16,34 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import MANIFEST_FILE
+from ps_runtime.checkpoint_compaction import compact
 from ps_runtime.checkpoint_reader import problems_of
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.power_cut import Operation, RecordingDisk, restart_after
 
+Recorded = tuple[Path, list[Operation], list[tuple[int, int]]]
+"""The root, what was done there, and after how many operations which number was complete."""
+
 
 @pytest.fixture(scope="module")
-def recorded(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[Operation], list[int]]:
-    """Three checkpoints and two prunings, and after how many operations each step was done."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A full checkpoint, two that refer to it, one that is made full, another; and prunings."""
     root, disk = tmp_path_factory.mktemp("recorded"), RecordingDisk()
     store = CheckpointStore(str(root), disk)
     ends = []
-    for number in (1, 2, 3):
-        write_checkpoint(store.directory(number, CLUSTER_ID), number, disk)
-        ends.append(len(disk.operations))
-        if number > 1:
-            assert store.prune(1)
-            ends.append(len(disk.operations))
+    first, second, third, fourth = (store.directory(n, CLUSTER_ID).name for n in (1, 2, 3, 4))
+    for number, base, removed in (
+        (1, "", []), (2, first, []), (3, second, [second]), (4, "", [first, third]),
+        (5, fourth, []),
+    ):  # fmt: skip
+        write_checkpoint(store.directory(number, CLUSTER_ID), number, disk, base)
+        ends.append((number, len(disk.operations)))
+        assert store.prune(1) == removed
+    with store.open(store.directory(5, CLUSTER_ID).name) as reader:
+        compact(store, reader, disk)
+    assert len(store.prune(1)) == 2
     return root, disk.operations, ends
-
-
-Recorded = tuple[Path, list[Operation], list[int]]
 
 
 def judge(root: Path, *, least: int) -> None:
@@ -62,9 +66,9 @@ def judge(root: Path, *, least: int) -> None:
             assert newest.manifest.number == max(opened)
 
 
-def complete_after(count: int, ends: list[int]) -> int:
+def complete_after(count: int, ends: list[tuple[int, int]]) -> int:
     """The newest checkpoint whose writing had returned by then."""
-    return max((n for n, end in zip((1, 2, 2, 3, 3), ends, strict=True) if end <= count), default=0)
+    return max((number for number, end in ends if end <= count), default=0)
 
 
 @pytest.mark.parametrize("survival", [0.0, 1.0])
@@ -215,6 +219,53 @@ def test_a_bit_that_fell_over_is_found(pair: Path, name: str, place: float, bit:
         content[index] ^= 1 << bit
         copied.file(name).write_bytes(content)
         copied.assert_refused(name, header_bytes=int(index < read))
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root whose checkpoint 2 refers to 1, and no other file of 1 than these."""
+    root = tmp_path_factory.mktemp("row")
+    store = CheckpointStore(str(root))
+    first = store.directory(1, CLUSTER_ID)
+    write_checkpoint(first, 1)
+    write_checkpoint(store.directory(2, CLUSTER_ID), 2, base=first.name)
+    return root
+
+
+ROW = [(2, name) for name in FILES] + [(1, FILES[0]), (1, FILES[1]), (1, MANIFEST_FILE)]
+
+
+@settings(max_examples=150)
+@given(file=st.sampled_from(ROW), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_bit_that_fell_over_is_found_in_what_is_referred_to(
+    row: Path, file: tuple[int, str], place: float, bit: int
+) -> None:
+    """In a tensor of the base it matters only to whom it belongs."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied, (number, name) = Copied(row, folder), file
+        path = copied.store.directory(number, CLUSTER_ID).local_path(name)
+        assert path is not None
+        content = bytearray(path.read_bytes())
+        read = header_bytes_of(bytes(content), name)
+        with copied.store.open(copied.newest.name) as reader:
+            taken = [
+                reader.tensor("model/0/float32", 1, "values"),
+                reader.tensor("model/0/float32", 1, "exp_avg"),
+                reader.tensor("model/0/float32", 1, "exp_avg_sq"),
+            ]
+        index = int(place * len(content))
+        content[index] ^= 1 << bit
+        path.write_bytes(content)
+        problems = problems_of(copied.newest)
+        is_read = index < read
+        if number == 2 or is_read:
+            assert any(f"{path.parent.name}/{name}" in problem for problem in problems)
+        elif name == FILES[1]:
+            ends = [(each.begin, each.end) for each in taken if each is not None]
+            assert bool(problems) == any(begin <= index < end for begin, end in ends)
+        if is_read:
+            with pytest.raises(InvalidCheckpoint, match=name):
+                copied.store.open(copied.newest.name)
 
 
 @settings(max_examples=150)

@@ -107,6 +107,7 @@ EDGE_MODULES = {
     "ps_server.stats",
     "ps_server.stream_reads",
     "ps_server.streams",
+    "ps_server.written_blocks",
     "ps_worker",
     "ps_worker.buffers",
     "ps_worker.catalogue",

@@ -1,7 +1,12 @@
-"""Small checkpoints for tests: two tables over two servers' parts, and a worker with a state."""
+"""Small checkpoints for tests: two tables over two servers' parts, and a worker with a state.
+
+With a base only the even blocks of the first table have changed since: the second server's part has
+no tensor of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf import json_format
 
-from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint_directory import CheckpointDirectory
+from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.disk import DISK, Disk
+from ps_runtime.part_file import StoredBlock
 from ps_runtime.part_writer import (
     PartWriter,
     PlannedTable,
@@ -71,7 +78,11 @@ def block_count(spec: TableSpec) -> int:
 
 
 def write_part(
-    directory: CheckpointDirectory, file: str, number: int, disk: Disk = DISK, servers: int = 2
+    directory: CheckpointDirectory,
+    file: str,
+    number: int,
+    disk: Disk = DISK,
+    base: CheckpointReader | None = None,
 ) -> SavedPart:
     """The part of the server that is named by the last digit of `file`."""
     server = int(file.removesuffix(".safetensors")[-1]) - 1
@@ -79,20 +90,30 @@ def write_part(
     planned = [PlannedTable(s.name, block_count(s), ("values", *SLOTS)) for s in SPECS]
     writer = PartWriter(path, planned, disk)
     counts: dict[str, int] = {}
+    referred, elsewhere = 0, 0
     for spec in SPECS:
         vectors = tensors_of(spec, number)
         dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
         for block in range(block_count(spec)):
-            if block % servers != server:
+            if block % 2 != server:
+                continue
+            counts[spec.name] = counts.get(spec.name, 0) + 1
+            if base is not None and (spec is COUNTERS or block % 2):
+                stored = base.block(spec.name, block)
+                place = stored.place or place_in(base.directory.name, file)
+                writer.refer(spec.name, block, replace(stored, place=place))
+                referred += 1
+                elsewhere += sum(
+                    len(base.read(spec.name, block, tensor)) for tensor in stored.tensors
+                )
                 continue
             cut = slice(block * spec.block_elements, (block + 1) * spec.block_elements)
             for name, vector in vectors.items():
                 writer.append(spec.name, block, name, vector[cut].tobytes(), dtype)
             writer.note_block(spec.name, block, version=41, steps=[41])
-            counts[spec.name] = counts.get(spec.name, 0) + 1
     written = writer.finish(number, CLUSTER_ID)
     directory.commit(file, path)
-    return SavedPart(file, written.byte_count, written.header_sha256, counts)
+    return SavedPart(file, written.byte_count, written.header_sha256, counts, referred, elsewhere)
 
 
 def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK) -> SavedWorker:
@@ -132,16 +153,34 @@ def manifest_of(
     )
 
 
-def write_checkpoint(directory: CheckpointDirectory, number: int, disk: Disk = DISK) -> Manifest:
-    """A whole checkpoint, as a cluster of two servers and two workers makes it."""
+def write_checkpoint(
+    directory: CheckpointDirectory, number: int, disk: Disk = DISK, base: str = ""
+) -> Manifest:
+    """A whole checkpoint, as a cluster of two servers and two workers makes it; full without base,
+    the name of another one under its root.
+    """
     directory.create()
-    parts = tuple(
-        write_part(directory, f"server-{server}.safetensors", number, disk) for server in (1, 2)
-    )
+    with contextlib.ExitStack() as stack:
+        earlier = None
+        if base:
+            earlier = stack.enter_context(CheckpointReader(directory.sibling(base)))
+        parts = tuple(
+            write_part(directory, f"server-{server}.safetensors", number, disk, earlier)
+            for server in (1, 2)
+        )
+        named = {block.place for block in _blocks(earlier) if block.place}
+        bases = sorted({place.split("/")[0] for place in named} or ({base} if base else set()))
     workers = (write_worker(directory, number, disk), SavedWorker(1, 41, problem="it was killed"))
-    manifest = manifest_of(number, parts, workers)
+    manifest = replace(manifest_of(number, parts, workers), bases=tuple(bases))
     directory.write_manifest(manifest)
     return manifest
+
+
+def _blocks(base: CheckpointReader | None) -> list[StoredBlock]:
+    """Those that are referred to again."""
+    if base is None:
+        return []
+    return [base.block(COUNTERS.name, 0), base.block(WEIGHTS.name, 1)]
 
 
 def saved(

@@ -35,13 +35,14 @@ MANIFEST = Manifest(
     ),
     parts=(
         SavedPart("server-1-8812.safetensors", 1000, SHA, {"model/0": 2, "loose": 1}),
-        SavedPart("server-2-8813.safetensors", 500, SHA, {"model/0": 1}),
+        SavedPart("server-2-8813.safetensors", 500, SHA, {"model/0": 1}, 1, 4096),
     ),
     workers=(
         SavedWorker(0, 41, "worker-0-8817.safetensors", 5300, SHA),
         SavedWorker(1, 41),
         SavedWorker(3, 40, problem="it was killed"),
     ),
+    bases=("00000010-3fa9c1d2", "00000011-3fa9c1d2"),
 )
 
 
@@ -62,6 +63,8 @@ def test_its_checksum_is_as_the_page_says() -> None:
 
 def test_what_it_adds_up_to() -> None:
     assert MANIFEST.byte_count == 6800
+    assert (MANIFEST.referred_byte_count, MANIFEST.referred_block_count) == (4096, 1)
+    assert not MANIFEST.is_full
     assert list(MANIFEST.files) == [
         "server-1-8812.safetensors", "server-2-8813.safetensors", "worker-0-8817.safetensors",
     ]  # fmt: skip
@@ -115,6 +118,17 @@ WRONG: list[tuple[Change, str]] = [
     (lambda d: d["parts"][0].update(byte_count=9), "byte_count is 9; expected at least 10"),
     (lambda d: d["parts"][0].update(header_sha256="AB" * 32), "expected 64 hexadecimal digits"),
     (lambda d: d["parts"][1].update(file="server-1-8812.safetensors"), "two parts are in the fil"),
+    (lambda d: d.pop("bases"), "bases is missing; expected a list"),
+    (lambda d: d.update(bases=["../x"]), "bases is .*; expected the names of checkpoints' dir"),
+    (lambda d: d.update(bases=[7]), r"bases is \[7\]; expected the names of checkpoints' direct"),
+    (lambda d: d["bases"].reverse(), "bases is .*; expected each once, ascending"),
+    (lambda d: d.update(bases=d["bases"][:1] * 2), "bases is .*; expected each once, ascending"),
+    (lambda d: d.update(bases=["00000012-3fa9c1d2"]), "it is its own base; expected other check"),
+    (lambda d: d.update(bases=[]), "it has 0 bases for 1 blocks that are referred to; expected"),
+    (lambda d: d["parts"][1].update(referred_block_count=2), "count is 2; expected at most its b"),
+    (lambda d: d["parts"][1].update(referred_byte_count=0), "count is 0; expected those of 1 b"),
+    (lambda d: d["parts"][0].update(referred_byte_count=1), "count is 1; expected those of 0 b"),
+    (lambda d: d["parts"][0].pop("referred_block_count"), "referred_block_count is missing"),
     (lambda d: d["workers"][0].update(problem="lost"), "expected none, as there is a file"),
     (lambda d: d["workers"][1].update(byte_count=1), "byte_count is 1; expected 0, as there is no"),
     (lambda d: d["workers"][1].update(rank=0), "two workers have rank 0; expected one"),

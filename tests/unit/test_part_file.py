@@ -8,7 +8,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation
+from ps_core.manifest import MAX_PLACE_CHARACTERS
 from ps_runtime.disk import Disk, Payload
-from ps_runtime.part_file import PartHeader, read_header, read_into, read_tensor
+from ps_runtime.part_file import PartHeader, StoredBlock, read_header, read_into, read_tensor
 from ps_runtime.part_writer import (
     PartWriter,
     PlannedTable,
@@ -94,6 +95,48 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
             read_into(file, header, "model/0/17/values", memoryview(bytearray(11)))
 
 
+ELSEWHERE = StoredBlock(7, (7, 6), {"values": 5, "exp_avg": 6}, "00000011-3fa9c1d2/server-1-8812.x")
+
+
+def test_a_block_may_be_in_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "part.safetensors"
+    writer = PartWriter(path, PLANNED)
+    writer.append("wide", 0, "values", np.arange(2, dtype=np.float64).data, "F64")
+    writer.note_block("wide", 0, 7, [7])
+    writer.refer("model/0", 4, ELSEWHERE)
+    written = writer.finish(12, "c")
+    header = header_of(path)
+    assert dict(header.blocks) == dict(written.blocks)
+    assert header.referred == {("model/0", 4): ELSEWHERE}
+    assert header.block_counts == {"model/0": 1, "wide": 1}
+    assert list(header.tensors) == ["wide/0/values"]
+    with safe_open(path, framework="numpy") as opened:
+        assert list(opened.keys()) == ["wide/0/values"]
+
+
+def test_a_part_may_have_no_tensor_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "part.safetensors"
+    writer = PartWriter(path, PLANNED)
+    writer.refer("model/0", 4, ELSEWHERE)
+    written = writer.finish(12, "c")
+    assert header_of(path).byte_count == written.byte_count
+    with safe_open(path, framework="numpy") as opened:
+        assert list(opened.keys()) == []
+
+
+def test_a_reference_that_is_none_is_a_bug_of_ours(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path / "part", PLANNED)
+    with pytest.raises(InvariantViolation, match="'model/0/4' is in ''"):
+        writer.refer("model/0", 4, replace(ELSEWHERE, place=""))
+    writer.refer("model/0", 4, ELSEWHERE)
+    with pytest.raises(InvariantViolation, match="'model/0/4' is referred to twice"):
+        writer.refer("model/0", 4, ELSEWHERE)
+    writer.append("model/0", 4, "values", bytes(4))
+    writer.note_block("model/0", 4, 1, [1])
+    with pytest.raises(InvariantViolation, match="'model/0/4' is here and elsewhere"):
+        writer.finish(1, "c")
+
+
 def test_threads_append_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "part.safetensors"
     blocks = 64
@@ -133,6 +176,17 @@ def fill(path: Path, names: list[str], tensors: tuple[str, ...], step_count: int
             writer.note_block(name, block, LARGEST, [LARGEST] * step_count)
     cluster_id = EMOJI * 200
     writer.finish(LARGEST, cluster_id)
+    referring = PartWriter(path.with_name("referring"), planned)
+    place = f"{'1' * 30}-3fa9c1d2/{'x' * 200}"
+    assert len(place) == MAX_PLACE_CHARACTERS
+    crcs = dict.fromkeys(tensors, 2**32 - 1)
+    for name in names:
+        for block in (LARGEST, LARGEST - 1):
+            stored = StoredBlock(LARGEST, (LARGEST,) * step_count, crcs, place)
+            referring.refer(name, block, stored)
+    with pytest.raises(InvariantViolation, match="is in"):
+        referring.refer(names[0], 0, replace(ELSEWHERE, place=f"{place}x"))
+    referring.finish(LARGEST, cluster_id)
     header = header_of(path)
     assert (header.cluster_id, set(header.block_counts)) == (cluster_id, set(names))
 
@@ -316,6 +370,29 @@ WRONG: list[tuple[Change, str]] = [
     ),
     (lambda f: f.header["t/0/values"].update(dtype="F33"), "is of 'F33'; expected F32 or F64"),
     (lambda f: f.header["t/0/values"].update(dtype=[]), r"is of \[\]; expected F32 or F64"),
+    (lambda f: f.said["blocks"]["t"]["0"].update(size=1), "block 0 of 't' has a field 'size'"),
+    (
+        lambda f: f.said["blocks"]["t"]["0"].update({"in": "00000001-c/part"}),
+        "it has a tensor 't/0/(values|exp_avg)' without its checksum",
+    ),
+    *(
+        (
+            lambda f, place=place: f.said["blocks"]["t"]["0"].update({"in": place}),
+            "block 0 of 't' is in .*; expected a checkpoint's directory, a slash and the plain",
+        )
+        for place in (
+            None,
+            "",
+            "part",
+            "../part",
+            "00000001-c",
+            "00000001-c/../../x",
+            "00000001-c/a/b",
+            "/00000001-c/part",
+            "00000001-c/manifest.json",
+            "00000001-c/" + 300 * "x",
+        )
+    ),
     (
         lambda f: f.header["t/0/values"].update(shape=[3]),
         "has 8 bytes; expected 12 for F32 of shape",

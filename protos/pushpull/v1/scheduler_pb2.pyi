@@ -312,7 +312,7 @@ class WrittenTable(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., block_count: _Optional[int] = ..., clock: _Optional[int] = ..., is_torn: _Optional[bool] = ...) -> None: ...
 
 class ReportCheckpointPartRequest(_message.Message):
-    __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem")
+    __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem", "referred_block_count", "referred_byte_count", "bases")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +320,9 @@ class ReportCheckpointPartRequest(_message.Message):
     HEADER_SHA256_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    REFERRED_BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFERRED_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BASES_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     number: int
     file: str
@@ -327,7 +330,10 @@ class ReportCheckpointPartRequest(_message.Message):
     header_sha256: bytes
     tables: _containers.RepeatedCompositeFieldContainer[WrittenTable]
     problem: str
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., byte_count: _Optional[int] = ..., header_sha256: _Optional[bytes] = ..., tables: _Optional[_Iterable[_Union[WrittenTable, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    referred_block_count: int
+    referred_byte_count: int
+    bases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., byte_count: _Optional[int] = ..., header_sha256: _Optional[bytes] = ..., tables: _Optional[_Iterable[_Union[WrittenTable, _Mapping]]] = ..., problem: _Optional[str] = ..., referred_block_count: _Optional[int] = ..., referred_byte_count: _Optional[int] = ..., bases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReportCheckpointPartResponse(_message.Message):
     __slots__ = ()

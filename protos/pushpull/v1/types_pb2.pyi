@@ -358,14 +358,16 @@ class TableCut(_message.Message):
     def __init__(self, checkpoint: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("number", "url", "is_cut")
+    __slots__ = ("number", "url", "is_cut", "base")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     IS_CUT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     number: int
     url: str
     is_cut: bool
-    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., is_cut: _Optional[bool] = ...) -> None: ...
+    base: int
+    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., is_cut: _Optional[bool] = ..., base: _Optional[int] = ...) -> None: ...
 
 class WorkerJoin(_message.Message):
     __slots__ = ("rank", "incarnation", "after_clock")
