@@ -233,6 +233,42 @@ def test_a_worker_that_ends_before_it_has_answered_is_not_waited_for(is_dead: bo
     else:
         cluster.leave(cluster.workers[1])
     assert len(cluster.happened(CheckpointCut)) == 1
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
+    (written,) = cluster.happened(CheckpointWritten)
+    assert written.attempt.parts[cluster.workers[1].node_id].problem.startswith("worker 1 ")
+
+
+def test_a_worker_that_is_silent_is_not_asked_and_is_named_as_lost() -> None:
+    cluster = Saving()
+    cluster.pass_time(5, *cluster.servers, cluster.workers[0])  # longer than a lease
+    cluster.begin()
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    cluster.answer(0, 5, 4)
+    (cut,) = cluster.happened(CheckpointCut)
+    assert cut.clocks == {"model": 5, "other": 4}
+    for server in (0, 1):
+        cluster.report(cluster.servers[server], cluster.written(server))
+    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
+    (written,) = cluster.happened(CheckpointWritten)
+    lost = cluster.workers[1]
+    assert "silent" in written.attempt.parts[lost.node_id].problem
+    assert written.attempt.workers[lost.node_id].rank == 1
+
+
+def test_what_is_reported_of_a_table_that_was_not_cut_is_not_in_it() -> None:
+    cluster = Saving()
+    cluster.cut()
+    part = cluster.written(0)
+    strange = replace(part, tables={**part.tables, TableId(99): Written(1, 5)})
+    cluster.report(cluster.servers[0], strange)
+    cluster.report(cluster.servers[1], cluster.written(1))
+    for worker in cluster.workers:
+        cluster.report(worker, Part())
+    (written,) = cluster.happened(CheckpointWritten)
+    assert written.attempt.parts[cluster.servers[0].node_id].tables.keys() == {MODEL, OTHER}
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
