@@ -95,6 +95,15 @@ class Saving(Harness):
         tables = {t: Written(count - fewer, 5) for t, count in counts.items()}
         return Part(f"server-{node_id}", 100, "ab", tables)
 
+    def all_but_one_report(self) -> CheckpointWritten:
+        """Everybody but the second worker; it is complete then."""
+        for server in (0, 1):
+            self.report(self.servers[server], self.written(server))
+        self.report(self.workers[0], Part("worker-0", 9, "cd"))
+        (written,) = self.happened(CheckpointWritten)
+        assert isinstance(written, CheckpointWritten)
+        return written
+
     @property
     def tables(self) -> tuple[Table, ...]:
         return self.cluster.view.tables
@@ -233,10 +242,7 @@ def test_a_worker_that_ends_before_it_has_answered_is_not_waited_for(is_dead: bo
     else:
         cluster.leave(cluster.workers[1])
     assert len(cluster.happened(CheckpointCut)) == 1
-    for server in (0, 1):
-        cluster.report(cluster.servers[server], cluster.written(server))
-    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
-    (written,) = cluster.happened(CheckpointWritten)
+    written = cluster.all_but_one_report()
     assert written.attempt.parts[cluster.workers[1].node_id].problem.startswith("worker 1 ")
 
 
@@ -248,10 +254,7 @@ def test_a_worker_that_is_silent_is_not_asked_and_is_named_as_lost() -> None:
         cluster.promise(server, 5, 4)
     cluster.answer(0, 5, 4)
     assert len(cluster.happened(CheckpointCut)) == 1
-    for server in (0, 1):
-        cluster.report(cluster.servers[server], cluster.written(server))
-    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
-    (written,) = cluster.happened(CheckpointWritten)
+    written = cluster.all_but_one_report()
     assert "silent" in written.attempt.parts[cluster.workers[1].node_id].problem
 
 
@@ -286,10 +289,7 @@ def test_the_state_of_a_worker_that_ends_before_it_reports_is_lost(
         for server in (0, 1):
             cluster.promise(server, 5, 4)
         cluster.answer(0, 5, 4)
-    for server in (0, 1):
-        cluster.report(cluster.servers[server], cluster.written(server))
-    cluster.report(cluster.workers[0], Part("worker-0", 9, "cd"))
-    (written,) = cluster.happened(CheckpointWritten)
+    written = cluster.all_but_one_report()
     lost = written.attempt.parts[cluster.workers[1].node_id]
     assert lost.problem.startswith("worker 1 ")
     assert written.attempt.parts[cluster.workers[0].node_id].file == "worker-0"
