@@ -24,13 +24,17 @@ from ps_core import limits
 
 
 class BufferPool:
-    """Flat tensors by dtype and number of elements."""
+    """Flat tensors by dtype and number of elements.
 
-    __slots__ = ("_free", "_kept_bytes")
+    Attributes:
+        kept_bytes: how much may wait here.
+    """
+
+    __slots__ = ("_free", "kept_bytes")
 
     def __init__(self, kept_bytes: int = limits.DEFAULT_GATE_EXTRA_BYTES) -> None:
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self._kept_bytes = kept_bytes
+        self.kept_bytes = kept_bytes
 
     def take(self, element_count: int, dtype: torch.dtype) -> Tensor:
         """A flat contiguous tensor of unspecified content, the caller's until it is given back."""
@@ -42,9 +46,17 @@ class BufferPool:
                 pass
         return torch.empty(element_count, dtype=dtype)
 
+    def count(self, element_count: int, dtype: torch.dtype) -> int:
+        """How many tensors of that length wait here to be used again."""
+        return len(self._free.get((dtype, element_count), ()))
+
+    def clear(self) -> None:
+        """What waits here goes to the allocator."""
+        self._free.clear()
+
     def give_back(self, buffer: Tensor) -> None:
         """Ends the caller's use of a tensor that `take` gave."""
-        if self.held_bytes + buffer.nbytes <= self._kept_bytes:
+        if self.held_bytes + buffer.nbytes <= self.kept_bytes:
             self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
     @property
