@@ -318,3 +318,17 @@ def test_no_manifest_is_written_beside_a_base_that_is_gone(store: CheckpointStor
     with pytest.raises(InvalidCheckpoint, match=f"{THIRD} refers to {FIRST}, which is gone; the"):
         write_manifest(directory.url, manifest)
     assert not directory.has_manifest()
+
+
+def test_a_row_on_an_object_store() -> None:
+    store = CheckpointStore("memory://rows/of/a/run")
+    for number, base in ((1, ""), (2, FIRST), (3, SECOND)):
+        write_checkpoint(store.directory(number, CLUSTER_ID), number, base=base)
+    before = content(store.named(THIRD))
+    assert store.prune(1) == [SECOND]
+    assert content(store.named(THIRD)) == before
+    with store.open(THIRD) as reader:
+        compact(store, reader)
+    assert store.prune(1) == [FIRST, THIRD]
+    assert content(store.named(FULL)) == before
+    store.named(FULL).remove()
