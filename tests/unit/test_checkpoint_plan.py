@@ -1,6 +1,8 @@
-"""What the options of `pushpull train` and `up` make of checkpoints, on its way to the scheduler."""
+"""What options of `pushpull train` and `up` make of checkpoints, on the way to the scheduler."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ def test_how_many_are_full_reaches_the_scheduler() -> None:
     assert options.checkpoints.scheduler_arguments == (
         "--checkpoint-url=runs/7", "--checkpoint-every-s=300", "--checkpoint-full-every=4",
     )  # fmt: skip
-    train = TrainOptions(script="x.py", checkpoint_full_every=4)
+    train = TrainOptions(script=Path("x.py"), checkpoint_full_every=4)
     assert train.checkpoints.full_every == 4
     assert CheckpointPlan("runs/7").scheduler_arguments == ("--checkpoint-url=runs/7",)
     settings = cluster_settings(SchedulerConfig(workers=1, servers=1, checkpoint_full_every=4))
