@@ -37,7 +37,6 @@ def list_checkpoints(url: str, output: Output) -> int:
     for name, justify in (("checkpoint", "left"), ("created", "left"), ("clock", "right")):
         view.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     view.add_column("size", justify="right", no_wrap=True)
-    view.add_column("referred", justify="right", no_wrap=True)
     view.add_column("reason")
     view.add_column("state", overflow="fold")
     for name, found in entries:
@@ -46,12 +45,11 @@ def list_checkpoints(url: str, output: Output) -> int:
                 found.created,
                 _clocks(found),
                 size(found.byte_count),
-                "" if found.is_full else size(found.referred_byte_count),
                 found.reason,
                 f"good{_needs(found)}",
             )
         else:
-            cells = ("", "", "", "", "", found.message.replace(f"{store.url}/", ""))
+            cells = ("", "", "", "", found.message.replace(f"{store.url}/", ""))
         view.add_row(name, *cells)
     output.print(view)
     return 0
@@ -180,10 +178,11 @@ def compact_checkpoint(url: str, output: Output) -> int:
 
 
 def _needs(manifest: Manifest) -> str:
-    """Which others it needs, by their numbers."""
+    """Which others it needs, by their numbers, and how much of them."""
     if manifest.is_full:
         return ""
-    return f", needs {', '.join(str(number_of(base)) for base in manifest.bases)}"
+    numbers = ", ".join(str(number_of(base)) for base in manifest.bases)
+    return f", needs {size(manifest.referred_byte_count)} of {numbers}"
 
 
 def _clocks(manifest: Manifest) -> str:

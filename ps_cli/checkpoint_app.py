@@ -53,8 +53,8 @@ def create(
 def list_command(url: Root) -> None:
     """List the checkpoints under a root, newest last, and of bad ones why they are.
 
-    An incremental one has blocks in other checkpoints: so many bytes are referred to, and the state
-    has the numbers of those that it needs. Manifests and headers are read; `verify` reads all.
+    Of an incremental one it says how many bytes are in which others. Manifests and headers are
+    read; `verify` reads all.
     """
     # Here as below, so that the other commands start without numpy and fsspec.
     from ps_cli.checkpoint import list_checkpoints

@@ -103,7 +103,7 @@ def _commands(kept: Path, names: list[str]) -> None:
     root = str(kept)
     listed = _said(list_checkpoints, root).splitlines()
     assert listed[-1].startswith(names[2])
-    assert listed[-1].endswith("good, needs 1, 2")
+    assert listed[-1].endswith("good, needs 117.2 KiB of 1, 2")
     shown = _said(show_checkpoint, root, as_json=False)
     assert f"refers to {2 * BLOCKS} blocks of 117.2 KiB in {names[0]}, {names[1]}\n" in shown
     assert "of them elsewhere (" in shown

@@ -201,6 +201,14 @@ def test_what_is_listed_as_good_has_what_it_had(doings: list[Do]) -> None:
         row.judge()
 
 
+def test_a_store_that_became_a_copy_is_another() -> None:
+    """As after a backup was brought up to date: versions may repeat."""
+    store = ShardStore(MODEL, BLOCKS)
+    before = store.lineage
+    store.restore(store.snapshot())
+    assert store.lineage is not before
+
+
 def test_a_row_writes_what_changed_and_no_more(tmp_path: Path) -> None:
     row = Row(str(tmp_path))
     for kind in ("checkpoint", "update", "checkpoint", "checkpoint", "prune"):

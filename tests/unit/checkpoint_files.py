@@ -7,8 +7,8 @@ no tensor of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,12 +77,26 @@ def block_count(spec: TableSpec) -> int:
     return -(-spec.element_count // spec.block_elements)
 
 
+@dataclass(frozen=True)
+class Forgery:
+    """What is wrong with a checkpoint that is written: its values are those of checkpoint
+    `content`; what it says of the table of counters, which it refers to, is changed.
+    """
+
+    content: int = 0
+    referred: Callable[[StoredBlock], StoredBlock] = lambda stored: stored
+
+
+HONEST = Forgery()
+
+
 def write_part(
     directory: CheckpointDirectory,
     file: str,
     number: int,
     disk: Disk = DISK,
     base: CheckpointReader | None = None,
+    forged: Forgery = HONEST,
 ) -> SavedPart:
     """The part of the server that is named by the last digit of `file`."""
     server = int(file.removesuffix(".safetensors")[-1]) - 1
@@ -92,7 +106,7 @@ def write_part(
     counts: dict[str, int] = {}
     referred, elsewhere = 0, 0
     for spec in SPECS:
-        vectors = tensors_of(spec, number)
+        vectors = tensors_of(spec, forged.content or number)
         dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
         for block in range(block_count(spec)):
             if block % 2 != server:
@@ -101,7 +115,8 @@ def write_part(
             if base is not None and (spec is COUNTERS or block % 2):
                 stored = base.block(spec.name, block)
                 place = stored.place or place_in(base.directory.name, file)
-                writer.refer(spec.name, block, replace(stored, place=place))
+                said = replace(stored, place=place)
+                writer.refer(spec.name, block, forged.referred(said) if spec is COUNTERS else said)
                 referred += 1
                 elsewhere += sum(
                     len(base.read(spec.name, block, tensor)) for tensor in stored.tensors
@@ -154,7 +169,11 @@ def manifest_of(
 
 
 def write_checkpoint(
-    directory: CheckpointDirectory, number: int, disk: Disk = DISK, base: str = ""
+    directory: CheckpointDirectory,
+    number: int,
+    disk: Disk = DISK,
+    base: str = "",
+    forged: Forgery = HONEST,
 ) -> Manifest:
     """A whole checkpoint, as a cluster of two servers and two workers makes it; full without base,
     the name of another one under its root.
@@ -165,7 +184,7 @@ def write_checkpoint(
         if base:
             earlier = stack.enter_context(CheckpointReader(directory.sibling(base)))
         parts = tuple(
-            write_part(directory, f"server-{server}.safetensors", number, disk, earlier)
+            write_part(directory, f"server-{server}.safetensors", number, disk, earlier, forged)
             for server in (1, 2)
         )
         named = {block.place for block in _blocks(earlier) if block.place}

