@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -63,7 +64,7 @@ class CheckpointVerbs(Catalogue):
             self.engine.checkpoints, lambda: list(self._handles.values()), self._copied
         )
         if not self.is_reader:
-            self.engine.watch(self.save_points.take_view)
+            self.engine.watch(self.save_points.take_view, self.save_points.end)
 
     def _copied(
         self, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
@@ -90,6 +91,12 @@ class CheckpointVerbs(Catalogue):
 
             self._restored = RestoredStates(self.restored_from, self.rank)
         return None if per_rank and not self._restored.is_own else self._restored.find(name)
+
+    def leave(self, timeout_s: float | None = None) -> None:
+        """As `Connection.leave`; a checkpoint that is being settled has its state before that."""
+        if not self._is_closed and self._pid == os.getpid() and not self.is_reader:
+            self.save_points.leave()
+        super().leave(timeout_s)
 
     def _end(self, reason: str) -> None:
         if self._is_closed:

@@ -223,9 +223,14 @@ class Engine:
         """Take the cluster back to a checkpoint, which ends this session; its directory."""
         return await restore_checkpoint(self._scheduler, url, deadline_s)
 
-    def watch(self, take_view: Callable[[ClusterView], None]) -> None:
-        """Call `take_view` with this view and each newer one, on the loop. Any thread."""
+    def watch(
+        self, take_view: Callable[[ClusterView], None], end: Callable[[PushpullError], None]
+    ) -> None:
+        """Call `take_view` with this view and each newer one, and `end` when there will be no more,
+        on the loop. Any thread.
+        """
         self._scheduler.on_view.append(take_view)
+        self._scheduler.on_fenced.append(end)
         self._post(lambda: take_view(self._view))
 
     @property

@@ -175,11 +175,17 @@ class SavePoints:
                 clocks[table_id] = max(handle.clock, passed + steps)
         return clocks
 
-    def close(self, timeout_s: float) -> None:
-        """The worker leaves: what is being written is waited for, at most so long."""
+    def end(self, reason: object = None) -> None:
+        """The session has ended: no view comes any more, and nobody waits for one."""
+        del reason
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """The worker leaves: what is being written is waited for, at most so long."""
+        self.end()
+        with self._changed:
             writing = list(self._writing)
         end_s = now_s() + timeout_s
         for each in writing:
@@ -221,6 +227,19 @@ class SavePoints:
             return is_over() or (self._is_settled() and (begun or self._asked != asked))
 
         self._rest(ends)
+
+    def leave(self) -> None:
+        """The script takes no further step: it goes no further than it is, whatever it has said.
+
+        Blocking: as `reach`.
+        """
+        with self._changed:
+            if not self._attached or self._is_closed:
+                return
+            self._arrive()
+            if not self._is_settled():
+                self._join()
+        self._rest(self._is_settled)
 
     def _arrive(self) -> None:
         handles = [handle for trained in self._models for handle, _ in trained()]

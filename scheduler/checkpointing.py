@@ -35,6 +35,9 @@ from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWrit
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
 
+_REMEMBERED_COUNT = 100
+"""Complete checkpoints of which it is known where they are, for those who asked for them."""
+
 _RETRY_S = 10.0
 """How long after one that was due has failed the next is tried."""
 
@@ -182,7 +185,9 @@ class Checkpointing:
         cluster = self._cluster
         try:
             directory = await asyncio.to_thread(write_manifest, attempt.url, manifest)
-            self._made[attempt.number] = Made(attempt.number, directory.url, manifest.byte_count)
+            made = Made(attempt.number, directory.url, manifest.byte_count)
+            newest = list(self._made.items())[-_REMEMBERED_COUNT:]
+            self._made = {**dict(newest), attempt.number: made}
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
             self._last_s, self._not_before_s = now_s, 0.0
             self._count(manifest)

@@ -49,6 +49,9 @@ from scheduler.checkpoint_state import (
 )
 from scheduler.cluster_state import ClusterSettings, ClusterState, Transition
 
+_REMEMBERED_COUNT = 100
+"""Checkpoints that have ended, of which it is known how."""
+
 CHECKPOINTS_FEATURE = "checkpoints"
 """What a worker says at its registration that answers views with a checkpoint."""
 
@@ -188,8 +191,15 @@ class Checkpoints:
         since = self._state.checkpoints_since_full + 1 if attempt.base else 1
         self._state.checkpoint_base, self._state.checkpoints_since_full = number, since
         self._state.checkpoint = None
-        self._state.checkpoint_ends[number] = ""
+        self._remember(number, "")
         return [CheckpointMade(number, attempt.url)]
+
+    def _remember(self, number: int, problem: str) -> None:
+        """How it ended, for those who asked for it and are about to look."""
+        ends = self._state.checkpoint_ends
+        ends[number] = problem
+        while len(ends) > _REMEMBERED_COUNT:
+            del ends[min(ends)]
 
     def problem_of(self, number: int) -> str | None:
         """How a checkpoint ended: empty if it is complete; None while it is made."""
@@ -246,7 +256,7 @@ class Checkpoints:
 
     def _fail(self, attempt: Attempt, reason: str) -> list[Transition]:
         self._state.checkpoint = None
-        self._state.checkpoint_ends[attempt.number] = reason or "it failed"
+        self._remember(attempt.number, reason or "it failed")
         withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
         return [*withdrawn, CheckpointFailed(attempt.number, attempt.url, reason)]
 

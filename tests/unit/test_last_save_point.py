@@ -1,0 +1,65 @@
+"""The last save point of a worker: it leaves, or its session ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_save_points import A, B, Resting, Worker, clocks_of
+
+
+@pytest.fixture
+def worker() -> Worker:
+    found = Worker()
+    found.model(A)
+    found.attach()
+    return found
+
+
+def test_who_leaves_goes_no_further_whatever_it_has_said(worker: Worker) -> None:
+    worker.points.reach()
+    worker.propose()
+    assert clocks_of(worker) == {A: 1, B: 0}, "it was in its next step"
+    leaving = Resting(worker.points.leave)
+    assert leaving.waits
+    assert clocks_of(worker) == {A: 0, B: 0}, "which it does not take"
+    worker.cut(0)
+    assert leaving.is_over()
+    assert [clock for _, clock, _ in worker.copied] == [0]
+
+
+def test_who_leaves_where_the_cut_is_has_its_state_in_it(worker: Worker) -> None:
+    """The script ends after that step, without another save point."""
+    worker.points.reach()
+    worker.propose()
+    worker.cut(1)
+    worker.step()
+    worker.points.leave()
+    assert worker.report()[0][1].file
+    assert [clock for _, clock, _ in worker.copied] == [1]
+
+
+def test_who_leaves_before_the_cut_is_reached_writes_nothing(worker: Worker) -> None:
+    worker.points.reach()
+    worker.propose()
+    worker.cut(5)
+    worker.points.leave()
+    assert (worker.copied, worker.reported) == ([], [])
+
+
+def test_who_has_no_state_leaves_at_once() -> None:
+    worker = Worker()
+    worker.model(A)
+    worker.propose()
+    worker.points.leave()
+    assert len(worker.joined) == 1
+
+
+def test_nobody_waits_for_a_cut_when_the_session_has_ended(worker: Worker) -> None:
+    worker.points.reach()
+    worker.step()
+    worker.propose()
+    resting = Resting(worker.points.reach)
+    assert resting.waits
+    worker.points.end()
+    assert resting.is_over()
+    worker.points.leave()
