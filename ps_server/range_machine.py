@@ -192,7 +192,9 @@ class RangeMachine:
         """
         out: list[Effect] = []
         state = self.state
-        is_freed = state.schedule.observe(table, state.reached_clock, state.read_clock, now_s)
+        is_freed = state.schedule.observe(
+            table, state.reached_clock, state.stepped_clock, state.read_clock, now_s
+        )
         for join in table.joins:
             self._join(join, now_s)
         if is_freed:

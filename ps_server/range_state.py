@@ -89,6 +89,8 @@ class WorkerPart:
     held: dict[int, int] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
+    goodbye_clock: int | None = None
+    """Of the seal by which it left, if that ended no step."""
     joined_clock: int = 0
     """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
     predecessor: WorkerPart | None = None
@@ -181,13 +183,21 @@ class RangeState:
 
     @property
     def reached_clock(self) -> int:
-        """The highest clock of which anything has taken effect. A goodbye is nothing: it is for a
-        step that its worker has not taken, and the others may never take.
+        """The highest clock of which anything has taken effect."""
+        reached = max(self.clock, self.changed_clock)
+        for worker in self.workers.values():
+            reached = max(reached, worker.sealed_clock, worker.done_clock)
+        return reached
+
+    @property
+    def stepped_clock(self) -> int:
+        """The highest clock of a step that has taken effect. A goodbye is none: it is for a step
+        that its worker has not taken, and the others may never take.
         """
         reached = max(self.formed_clock, self.changed_clock)
         for worker in self.workers.values():
-            if worker.left_clock is None:
-                reached = max(reached, worker.sealed_clock, worker.done_clock)
+            clock = max(worker.sealed_clock, worker.done_clock)
+            reached = max(reached, clock - (worker.goodbye_clock == clock))
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:

@@ -128,12 +128,15 @@ class Schedule:
         """Whether gradients may still come that need what their workers were given."""
         return any(setting.policy is StalePolicy.COMPENSATE for _, setting in self._settings)
 
-    def observe(self, table: Table, reached: int, read_clock: int, now_s: float) -> bool:
+    def observe(
+        self, table: Table, reached: int, stepped: int, read_clock: int, now_s: float
+    ) -> bool:
         """What the newest view says of the table; whether anything may take effect that could not.
 
         Args:
             table: as in that view.
             reached: the highest clock of which anything has taken effect here.
+            stepped: the highest of which a step has.
             read_clock: the highest that was read for.
             now_s: the time.
         """
@@ -153,8 +156,8 @@ class Schedule:
         if table.proposed is not None and self.hold_clock is None:
             self._promised = table.proposed.number
             self._holds_reads = not table.proposed.checkpoint
-            reached = max(reached, read_clock) if self._holds_reads else reached
-            self.hold_clock = max(table.proposed.after_clock, reached)
+            at_present = max(reached, read_clock) if self._holds_reads else stepped
+            self.hold_clock = max(table.proposed.after_clock, at_present)
         return committed or (held is not None and self.hold_clock != held)
 
     # --- cuts

@@ -110,6 +110,7 @@ class SavePoints:
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
+        self._last_clocks: dict[TableId, int] | None = None
 
     # --- what is saved
 
@@ -165,6 +166,8 @@ class SavePoints:
 
     def _next_clocks(self) -> dict[TableId, int]:
         """The clocks at the save point that the worker is at, or that it comes to next."""
+        if self._last_clocks is not None:  # its goodbye is for a step that it does not take
+            return self._last_clocks
         clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
         if self._is_resting or not self._attached:
             return clocks
@@ -234,12 +237,15 @@ class SavePoints:
         Blocking: as `reach`.
         """
         with self._changed:
-            if not self._attached or self._is_closed:
-                return
-            self._arrive()
-            if not self._is_settled():
-                self._join()
-        self._rest(self._is_settled)
+            has_state = self.has_state and not self._is_closed
+            if has_state:
+                self._arrive()
+                if not self._is_settled():
+                    self._join()
+        if has_state:
+            self._rest(self._is_settled)
+        with self._changed:
+            self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
 
     def _arrive(self) -> None:
         handles = [handle for trained in self._models for handle, _ in trained()]

@@ -63,3 +63,16 @@ def test_nobody_waits_for_a_cut_when_the_session_has_ended(worker: Worker) -> No
     worker.points.end()
     assert resting.is_over()
     worker.points.leave()
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_goodbye_is_no_step_that_it_has_taken(has_state: bool) -> None:
+    worker = Worker()
+    worker.model(A)
+    if has_state:
+        worker.attach()
+    worker.step()
+    worker.points.leave()
+    worker.step()  # as the goodbye's seal does
+    worker.propose()
+    assert clocks_of(worker) == {A: 1, B: 0}
