@@ -29,7 +29,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants core-mutants chaos bench bench-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants core-mutants chaos bench bench-check checkpoint-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench: $(READY) ## Measure, and print JSON with the environment it was measured 
 
 bench-check: $(READY) ## Run every benchmark quickly: do they work, and give all that their pages promise
 	$(BIN)/python -m pytest tests/bench
+
+checkpoint-check: $(READY) ## Test checkpoints further than CI does: every optimizer, S3, servers that die, rows of them
+	$(BIN)/python -m pytest $(PARALLEL) tests/checkpoints
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)

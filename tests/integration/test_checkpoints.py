@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,28 +25,23 @@ from tests.integration.resumed_training import (
 END = 12
 
 
-def _amsgrad() -> Any:
+def amsgrad() -> Any:
     return ps.AdamW(lr=1e-2, amsgrad=True)
 
 
-def _aggregate() -> Any:
-    return ps.Aggregate(lambda groups: torch.optim.Adam(groups, lr=1e-2))
-
-
-def _trained(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
+def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
     with ps.local_cluster(1, workers) as cluster:
         return together(cluster.address, workers, lambda c: train(c, recipe, END), recipe.lane)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "lane"),
-    [(_amsgrad, "shm"), (_aggregate, "grpc")],
-)
-def test_bsp_goes_on_bit_for_bit_on_other_servers(
-    tmp_path: Path, optimizer: Callable[[], Any], lane: str
-) -> None:
+def test_bsp_goes_on_bit_for_bit_on_other_servers(tmp_path: Path) -> None:
+    check_bsp_goes_on(tmp_path, amsgrad, "shm")
+
+
+def check_bsp_goes_on(tmp_path: Path, optimizer: Callable[[], Any], lane: str) -> None:
+    """One server, then three, then two: as one run that was never stopped."""
     recipe = Recipe(optimizer, lane=lane)
-    expected = _trained(tmp_path, recipe)
+    expected = trained_models(tmp_path, recipe)
     root = str(tmp_path / "checkpoints")
     for servers, resume, begin, end in ((1, "", 4, 5), (3, root, 8, 9), (2, root, 0, END)):
         recipe.made.clear()
@@ -71,7 +65,7 @@ def test_bsp_goes_on_bit_for_bit_on_other_servers(
 COUNT, BLOCK = 5_000, 64
 
 
-def _counting(client: ps.Client, consistency: str) -> ps.TableHandle:
+def counting_table(client: ps.Client, consistency: str) -> ps.TableHandle:
     """A table in which each step of each worker takes 1 from every element."""
     return client.create_table(
         "counted", COUNT, optimizer=ps.SGD(lr=1.0), consistency=consistency, reduction="sum",
@@ -79,7 +73,7 @@ def _counting(client: ps.Client, consistency: str) -> ps.TableHandle:
     )  # fmt: skip
 
 
-def _counts(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
+def counts_of(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
     with resolve(str(root)).reader as reader:
         table = reader.manifest.table("counted")
         blocks = {
@@ -89,8 +83,12 @@ def _counts(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
     return blocks, table
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "bsp:backup=1", "ssp:3", "asp"])
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:3"])
 def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) -> None:
+    check_cut(tmp_path, consistency)
+
+
+def check_cut(tmp_path: Path, consistency: str) -> None:
     """Checkpoints while workers of different speed step: under BSP and SSP each has exactly what it
     says, in every range; under ASP each range is between two updates.
     """
@@ -99,7 +97,7 @@ def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) ->
     gradient = np.ones(COUNT, np.float32)
 
     def work(client: ps.Client) -> int:
-        table = _counting(client, consistency)
+        table = counting_table(client, consistency)
         while not stop.is_set() or (client.rank and table.clock < 30):
             client.push_pull(table, gradient)
             if client.rank == 0:
@@ -122,7 +120,7 @@ def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) ->
     (urls,) = found
     assert len(set(urls)) == 4
     for url in urls:
-        blocks, table = _counts(url)
+        blocks, table = counts_of(url)
         assert table.is_torn == (consistency == "asp")
         for block, values in blocks.items():
             assert len(np.unique(values)) == 1, f"block {block} is torn"
@@ -132,25 +130,29 @@ def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) ->
             assert {values[0] for values in blocks.values()} == {-2 * table.clock}
 
 
-@pytest.mark.parametrize(("consistency", "workers"), [("ssp:2", 3), ("asp", 1)])
-def test_it_goes_on_with_other_workers(tmp_path: Path, consistency: str, workers: int) -> None:
+def test_it_goes_on_with_more_workers(tmp_path: Path) -> None:
+    check_other_workers(tmp_path, "ssp:2", 3)
+
+
+def check_other_workers(tmp_path: Path, consistency: str, workers: int) -> None:
+    """Two workers begin; so many go on."""
     root = str(tmp_path / "checkpoints")
     gradient = np.ones(COUNT, np.float32)
 
     def begin(client: ps.Client) -> None:
-        table = _counting(client, consistency)
+        table = counting_table(client, consistency)
         for _ in range(5):
             client.push_pull(table, gradient)
         client.checkpoint().wait()
 
     with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
         together(cluster.address, 2, begin)
-    blocks, saved = _counts(root)
+    blocks, saved = counts_of(root)
     at_cut = np.concatenate([blocks[number] for number in sorted(blocks)])
     assert saved.clock == 5
 
     def go_on(client: ps.Client) -> tuple[int, Any]:
-        table = _counting(client, consistency)
+        table = counting_table(client, consistency)
         assert table.clock == 5
         found = client.pull(table)
         assert np.array_equal(np.asarray(found), at_cut) or consistency != "bsp"
@@ -171,7 +173,7 @@ def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
         ps.local_cluster(1, 1, checkpoint_url=str(root)) as cluster,
         ps.connect(cluster.address) as client,
     ):
-        table = _counting(client, "bsp")
+        table = counting_table(client, "bsp")
         root.write_text("a file is where the directory should be")
         client.push_pull(table, np.ones(COUNT, np.float32))
         with pytest.raises(ps.InvalidCheckpoint, match=r"Not a directory|File exists"):
@@ -179,23 +181,16 @@ def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
         client.push_pull(table, np.ones(COUNT, np.float32))
         root.unlink()
         made = client.checkpoint().wait()
-    assert _counts(made.url)[1].clock == 2
+    assert counts_of(made.url)[1].clock == 2
 
 
-def test_without_a_place_for_them_there_are_none() -> None:
-    with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:
-        _counting(client, "bsp")
-        with pytest.raises(ps.InvalidConfig, match="checkpoint_url"):
-            client.checkpoint().wait()
-
-
-def _made(root: Path, count: int) -> list[str]:
+def made_checkpoints(root: Path, count: int) -> list[str]:
     """So many checkpoints, each a step further."""
     with (
         ps.local_cluster(1, 1, checkpoint_url=str(root)) as cluster,
         ps.connect(cluster.address) as client,
     ):
-        table, urls = _counting(client, "bsp"), []
+        table, urls = counting_table(client, "bsp"), []
         for _ in range(count):
             client.push_pull(table, np.ones(COUNT, np.float32))
             urls.append(client.checkpoint().wait().url)
@@ -204,43 +199,24 @@ def _made(root: Path, count: int) -> list[str]:
 
 def test_a_bad_one_is_passed_over_for_the_newest_good_one(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    *_, good, bad = _made(root, 3)
+    *_, good, bad = made_checkpoints(root, 3)
     (part,) = Path(bad).glob("server-*")
     part.write_bytes(part.read_bytes()[:-1])
     with ps.local_cluster(2, 1, resume=str(root)) as cluster, ps.connect(cluster.address) as client:
         assert client.restored_from == good
-        assert _counting(client, "bsp").clock == 2
+        assert counting_table(client, "bsp").clock == 2
     with pytest.raises(ps.Recovering, match=rf"{part.name}.*\n?.*{Path(good).name}"):
         ps.local_cluster(1, 1, resume=bad)
 
 
 def test_values_that_are_damaged_are_never_trained_on(tmp_path: Path) -> None:
-    (url,) = _made(tmp_path / "checkpoints", 1)
+    (url,) = made_checkpoints(tmp_path / "checkpoints", 1)
     (part,) = Path(url).glob("server-*")
     content = bytearray(part.read_bytes())
     content[-5] ^= 1  # of a value: only who reads all of it sees that
     part.write_bytes(content)
     with ps.local_cluster(1, 1, resume=url) as cluster, ps.connect(cluster.address) as client:
-        table = _counting(client, "bsp")
+        table = counting_table(client, "bsp")
         with pytest.raises(ps.UpdateFailed, match=rf"{part.name}.*CRC"):
             client.pull(table, timeout_s=DEADLINE_S)
         client.close(leave=False)
-
-
-def test_another_table_is_refused(tmp_path: Path) -> None:
-    (url,) = _made(tmp_path / "checkpoints", 1)
-    with ps.local_cluster(1, 1, resume=url) as cluster, ps.connect(cluster.address) as client:
-        with pytest.raises(ps.InvalidCheckpoint, match="element_count is 5000; got 4000"):
-            client.create_table("counted", 4000, optimizer=ps.SGD(lr=1.0), block_elements=BLOCK)
-        _counting(client, "ssp:2")  # how far workers may run apart is not the table's for good
-
-
-def test_the_manifest_says_what_is_in_it(tmp_path: Path) -> None:
-    (url,) = _made(tmp_path / "checkpoints", 1)
-    manifest = json.loads((Path(url) / "manifest.json").read_text())
-    (table,) = manifest["tables"]
-    assert table["name"] == "counted"
-    assert table["consistency"] == "bsp"
-    assert table["spec"]["optimizer"]["kind"] == "OPTIMIZER_KIND_SGD"
-    (worker,) = manifest["workers"]
-    assert (worker["rank"], worker["clock"], worker["file"]) == (0, 1, "")

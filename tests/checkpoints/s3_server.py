@@ -1,4 +1,4 @@
-"""A server that speaks S3, as a process of its own: `python -m tests.integration.s3_server`.
+"""A server that speaks S3, as a process of its own: `python -m tests.checkpoints.s3_server`.
 
 It takes a free port, prints its address and serves until it is killed.
 """

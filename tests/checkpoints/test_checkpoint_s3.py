@@ -29,7 +29,7 @@ FILE = "worker-0-7.safetensors"
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.s3_server"], cwd=ROOT, env=environment(),
+        [sys.executable, "-m", "tests.checkpoints.s3_server"], cwd=ROOT, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as process:  # fmt: skip
         yield process
