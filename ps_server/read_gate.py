@@ -66,9 +66,12 @@ class ReadGate:
         return self._lost() or self._dispute_of(event) or self._ahead_of(event)
 
     def _is_past(self, event: PullEvent) -> bool:
-        """Whether the range is beyond that clock, or its values have anything that is."""
-        reached = max(self._state.clock, self._state.changed_clock)
-        return reached > event.clock
+        """Whether the range is beyond that clock, or its values have anything that is. A cut asks
+        for values alone: goodbyes may have brought the range further.
+        """
+        state = self._state
+        clock = state.clock if event.cut_id is None else state.formed_clock
+        return max(clock, state.changed_clock) > event.clock
 
     def _past(self, event: PullEvent) -> AlreadyPast:
         clock = max(self._state.clock, self._state.changed_clock)
