@@ -14,6 +14,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from ps_runtime.cluster_shape import CheckpointPlan
+
 OptionsT = TypeVar("OptionsT")
 
 Script = Annotated[
@@ -128,3 +130,30 @@ Resume = Annotated[
         "good one. Onto any number of servers and workers.",
     ),
 ]
+
+
+class PlansCheckpoints:
+    """Options of a command that starts a cluster: those about checkpoints, taken together."""
+
+    __slots__ = ()
+
+    checkpoint_url: CheckpointUrl
+    checkpoint_every: CheckpointEvery
+    checkpoint_keep: CheckpointKeep
+    checkpoint_full_every: int
+    resume: Resume
+
+    @property
+    def checkpoints(self) -> CheckpointPlan:
+        """Where checkpoints go, and which one it starts from.
+
+        Raises:
+            InvalidConfig: they contradict each other.
+        """
+        return CheckpointPlan(
+            self.checkpoint_url,
+            self.checkpoint_every,
+            self.checkpoint_keep,
+            self.resume,
+            self.checkpoint_full_every,
+        )

@@ -15,6 +15,7 @@ from ps_cli.options import (
     LeaseS,
     MaxWorkerCount,
     MinInSync,
+    PlansCheckpoints,
     ReplicaCount,
     Resume,
     Script,
@@ -22,11 +23,10 @@ from ps_cli.options import (
     WorkerCount,
 )
 from ps_cli.train import DEFAULT_LINE_INTERVAL_S
-from ps_runtime.cluster_shape import CheckpointPlan
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOptions:
+class TrainOptions(PlansCheckpoints):
     """The options as they are given."""
 
     script: Script
@@ -60,18 +60,3 @@ class TrainOptions:
         bool,
         typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
     ] = False
-
-    @property
-    def checkpoints(self) -> CheckpointPlan:
-        """Where checkpoints go, and which one it starts from.
-
-        Raises:
-            InvalidConfig: they contradict each other.
-        """
-        return CheckpointPlan(
-            self.checkpoint_url,
-            self.checkpoint_every,
-            self.checkpoint_keep,
-            self.resume,
-            self.checkpoint_full_every,
-        )

@@ -15,16 +15,16 @@ from ps_cli.options import (
     LeaseS,
     MaxWorkerCount,
     MinInSync,
+    PlansCheckpoints,
     ReplicaCount,
     Resume,
     ServerCount,
     WorkerCount,
 )
-from ps_runtime.cluster_shape import CheckpointPlan
 
 
 @dataclass(frozen=True, slots=True)
-class UpOptions:
+class UpOptions(PlansCheckpoints):
     """The options as they are given."""
 
     workers: WorkerCount = 1
@@ -45,18 +45,3 @@ class UpOptions:
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
     ] = False
-
-    @property
-    def checkpoints(self) -> CheckpointPlan:
-        """Where checkpoints go, and which one it starts from.
-
-        Raises:
-            InvalidConfig: they contradict each other.
-        """
-        return CheckpointPlan(
-            self.checkpoint_url,
-            self.checkpoint_every,
-            self.checkpoint_keep,
-            self.resume,
-            self.checkpoint_full_every,
-        )
