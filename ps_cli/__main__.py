@@ -48,8 +48,8 @@ def train(options: TrainOptions) -> None:
     `client.rank` and `client.world_size`. Its output appears behind its worker's name. The run ends
     when the workers that it started have finished.
 
-    With --replicas 2 a server may die, and the run goes on at its backups; with --max-restarts a
-    dead worker or server is started again.
+    With --replicas 2 a server may die, and the run goes on at its backups; with --update-log it is
+    started again, and goes on from there; with --max-restarts a dead worker is, too.
 
     Exit code: 0 when every worker has finished; 1 when a role died that the run cannot do without,
     with the reason; 130 after Ctrl-C.
@@ -67,6 +67,7 @@ def train(options: TrainOptions) -> None:
         lease_s=options.lease_s,
         max_restarts=options.max_restarts,
         checkpoints=options.checkpoints,
+        update_log=options.update_logs,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
@@ -100,7 +101,8 @@ def compare(options: CompareOptions) -> None:
 def up(options: UpOptions) -> None:
     """Run a cluster alone and print its address; start workers beside it by hand.
 
-    With --replicas 2 a server may die, and the cluster goes on at its backups.
+    With --replicas 2 a server may die, and the cluster goes on at its backups; with --update-log it
+    is started again and goes on from there.
     """
     settings = UpSettings(
         worker_count=options.workers,
@@ -112,6 +114,7 @@ def up(options: UpOptions) -> None:
         min_in_sync=options.min_in_sync,
         lease_s=options.lease_s,
         checkpoints=options.checkpoints,
+        update_log=options.update_logs,
     )
     guarded(lambda output: run_up(settings, output))
 

@@ -3,12 +3,14 @@
     worker, finished               -> all have: the run ends well; else it goes on
     worker that died               -> started again while restarts are left; else the end
     server that died, with backups -> started again while restarts are left; it goes on in any case
+    server that died, with a log   -> started again, however often, if it had served
     server that died, without      -> the end: nothing can bring its values back
     scheduler                      -> the end
 
 Rules:
-    - Values are lost when a server that had served dies where ranges have one replica, or when none
-      that serves is left: then a restart would train on from nothing, and is not made.
+    - Values are lost when a server that had served dies where ranges have one replica and no update
+      log, or when none that serves is left: then a restart would train on from nothing, and is not
+      made.
     - A server that never served has lost nothing; if it cannot be started again, the cluster that
       was asked for does not come to be, and the run ends.
 
@@ -59,12 +61,21 @@ class ExitRules:
         worker_count: the workers that it starts; when all have finished it ends well.
         replica_count: servers that hold each range.
         max_restarts: how many dead roles may be started again, all in all.
+        has_update_log: whether a server that is started again has what it had.
     """
 
-    def __init__(self, worker_count: int, replica_count: int = 1, max_restarts: int = 0) -> None:
+    def __init__(
+        self,
+        worker_count: int,
+        replica_count: int = 1,
+        max_restarts: int = 0,
+        *,
+        has_update_log: bool = False,
+    ) -> None:
         self._worker_count = worker_count
         self._replica_count = replica_count
         self._max_restarts = max_restarts
+        self._has_update_log = has_update_log
         self._restart_count = 0
         self._finished_count = 0
         self._served: set[str] = set()
@@ -97,6 +108,8 @@ class ExitRules:
         was_part = role_exit.was_ready or name in self._served
         if role_exit.was_ready:
             self._served.add(name)
+            if self._has_update_log:  # who dies before it served again is judged as without one
+                return StartAgain(f"{name} {role_exit.fate}; it goes on from its update log")
             if self._replica_count == 1:
                 lost = "its values are lost, which no other server had (--replicas 2 keeps copies)"
                 return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ps_runtime.cluster_shape import CheckpointPlan
+from ps_runtime.cluster_shape import CheckpointPlan, UpdateLogPlan
 
 OptionsT = TypeVar("OptionsT")
 
@@ -132,8 +132,34 @@ Resume = Annotated[
 ]
 
 
-class PlansCheckpoints:
-    """Options of a command that starts a cluster: those about checkpoints, taken together."""
+UpdateLogPath = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Each server keeps every update in a directory of its own in DIR. One that dies is "
+        "started again and goes on from there; `pushpull replay` shows what was done.",
+    ),
+]
+UpdateLogMb = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="MB",
+        help="Above so many MB the oldest updates of a server's log go; 0: the server's own "
+        "setting.",
+    ),
+]
+UpdateLogSync = Annotated[
+    bool,
+    typer.Option(
+        "--update-log-sync",
+        help="An update counts when the disk has it: the log survives a power cut, too.",
+    ),
+]
+
+
+class PlansStorage:
+    """Options of a command that starts a cluster: those about what it keeps, taken together."""
 
     __slots__ = ()
 
@@ -142,6 +168,18 @@ class PlansCheckpoints:
     checkpoint_keep: CheckpointKeep
     checkpoint_full_every: int
     resume: Resume
+    update_log: UpdateLogPath
+    update_log_mb: UpdateLogMb
+    update_log_sync: UpdateLogSync
+
+    @property
+    def update_logs(self) -> UpdateLogPlan:
+        """Where the servers keep their updates.
+
+        Raises:
+            InvalidConfig: they contradict each other.
+        """
+        return UpdateLogPlan(self.update_log, self.update_log_mb, self.update_log_sync)
 
     @property
     def checkpoints(self) -> CheckpointPlan:

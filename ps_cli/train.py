@@ -16,7 +16,13 @@ from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worke
 from ps_cli.scheduler_query import SchedulerQuery
 from ps_cli.supervisor import Supervisor
 from ps_core.errors import PushpullError
-from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
+from ps_runtime.cluster_shape import (
+    NO_CHECKPOINTS,
+    NO_UPDATE_LOG,
+    CheckpointPlan,
+    ClusterShape,
+    UpdateLogPlan,
+)
 from ps_runtime.launcher import (
     start_scheduler,
     start_servers,
@@ -50,6 +56,7 @@ class TrainSettings:
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
         checkpoints: where it keeps them, and which it starts from.
+        update_log: where its servers keep what they did.
         max_restarts: how many dead roles may be started again, all in all.
     """
 
@@ -65,6 +72,7 @@ class TrainSettings:
     min_in_sync: int = 1
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
+    update_log: UpdateLogPlan = NO_UPDATE_LOG
     max_restarts: int = 0
 
 
@@ -108,7 +116,12 @@ class TrainRun:
         if remark:
             self._output.say(remark)
         supervisor = Supervisor(self._output, settings.shown_kinds)
-        rules = ExitRules(settings.worker_count, settings.replica_count, settings.max_restarts)
+        rules = ExitRules(
+            settings.worker_count,
+            settings.replica_count,
+            settings.max_restarts,
+            has_update_log=bool(settings.update_log.path),
+        )
         last = self._last if settings.checkpoints.url else None
         ending = await supervisor.run(self._work(supervisor, shape), rules, last)
         self._output.close()
@@ -129,6 +142,7 @@ class TrainRun:
             min_in_sync=settings.min_in_sync,
             lease_s=settings.lease_s,
             checkpoints=settings.checkpoints,
+            update_log=settings.update_log,
         )
 
     async def _work(self, supervisor: Supervisor, shape: ClusterShape) -> None:

@@ -15,18 +15,21 @@ from ps_cli.options import (
     LeaseS,
     MaxWorkerCount,
     MinInSync,
-    PlansCheckpoints,
+    PlansStorage,
     ReplicaCount,
     Resume,
     Script,
     ServerCount,
+    UpdateLogMb,
+    UpdateLogPath,
+    UpdateLogSync,
     WorkerCount,
 )
 from ps_cli.train import DEFAULT_LINE_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOptions(PlansCheckpoints):
+class TrainOptions(PlansStorage):
     """The options as they are given."""
 
     script: Script
@@ -45,6 +48,9 @@ class TrainOptions(PlansCheckpoints):
     checkpoint_keep: CheckpointKeep = 0
     checkpoint_full_every: CheckpointFullEvery = 1
     resume: Resume = ""
+    update_log: UpdateLogPath = ""
+    update_log_mb: UpdateLogMb = 0
+    update_log_sync: UpdateLogSync = False
     max_restarts: Annotated[
         int,
         typer.Option(

@@ -10,7 +10,13 @@ from ps_cli.exit_rules import Ending, ExitRules
 from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
 from ps_cli.supervisor import Supervisor
-from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
+from ps_runtime.cluster_shape import (
+    NO_CHECKPOINTS,
+    NO_UPDATE_LOG,
+    CheckpointPlan,
+    ClusterShape,
+    UpdateLogPlan,
+)
 from ps_runtime.launcher import ReadyRole, start_scheduler, start_servers
 
 
@@ -28,6 +34,7 @@ class UpSettings:
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
         checkpoints: where it keeps them, and which it starts from.
+        update_log: where its servers keep what they did.
     """
 
     worker_count: int
@@ -39,6 +46,7 @@ class UpSettings:
     min_in_sync: int = 1
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
+    update_log: UpdateLogPlan = NO_UPDATE_LOG
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
@@ -59,10 +67,15 @@ async def run_up(settings: UpSettings, output: Output) -> int:
         min_in_sync=settings.min_in_sync,
         lease_s=settings.lease_s,
         checkpoints=settings.checkpoints,
+        update_log=settings.update_log,
     )
     kinds = () if settings.is_quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))
-    rules = ExitRules(worker_count=0, replica_count=settings.replica_count)
+    rules = ExitRules(
+        worker_count=0,
+        replica_count=settings.replica_count,
+        has_update_log=bool(settings.update_log.path),
+    )
     addresses: list[str] = []
 
     def tell(scheduler: ReadyRole) -> None:

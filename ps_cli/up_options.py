@@ -15,16 +15,19 @@ from ps_cli.options import (
     LeaseS,
     MaxWorkerCount,
     MinInSync,
-    PlansCheckpoints,
+    PlansStorage,
     ReplicaCount,
     Resume,
     ServerCount,
+    UpdateLogMb,
+    UpdateLogPath,
+    UpdateLogSync,
     WorkerCount,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class UpOptions(PlansCheckpoints):
+class UpOptions(PlansStorage):
     """The options as they are given."""
 
     workers: WorkerCount = 1
@@ -38,6 +41,9 @@ class UpOptions(PlansCheckpoints):
     checkpoint_keep: CheckpointKeep = 0
     checkpoint_full_every: CheckpointFullEvery = 1
     resume: Resume = ""
+    update_log: UpdateLogPath = ""
+    update_log_mb: UpdateLogMb = 0
+    update_log_sync: UpdateLogSync = False
     listen: Annotated[
         str,
         typer.Option(help="Where the scheduler listens; port 0 takes a free one."),

@@ -123,7 +123,9 @@ def wrap(outer_field: int, inner: bytes) -> bytes:
     return _head(outer_field, len(inner)) + inner
 
 
-def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, memoryview] | None:
+def split(
+    message: bytes | memoryview, outer_field: int, payload_field: int
+) -> tuple[bytes, memoryview] | None:
     """The inner message without its payload, and a view of the payload; None for another field.
 
     Raises:
@@ -134,7 +136,7 @@ def split(message: bytes, outer_field: int, payload_field: int) -> tuple[bytes, 
 
 
 def split_several(
-    message: bytes, outer_field: int, inner_field: int, payload_field: int
+    message: bytes | memoryview, outer_field: int, inner_field: int, payload_field: int
 ) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
     """What `join_several` joined: the rest, and of each part what is beside its payload, and a view
     of the payload. None for another outer field.
@@ -159,7 +161,7 @@ def split_several(
     return b"".join(rest), parts
 
 
-def _inside(message: bytes, outer_field: int) -> memoryview | None:
+def _inside(message: bytes | memoryview, outer_field: int) -> memoryview | None:
     """The only field of a message, if it is that one."""
     view = memoryview(message)
     key, at = _read_varint(view, 0)

@@ -129,6 +129,14 @@ class InvalidCheckpoint(PushpullError):
     code = "INVALID_CHECKPOINT"
 
 
+class InvalidUpdateLog(PushpullError):
+    """A server's update log is damaged, of another version, or cannot be written. It stays in the
+    process that has the log.
+    """
+
+    code = "INVALID_CHECKPOINT"
+
+
 class GradientChangedAfterPush(PushpullError):
     """Eager mode: a gradient or a hyperparameter changed after its block had left."""
 

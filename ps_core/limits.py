@@ -138,6 +138,9 @@ block of a dense table: what does not fit is written before the step goes on."""
 CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
 """What a server writes of a checkpoint in a second while it also trains."""
 
+UPDATE_LOG_BYTES = 4_000_000_000
+"""What an update log takes of a disk; more, if that is less than what a server needs to begin."""
+
 LANES = ("auto", "shm", "grpc")
 """The settings of PUSHPULL_LANE."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
@@ -83,6 +84,41 @@ NO_CHECKPOINTS = CheckpointPlan()
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateLogPlan:
+    """Where the servers of a local cluster keep update logs.
+
+    Attributes:
+        path: a directory, in which each server has one of its own; empty: nowhere.
+        bound_mb: MB of each log above which the oldest updates go; 0: the server's own setting.
+        is_synced: whether an update counts only when the disk has it.
+    """
+
+    path: str = ""
+    bound_mb: int = 0
+    is_synced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bound_mb < 0:
+            raise InvalidConfig(f"an update log of {self.bound_mb} MB; expected 0 or more")
+        if not self.path and (self.bound_mb or self.is_synced):
+            raise InvalidConfig("settings of an update log without one; give --update-log")
+
+    def server_arguments(self, index: int) -> tuple[str, ...]:
+        """What a server is told of it."""
+        if not self.path:
+            return ()
+        given = [f"--update-log={Path(self.path).absolute() / f'server-{index}'}"]
+        if self.bound_mb:
+            given.append(f"--update-log-mb={self.bound_mb}")
+        if self.is_synced:
+            given.append("--update-log-sync=1")
+        return tuple(given)
+
+
+NO_UPDATE_LOG = UpdateLogPlan()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterShape:
     """A local cluster. Of what is 0 the scheduler's own setting decides.
 
@@ -96,6 +132,7 @@ class ClusterShape:
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: when a node counts as silent, in seconds.
         checkpoints: where it keeps checkpoints, and which it starts from.
+        update_log: where its servers keep what they did.
     """
 
     server_count: int
@@ -107,6 +144,7 @@ class ClusterShape:
     min_in_sync: int = 0
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
+    update_log: UpdateLogPlan = NO_UPDATE_LOG
 
     def __post_init__(self) -> None:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):

@@ -12,7 +12,11 @@ What it deliberately does not do: buffer, or know what is in a file.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+_MAX_PIECE_COUNT = 512
+"""Buffers of one system call; Linux takes 1024."""
 
 Payload = bytes | bytearray | memoryview
 """Bytes to write: C-contiguous."""
@@ -51,6 +55,24 @@ class Disk:
         while rest:
             count = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
+
+    def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        """All of `pieces`, one behind the other, from `offset` on; how many bytes that were.
+
+        Blocking: the write.
+
+        Raises:
+            OSError: not all of it could be written, a full disk for example.
+        """
+        begin = offset
+        for first in range(0, len(pieces), _MAX_PIECE_COUNT):
+            some = pieces[first : first + _MAX_PIECE_COUNT]
+            size_bytes = sum(map(len, some))
+            count = os.pwritev(descriptor, some, offset)
+            if count < size_bytes:  # a signal, a full disk, or more than one call may write
+                self.write(descriptor, memoryview(b"".join(some))[count:], offset + count)
+            offset += size_bytes
+        return offset - begin
 
     def sync(self, descriptor: int) -> None:
         """What was written to the file outlives a power cut.

@@ -417,6 +417,7 @@ def start_server(
         f"--scheduler={scheduler}",
         f"--ready-file={launcher.ready_file(bare)}",
         f"--drain-grace-s={_DRAIN_GRACE_S}",
+        *shape.update_log.server_arguments(index),
     )
     return launcher.start(replace(bare, arguments=arguments))
 

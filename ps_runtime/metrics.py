@@ -278,6 +278,16 @@ class ServerMetrics:
             "Bytes that wait to be written to other servers.",
             registry=registry,
         )
+        self.update_log_bytes = Gauge(
+            "pushpull_server_update_log_bytes",
+            "Bytes of the update log, with what is to be written to it.",
+            registry=registry,
+        )
+        self.update_log_queue_bytes = Gauge(
+            "pushpull_server_update_log_queue_bytes",
+            "Bytes that wait to be written to the update log.",
+            registry=registry,
+        )
         self.sessions = Gauge(
             "pushpull_server_sessions", "Sessions that have been opened.", registry=registry
         )

@@ -26,7 +26,9 @@ from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
 from ps_server.checkpoint_parts import CheckpointParts
 from ps_server.installed_updates import installed_updates
+from ps_server.kept_log import KeptLog, open_log
 from ps_server.kernel_fingerprint import kernel_fingerprint
+from ps_server.lanes import SharedLanes
 from ps_server.node import ParameterNode
 from ps_server.promises import Promises
 from ps_server.read_gate import WaitCause
@@ -34,6 +36,8 @@ from ps_server.replicated_ranges import ReplicationSetting
 from ps_server.replication_service import ReplicationServicer
 from ps_server.restored_values import RestoredValues
 from ps_server.servicer import FEATURES, ParameterServicer, ViewAtLeast
+from ps_server.shards import Shards
+from ps_server.update_log import LogSetting
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
@@ -86,8 +90,29 @@ class ServerConfig:
         },
     )
 
+    update_log: Path | None = field(
+        default=None,
+        metadata={
+            "help": "directory of this server alone where every update is kept, so that a server "
+            "started again there goes on from it; unset: none"
+        },
+    )
+    update_log_mb: int = field(
+        default=limits.UPDATE_LOG_BYTES // 1_000_000,
+        metadata={"help": "MB of the update log above which the oldest updates go"},
+    )
+    update_log_sync: bool = field(
+        default=False,
+        metadata={
+            "help": "an update counts when the disk has it, so that the log survives a power cut, "
+            "and not the server's death alone"
+        },
+    )
+
     def __post_init__(self) -> None:
         config.check_choice("lane", self.lane, limits.LANES)
+        if self.update_log_mb < 1:
+            raise InvalidConfig(f"update_log_mb is {self.update_log_mb}; expected at least 1")
 
 
 def main() -> None:
@@ -166,34 +191,9 @@ async def _run(
     measures: tuple[ServerMetrics, NodeMetrics],
 ) -> None:
     """Register, serve, and end when the cluster has finished or replaced this server."""
-    installed = installed_updates()
-    request = scheduler_pb2.RegisterNodeRequest(
-        role=types_pb2.NODE_ROLE_SERVER,
-        address=server.address,
-        protocol_version=1,
-        features=FEATURES,
-        kernel_fingerprint=kernel_fingerprint(),
-        cluster_id=settings.cluster_id,
-        custom_updates=installed.to_proto(),
-    )
-    link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
-    stack = contextlib.AsyncExitStack()
     metrics, node_metrics = measures
-    try:
-        node = ParameterNode(
-            link.session,
-            link.token_key,
-            link.worker_count,
-            metrics,
-            clock.now_s,
-            installed.updates,
-        )
-        if link.replica_count > 1:
-            replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync))
-            stack.push_async_callback(replicas.close)
-        stack.callback(node.lanes.close)
-        if settings.lane != "grpc":
-            _open_lanes(node, must=settings.lane == "shm")
+    async with contextlib.AsyncExitStack() as stack:
+        link, node = await _registered(settings, server.address, metrics, stack)
         _watch(link, node, metrics, node_metrics)
         finished = asyncio.Event()
         promises = Promises(
@@ -225,10 +225,68 @@ async def _run(
         if link.fenced_by is not None:
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
-    finally:
-        await stack.aclose()
-        await link.deregister("the server stops", deadline_s=1.0)
-        await link.close()
+
+
+async def _registered(
+    settings: ServerConfig,
+    address: str,
+    metrics: ServerMetrics,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[SchedulerLink, ParameterNode]:
+    """Register with what this server has, and be a node; `stack` ends that."""
+    installed = installed_updates()
+    request = scheduler_pb2.RegisterNodeRequest(
+        role=types_pb2.NODE_ROLE_SERVER,
+        address=address,
+        protocol_version=1,
+        features=FEATURES,
+        kernel_fingerprint=kernel_fingerprint(),
+        cluster_id=settings.cluster_id,
+        custom_updates=installed.to_proto(),
+    )
+    shards = Shards(SharedLanes(), installed.updates)
+    stack.callback(shards.lanes.close)
+    if settings.lane != "grpc":
+        _open_lanes(shards.lanes, must=settings.lane == "shm")
+    kept = None
+    if settings.update_log is not None:
+        kept = await open_log(
+            settings.update_log, shards, request.kernel_fingerprint, settings.connect_deadline_s
+        )
+        stack.callback(kept.directory.close)
+        request.update_log.CopyFrom(kept.claim())
+    link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
+    stack.push_async_callback(_leave, link)
+    node = ParameterNode(
+        link.session, link.token_key, link.worker_count, metrics, clock.now_s, shards
+    )
+    _replicate(link, node, kept, settings, stack)
+    return link, node
+
+
+async def _leave(link: SchedulerLink) -> None:
+    await link.deregister("the server stops", deadline_s=1.0)
+    await link.close()
+
+
+def _replicate(
+    link: SchedulerLink,
+    node: ParameterNode,
+    kept: KeptLog | None,
+    settings: ServerConfig,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """Tell others what is decided, or the update log, if there are any."""
+    if link.replica_count == 1 and kept is None:
+        return
+    update_log = None
+    if kept is not None:
+        setting = LogSetting(settings.update_log_mb * 1_000_000, settings.update_log_sync)
+        update_log = kept.begin(link, setting)
+    replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
+    stack.push_async_callback(replicas.close)
+    if kept is not None:
+        replicas.recover(kept.replicas.values(), kept.segments)
 
 
 def _keep_checkpoints(
@@ -248,9 +306,9 @@ def _keep_checkpoints(
     return restored
 
 
-def _open_lanes(node: ParameterNode, *, must: bool) -> None:
+def _open_lanes(lanes: SharedLanes, *, must: bool) -> None:
     try:
-        node.lanes.open()
+        lanes.open()
     except OSError as error:
         if must:
             raise InvalidConfig(f"lane is 'shm', which this system refuses: {error}") from error
@@ -284,6 +342,10 @@ def _watch(
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
     if node.replicas is not None:
         replicas = node.replicas
+        if replicas.logged is not None:
+            log = replicas.logged.log
+            metrics.update_log_bytes.set_function(lambda: log.byte_count)
+            metrics.update_log_queue_bytes.set_function(lambda: log.queued_bytes)
         metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)
         metrics.held_decisions.set_function(lambda: replicas.held_count)
         metrics.peer_queue_bytes.set_function(lambda: replicas.queued_bytes)

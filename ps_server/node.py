@@ -30,7 +30,6 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
 from ps_server.changes import Assigned, Dropped, Kept, Put
-from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -60,6 +59,7 @@ from ps_server.sessions import Sessions
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from ps_server.sums import Total
+from ps_server.update_log import UpdateLog
 
 _DRAIN_RETRY_MS = 500
 
@@ -74,7 +74,7 @@ class ParameterNode:
         worker_count: int,
         metrics: ServerMetrics,
         now: Callable[[], float],
-        updates: Mapping[str, CheckedUpdate] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """Args:
         session: this server's identity.
@@ -82,13 +82,14 @@ class ParameterNode:
         worker_count: the number that opens clock 1 of a BSP table.
         metrics: where it counts what it does.
         now: the clock, in seconds.
-        updates: the custom updates that it offered to the scheduler, by name.
+        shards: its values, with the custom updates that it offered to the scheduler; None: none of
+            either.
         """
         self.session = session
         self.sessions = Sessions(session, token_key)
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
-        self.lanes = SharedLanes()
-        self.shards = Shards(self.lanes, dict(updates or {}))
+        self.shards = shards if shards is not None else Shards(SharedLanes(), {})
+        self.lanes = self.shards.lanes
         self.now = now
         self.metrics = metrics
         self.sent_bytes = 0
@@ -106,9 +107,15 @@ class ParameterNode:
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
-    def replicate(self, setting: ReplicationSetting) -> ReplicatedRanges:
-        """Its ranges have backups from now on, and it backs up others'. Before the first view."""
-        self.replicas = ReplicatedRanges(self.session, self.machine, self.shards, setting, self.now)
+    def replicate(
+        self, setting: ReplicationSetting, update_log: UpdateLog | None = None
+    ) -> ReplicatedRanges:
+        """Its ranges have backups from now on, or an update log, and it backs up others'. Before
+        the first view.
+        """
+        self.replicas = ReplicatedRanges(
+            self.session, self.machine, self.shards, setting, self.now, update_log
+        )
         self.replicas.do = self._do
         return self.replicas
 

@@ -99,6 +99,7 @@ class OutputCommit:
         replication: of the same.
         sums: its sums.
         send: how a batch gets to a server.
+        write: how a batch gets to the update log, where there is one.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class OutputCommit:
         replication: Replication,
         sums: Sums,
         send: Callable[[NodeId, Batch], None],
+        write: Callable[[Batch], None] | None = None,
     ) -> None:
         self._machine = machine
         self._replication = replication
         self._sums = sums
         self._send = send
+        self._write = write
         self._told: dict[_Place, _Told] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
         self._untold: dict[_Place, Told] = {}
@@ -183,7 +186,7 @@ class OutputCommit:
         delta = delta_of(part.state, decided.effects, decided.counted)
         news = self._news(place, delta)
         # Who joins is told all anew: where nobody listens, reads need not wait for what is told.
-        is_heard = news is not None and bool(primary.holders)
+        is_heard = news is not None and primary.is_heard
         if not decided.changes and not delta.endings and not is_heard:
             primary.log.follow(decided.held)
             return []
@@ -192,6 +195,8 @@ class OutputCommit:
         )
         for node_id in primary.holders:
             self._send(node_id, batch)
+        if self._write is not None and primary.log.is_written:
+            self._write(batch)
         return []
 
     def _news(self, place: _Place, delta: Delta) -> tuple[WorkerFacts, ...] | None:
@@ -237,7 +242,7 @@ class OutputCommit:
         would stand in the way of reads until somebody joins, who is told all anew.
         """
         primary = self._replication.primaries.get(range_id)
-        return primary is None or not primary.log.is_short or bool(primary.holders)
+        return primary is None or not primary.log.is_short or primary.is_heard
 
     def _is_promised_unheard(self, place: _Place) -> bool:
         """Whether a promise may be on its way to the backups, with something else."""
@@ -272,6 +277,12 @@ class OutputCommit:
         for node_id, snapshot in self._replication.snapshots(now_s, has_room):
             self._forget_told(snapshot.range_id)
             yield node_id, snapshot
+
+    def base(self, range_id: RangeId) -> Snapshot:
+        """As `Replication.base`: the update log is told all anew from then on."""
+        snapshot = self._replication.base(range_id)
+        self._forget_told(range_id)
+        return snapshot
 
     def forget(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more."""

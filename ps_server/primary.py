@@ -161,9 +161,20 @@ class Primary:
         check(self.is_deserted, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
         self.log.decide_alone()
         self.log.begin_snapshot()
+        self.log.lose_base()
         self._is_closed = not is_last
 
     # --- who gets what
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the update log is to be given all of the range: not while values come."""
+        return self.log.needs_base and not self._is_closed
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody is told what is decided: a server, or the update log."""
+        return self.log.is_written or bool(self.holders)
 
     @property
     def is_alone(self) -> bool:

@@ -17,8 +17,11 @@ Rules:
       releases nothing; it asks the scheduler to leave them out, and they join anew.
     - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
       does not count before the scheduler has configured it. Reads of what is committed go on.
+    - Where this server keeps an update log, that has to have what is committed too (SEMANTICS S13):
+      it is a backup that grants no lease and counts as no replica.
 
 Invariants:
+    LOG-1 Nothing is released that the update log does not have, if there is one.
     RL-1  Nothing is released before what was decided before it.
     RL-2  Nothing is released that an in-sync backup does not have, nor while there are heirs.
 
@@ -64,6 +67,8 @@ class RangeLog:
         tenure: the first.
         number: of the newest batch.
         heirs: backups of the primary before, which are not left out yet.
+        is_written: whether batches go to the update log: it has, or is being given, what they
+            follow.
     """
 
     def __init__(
@@ -87,6 +92,8 @@ class RangeLog:
         self._is_past = False
         self._granted_s: dict[NodeId, float] = {}
         self.heirs: frozenset[NodeId] = frozenset()
+        self._written: int | None = None
+        self.is_written = False
 
     def inherit(self) -> None:
         """The backups were those of the primary before."""
@@ -99,10 +106,13 @@ class RangeLog:
 
     @property
     def committed(self) -> int:
-        """Every in-sync backup has all up to it, and there are enough of them."""
+        """Every in-sync backup and the update log have all up to it, and there are enough of
+        them.
+        """
         if self.is_short:
             return self._released
-        return min(self._acked.values(), default=self.number)
+        held = min(self._acked.values(), default=self.number)
+        return held if self._written is None else min(held, self._written)
 
     @property
     def is_short(self) -> bool:
@@ -112,7 +122,8 @@ class RangeLog:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else has a word, and nothing waits: what is decided is committed."""
-        return not self._acked and not self._entries and not self.is_short
+        is_only_here = not self._acked and self._written is None
+        return is_only_here and not self._entries and not self.is_short
 
     @property
     def released(self) -> int:
@@ -189,6 +200,36 @@ class RangeLog:
             self._released = self.number
             self._is_past = False
         return self.number
+
+    # --- the update log
+
+    def keep_log(self, written: int) -> None:
+        """There is an update log, which has everything up to that batch; -1: nothing of the
+        range. Before anything is decided.
+        """
+        self._written, self.is_written = written, written >= 0
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the update log lacks what batches would follow: all of the range."""
+        return self._written is not None and not self.is_written
+
+    def begin_base(self) -> None:
+        """All of the range is on its way to the update log, as of `begin_snapshot`; batches follow
+        it.
+        """
+        self.is_written = True
+
+    def lose_base(self) -> None:
+        """What is in the update log is not what is here any more."""
+        if self._written is not None:
+            self._written, self.is_written = -1, False
+
+    def written(self, number: int) -> None:
+        """The update log has everything up to `number`; going back does nothing."""
+        if self._written is not None and self.is_written:
+            check(number <= self.number, "LOG-1", f"{number} is in the log: not decided yet")
+            self._written = max(self._written, number)
 
     # --- what backups say
 

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +21,11 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_runtime import logs, wire
 from ps_server.events import Effect
+from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.peer_links import PeerLinks
+from ps_server.replica import Replica
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from ps_server.replication_wire import answers_from, batch_messages, beat_message
@@ -31,6 +33,7 @@ from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.shards import Shards, for_backup
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.store_copy import RangeCopy
+from ps_server.update_log import UpdateLog
 
 _BEATS_A_LEASE = 10
 _RESEND_LEASES = 0.5
@@ -65,6 +68,7 @@ class ReplicatedRanges:
         shards: its values.
         setting: as the scheduler gave it.
         now: the clock, in seconds; one that counts suspended time.
+        update_log: where what is decided has to be too, if anywhere.
 
     Attributes:
         do: called with what may be done when something came that others had to have first.
@@ -78,10 +82,19 @@ class ReplicatedRanges:
         shards: Shards,
         setting: ReplicationSetting,
         now: Callable[[], float],
+        update_log: UpdateLog | None = None,
     ) -> None:
         node_id = NodeId(session.node_id)
-        self.replication = Replication(node_id, machine, setting.lease_s, setting.min_in_sync)
-        self.output = OutputCommit(machine, self.replication, shards, self._send)
+        has_log = update_log is not None
+        self.replication = Replication(
+            node_id, machine, setting.lease_s, setting.min_in_sync, has_update_log=has_log
+        )
+        write = self._write if has_log else None
+        self.output = OutputCommit(machine, self.replication, shards, self._send, write)
+        self.logged: LoggedRanges | None = None
+        if update_log is not None:
+            self.logged = LoggedRanges(update_log, self.replication, self.output, shards)
+            self.logged.released = self._released
         self.do: Callable[[Sequence[Deed]], None] = _nothing
         self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
@@ -97,6 +110,18 @@ class ReplicatedRanges:
         self._missing: tuple[RangeId, ...] = ()
         self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
+    def recover(self, replicas: Iterable[Replica], segments: Mapping[RangeId, int]) -> None:
+        """What the update log had when the server started, which is in the stores; before the first
+        view.
+
+        Args:
+            replicas: the ranges that it has all of.
+            segments: the segment in which each of these begins.
+        """
+        self.replication.recover(replicas)
+        if self.logged is not None:
+            self.logged.recover(segments)
+
     # --- views
 
     def observe(self, view: ClusterView) -> tuple[list[RangeId], list[Effect]]:
@@ -110,6 +135,8 @@ class ReplicatedRanges:
             self.output.forget(range_id)
         self._view = view
         self._make_room(view)
+        if self.logged is not None:
+            self.logged.observe(view, lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
         self._send_refused()
@@ -167,7 +194,9 @@ class ReplicatedRanges:
         return self.output.decide(effects, self._now())
 
     def settle(self) -> list[Deed]:
-        """See `OutputCommit.settle`."""
+        """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
+        if self.logged is not None:
+            self.logged.look()
         return self.output.settle(self._now())
 
     @property
@@ -186,6 +215,8 @@ class ReplicatedRanges:
             self._beat_s = now_s
             self._beat(now_s)
         self._give_snapshots(now_s)
+        if self.logged is not None:
+            self.logged.look()
         self.do(self.output.release(now_s, self.replication.primaries))
 
     def _beat(self, now_s: float) -> None:
@@ -198,12 +229,21 @@ class ReplicatedRanges:
 
     def _send(self, peer: NodeId, batch: Batch) -> None:
         link = self._links.find(peer)
-        if link is None:
-            return
+        if link is not None:
+            link.send(self._messages(batch))
+
+    def _write(self, batch: Batch) -> None:
+        if self.logged is not None:
+            self.logged.write(batch, self._messages(batch))
+
+    def _released(self, range_ids: Iterable[RangeId]) -> None:
+        self.do(self.output.release(self._now(), range_ids))
+
+    def _messages(self, batch: Batch) -> Sequence[bytes]:
         if self._encoded is None or self._encoded[0] is not batch:
             told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
             self._encoded = batch, batch_messages(told)
-        link.send(self._encoded[1])
+        return self._encoded[1]
 
     # --- values that are loaded
 
@@ -343,8 +383,10 @@ class ReplicatedRanges:
         return self.replication.beat(beat, self._now())
 
     async def close(self) -> None:
-        """End the streams."""
+        """End the streams, and the log."""
         await self._links.close()
+        if self.logged is not None:
+            await self.logged.close()
 
 
 def _nothing(deeds: Sequence[Deed]) -> None:

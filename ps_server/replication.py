@@ -49,6 +49,7 @@ class Replication:
         machine: its machine.
         lease_s: of the cluster.
         min_in_sync: servers that must have what is committed.
+        has_update_log: whether what is decided here is to be in an update log too.
 
     Attributes:
         primaries: the ranges that it is primary of.
@@ -57,7 +58,13 @@ class Replication:
     """
 
     def __init__(
-        self, node_id: NodeId, machine: ServerMachine, lease_s: float, min_in_sync: int = 1
+        self,
+        node_id: NodeId,
+        machine: ServerMachine,
+        lease_s: float,
+        min_in_sync: int = 1,
+        *,
+        has_update_log: bool = False,
     ) -> None:
         self.primaries: dict[RangeId, Primary] = {}
         self.replicas: dict[RangeId, Replica] = {}
@@ -66,10 +73,21 @@ class Replication:
         self._machine = machine
         self._lease_s = lease_s
         self._min_in_sync = min_in_sync
+        self._has_update_log = has_update_log
+        self._recovered: set[RangeId] = set()
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
         self._begun: set[RangeId] = set()
         self._looked_s: float | None = None
+
+    def recover(self, replicas: Iterable[Replica]) -> None:
+        """What the update log of a server before this one has of ranges that were given back to
+        this one; before the first view.
+        """
+        for replica in replicas:
+            self.replicas[replica.range_id] = replica
+            self._recovered.add(replica.range_id)
+            self._begun.add(replica.range_id)
 
     # --- what the scheduler says
 
@@ -82,6 +100,7 @@ class Replication:
         self._view = view
         self.renewed = set()
         self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
+        lost += self._not_given_back(view)
         for assignment in view.ranges:
             range_id = assignment.range_id
             if assignment.primary == self._node_id:
@@ -112,6 +131,17 @@ class Replication:
                 lost.append(range_id)
         return lost, effects
 
+    def _not_given_back(self, view: ClusterView) -> list[RangeId]:
+        """What came from an update log, and another is primary of: it is of no use, for joining it
+        neither.
+        """
+        others = {a.range_id for a in view.ranges if a.primary != self._node_id}
+        refused = sorted(self._recovered & others)
+        for range_id in refused:
+            self._recovered.discard(range_id)
+            del self.replicas[range_id]
+        return refused
+
     def _refused(self, held: AnswerPull | RefusePull) -> RefusePull:
         error = NotOwner(f"server {self._node_id} is not primary of range {held.range_id} any more")
         return RefusePull(held.waiter, held.table_id, held.range_id, error)
@@ -125,7 +155,7 @@ class Replication:
         elif replica is not None:
             replica.promote(assignment_epoch)
         elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
-            log = self._log(assignment)
+            log = self._log(assignment, written=0)
             self.primaries[range_id] = Primary(log, self._lease_s, heard_s=now_s)
 
     def serve(self, now_s: float) -> ClusterView:
@@ -146,7 +176,7 @@ class Replication:
                     assignment = replace(assignment, primary=None)
                 else:
                     del self.replicas[range_id]
-                    log = self._log(assignment, replica.number)
+                    log = self._log(assignment, replica.number, written=self._logged(replica))
                     log.inherit()
                     self.primaries[range_id] = Primary(log, self._lease_s)
                     self._machine.adopt(range_id, replica.copies, now_s)
@@ -164,8 +194,14 @@ class Replication:
             and a.range_id not in self.replicas
         )
 
-    def _log(self, assignment: RangeAssignment, number: int = 0) -> RangeLog:
-        return RangeLog(
+    def _logged(self, replica: Replica) -> int:
+        """Up to where the update log has what the replica has: all, if it came from there."""
+        is_recovered = replica.range_id in self._recovered
+        self._recovered.discard(replica.range_id)
+        return replica.number if is_recovered else -1
+
+    def _log(self, assignment: RangeAssignment, number: int = 0, *, written: int) -> RangeLog:
+        log = RangeLog(
             assignment.range_id,
             assignment.assignment_epoch,
             assignment.backups,
@@ -173,6 +209,9 @@ class Replication:
             number,
             self._min_in_sync,
         )
+        if self._has_update_log:
+            log.keep_log(written)
+        return log
 
     @property
     def waits(self) -> bool:
@@ -257,6 +296,15 @@ class Replication:
         held = tuple(effect for effect in log.held if isinstance(effect, Change))
         number = log.begin_snapshot()
         return Snapshot(log.range_id, log.assignment_epoch, log.tenure, number, copies, held)
+
+    def base(self, range_id: RangeId) -> Snapshot:
+        """All of a range as of its newest batch, for the update log: to be written, with the values
+        of that moment, before anything that follows.
+        """
+        log = self.primaries[range_id].log
+        snapshot = self._snapshot(log)
+        log.begin_base()
+        return snapshot
 
     def wishes(self, now_s: float) -> list[BackupWish]:
         """What to ask the scheduler for; see `Primary.wish`."""

@@ -28,17 +28,18 @@ class ReplicationReader:
 
     Args:
         small_bytes: a message up to it is parsed whole.
+        is_open: whether the header was read elsewhere.
     """
 
     __slots__ = ("_blocks", "_is_open", "_small_bytes", "_snapshot")
 
-    def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
+    def __init__(self, small_bytes: int = SMALL_BYTES, *, is_open: bool = False) -> None:
         self._small_bytes = small_bytes
-        self._is_open = False
+        self._is_open = is_open
         self._blocks: list[Elements] = []
         self._snapshot: SnapshotReader | None = None
 
-    def read(self, raw: bytes) -> Came | None:
+    def read(self, raw: bytes | memoryview) -> Came | None:
         """The next message; None if what it belongs to is not whole yet.
 
         Shapes:

@@ -324,7 +324,7 @@ class Request(NamedTuple):
     blocks: tuple[Elements, ...]
 
 
-def request_from(raw: bytes, small_bytes: int = SMALL_BYTES) -> Request:
+def request_from(raw: bytes | memoryview, small_bytes: int = SMALL_BYTES) -> Request:
     """A request; one of up to `small_bytes` is parsed whole.
 
     Shapes:
@@ -357,7 +357,7 @@ def _elements(message: replication_pb2.BlockElements) -> Elements:
     return Elements(message.block, message.presence, message.payload)
 
 
-def _split_request(raw: bytes) -> Request | None:
+def _split_request(raw: bytes | memoryview) -> Request | None:
     several = split_several(raw, _BATCH, _BLOCKS, _PAYLOAD)
     if several is not None:
         batch = replication_pb2.ReplicatedBatch.FromString(several[0])
@@ -374,14 +374,14 @@ def _lying(beside: bytes, payload: memoryview) -> Elements:
     return Elements(message.block, message.presence, payload)
 
 
-def parsed(kind: type[MessageT], raw: bytes) -> MessageT:
+def parsed(kind: type[MessageT], raw: bytes | memoryview) -> MessageT:
     """The message that was serialized.
 
     Raises:
         InvalidConfig: it is none of that kind.
     """
     try:
-        return kind.FromString(raw)
+        return kind.FromString(bytes(raw))
     except DecodeError as error:
         raise InvalidConfig(
             f"a message of {len(raw)} bytes is no {kind.__name__}: {error}"

@@ -56,6 +56,7 @@ class Shards:
     Attributes:
         stores: by table and range.
         received_bytes: payload bytes that came, wherever they lay.
+        lanes: the sessions on this host.
         captures: what has to be written for a checkpoint before it changes, if anything.
     """
 
@@ -63,7 +64,7 @@ class Shards:
         self.stores: dict[_Key, ShardStore] = {}
         self.received_bytes = 0
         self.captures: Captures | None = None
-        self._lanes = lanes
+        self.lanes = lanes
         self._updates = updates
         self._pool = BufferPool()
         self._lent: dict[_Key, LentValues] = {}
@@ -85,7 +86,7 @@ class Shards:
         if not parts:
             return
         lent = None
-        if self._lanes.is_open:
+        if self.lanes.is_open:
             blocks = [block for part in parts for block in part.blocks]
             lent = lent_values(table, next(self._segment_ids), blocks)
         new = _Home(lent, {part.range_id for part in parts})
@@ -137,7 +138,7 @@ class Shards:
     ) -> Contribution:
         """See `intake.Decoder`."""
         store = self._store(place.table_id, place.range_id)
-        payload = self._lanes.payload(sender.incarnation, message.shared_payload)
+        payload = self.lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
@@ -314,7 +315,7 @@ class Shards:
         return lent
 
     def _is_lent(self, session: Session, lent: LentValues) -> bool:
-        return self._lanes.lend(session.incarnation, lent.segment_id, lent.segment)
+        return self.lanes.lend(session.incarnation, lent.segment_id, lent.segment)
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:

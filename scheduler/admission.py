@@ -28,6 +28,7 @@ from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 
 PROTOCOL_VERSION = 1
 REGISTRATION_ID_BYTES = 16
+LOG_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 300
 MAX_FINGERPRINT_BYTES = 1024
 MAX_FEATURE_COUNT = 64
@@ -85,12 +86,31 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
         )
     _check_features(request.features)
     update_offers.check_offers(request)
+    _check_update_log(request, settings)
     if request.role is Role.SERVER:
         _check_address(request.address)
         _check_fingerprint(request.kernel_fingerprint)
     if request.role is not Role.WORKER and request.requested_rank is not None:
         raise InvalidConfig(
             f"requested_rank is {request.requested_rank}; a {request.role.value} has no rank"
+        )
+
+
+def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
+    claim = request.update_log
+    if claim is None:
+        return
+    if request.role is not Role.SERVER:
+        raise InvalidConfig(f"a {request.role.value} keeps an update log; only servers do")
+    if len(claim.log_id) != LOG_ID_BYTES:
+        raise InvalidConfig(
+            f"an update log's log_id has {len(claim.log_id)} bytes; expected {LOG_ID_BYTES}"
+        )
+    beyond = [each for each in claim.range_ids if each >= settings.range_count]
+    if beyond or len(set(claim.range_ids)) != len(claim.range_ids):
+        raise InvalidConfig(
+            f"an update log has {len(claim.range_ids)} ranges, {beyond[:3]} among them; expected "
+            f"each once, and below {settings.range_count}"
         )
 
 
@@ -142,7 +162,9 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
         Fenced: the node has left.
         InvalidConfig: another request had the id.
     """
-    for name in ("role", "address", "requested_rank", "kernel_fingerprint", "custom_updates"):
+    for name in (
+        "role", "address", "requested_rank", "kernel_fingerprint", "custom_updates", "update_log",
+    ):  # fmt: skip
         came, was = getattr(request, name), getattr(first, name)
         if came != was:
             raise InvalidConfig(
@@ -177,8 +199,20 @@ def check_place(request: Registration, state: ClusterState, heard: Heard) -> Non
             f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
         )
     if request.role is Role.SERVER:
+        _check_loggable(request, state)
         _check_servers(request, state, heard)
         update_offers.check_agreement(request, state, heard.describe)
+
+
+def _check_loggable(request: Registration, state: ClusterState) -> None:
+    """Refuse a log where there are updates that may fail after they were decided."""
+    for table in state.tables.values() if request.update_log is not None else ():
+        if table.spec.optimizer.kind is OptimizerKind.CUSTOM:
+            raise InvalidConfig(
+                f"the server keeps an update log, and table '{table.spec.name}' has the custom "
+                f"update '{table.spec.optimizer.custom_update}', which is not logged; expected a "
+                "server without --update-log"
+            )
 
 
 def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> None:
@@ -194,6 +228,8 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
                 f"CPU capability, or their results differ: on mixed machines start all of them "
                 f"with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
             )
+        if request.shares_log(state.members[node.node_id].registration):
+            continue  # it has the log's lock: that one is dead
         # A silent server's address may be taken over: a restart on the same port looks like that.
         if node.address == request.address and node.state is NodeState.ALIVE:
             taken = f"a server's address is '{request.address}', which {describe(node)} has already"

@@ -182,10 +182,22 @@ class Cluster:
                 f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
         transitions = self._members.add(node, request, now_s)
+        transitions += self._given_back(node, request)
         if is_late:
             self._changes.join(Join(node.rank, node.incarnation))
             transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         return Decision(self._members.session(node), self._changed(*transitions))
+
+    def _given_back(self, node: Node, request: Registration) -> list[Transition]:
+        """What a server is given that came with an update log, and who is dead for that."""
+        claim = request.update_log
+        if claim is None:
+            return []
+        transitions: list[Transition] = []
+        if claim.timeline == self.settings.timeline:
+            transitions += self._configurations.give_back(node, claim)
+        transitions += self._members.replaced(node, request)
+        return self._failed_over(transitions) + self._configured()
 
     def heartbeat(self, session: Session, now_s: float) -> Decision[int]:
         """Note that the caller lives; the reply is the number of the newest view.
@@ -371,7 +383,10 @@ class Cluster:
 
     def _configured(self) -> list[Transition]:
         """Ranges have other primaries or joiners, where they need them."""
-        transitions = self._configurations.look()
+        return self._failed_over(self._configurations.look())
+
+    def _failed_over(self, transitions: list[Transition]) -> list[Transition]:
+        """The same, and what follows where ranges have other primaries."""
         for transition in list(transitions):
             if isinstance(transition, RangesFailedOver):
                 transitions += self._changes.failed_over(transition.range_ids)

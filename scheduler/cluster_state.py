@@ -186,6 +186,15 @@ def _require(holds: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateLogClaim:
+    """The update log that a server keeps; see `pushpull.v1.UpdateLogClaim`."""
+
+    log_id: bytes
+    timeline: bytes = b""
+    range_ids: tuple[RangeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """Asks to become a node; the fields are those of `pushpull.v1.RegisterNodeRequest`."""
 
@@ -199,6 +208,12 @@ class Registration:
     cluster_id: str = ""
     custom_updates: tuple[UpdateOffer, ...] = ()
     waited_s: float | None = None
+    update_log: UpdateLogClaim | None = None
+
+    def shares_log(self, other: Registration) -> bool:
+        """Whether both keep the same update log: one of them has ended, since it has one lock."""
+        ours, theirs = self.update_log, other.update_log
+        return ours is not None and theirs is not None and ours.log_id == theirs.log_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +352,8 @@ class RangesPlaced:
 
 @dataclass(frozen=True, slots=True)
 class RangesFailedOver:
-    """A server is silent or has left: its backups are primaries of its ranges now; `counts` says of
-    how many each.
+    """A server is silent or has left: its backups, or who came with its update log, are primaries
+    of its ranges now; `counts` says of how many each.
     """
 
     lost: Node

@@ -2,6 +2,7 @@
 
     [primary, backups]  --primary silent-->        [a live backup, the others], under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
+                        --its log comes back-->    [who came with it], under the next epoch
     too few backups     --a server is free-->      it is named as joining; the primary brings it up
                                                    to date and then asks for it
 
@@ -15,6 +16,8 @@ Rules:
     - A promoted backup keeps the others until it asks to be without them, and before that it lets
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
       may be a batch behind or ahead of it, so they join anew.
+    - A primary's update log has all that it committed, and who has that log has its lock: the
+      primary is dead, silent or not (SEMANTICS S13).
     - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
       what it has when it is not named, and its primary may not learn of that in time. So silent
       ones that are too many are given up under a new epoch, from which their primary begins anew.
@@ -32,7 +35,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role
+from ps_core.cluster_view import BackupWish, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import InvalidConfig, InvalidKeys, check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from scheduler.cluster_state import (
@@ -42,6 +45,7 @@ from scheduler.cluster_state import (
     JoinersNamed,
     RangesFailedOver,
     Transition,
+    UpdateLogClaim,
 )
 
 
@@ -75,6 +79,26 @@ class Configurations:
             return []
         servers = _Servers(self._state)
         return self._promoted(servers) + self._filled(servers)
+
+    def give_back(self, node: Node, claim: UpdateLogClaim) -> list[Transition]:
+        """A server came with the update log of others, who are dead: of those ranges whose primary
+        kept that log it is primary now. Who backed them up may lack something, and joins anew.
+        """
+        given: dict[NodeId, list[RangeId]] = {}
+        for range_id in claim.range_ids:
+            old = self._state.ranges[range_id]
+            if old.primary is None or old.primary == node.node_id:
+                continue
+            before = self._state.members[old.primary].registration.update_log
+            if before is not None and before.log_id == claim.log_id:
+                self._commit(replace(old, primary=node.node_id, backups=(), joining=()))
+                given.setdefault(old.primary, []).append(range_id)
+        return [
+            RangesFailedOver(
+                self._state.members[lost].node, tuple(ranges), ((node.node_id, len(ranges)),)
+            )
+            for lost, ranges in given.items()
+        ]
 
     def set_backups(
         self, primary: NodeId, wishes: Sequence[BackupWish]

@@ -199,6 +199,17 @@ class Membership:
 
     # --- who goes
 
+    def replaced(self, node: Node, request: Registration) -> list[Transition]:
+        """A server came with the update log of others: they are dead."""
+        reason = f"server node {node.node_id} came with its update log"
+        transitions: list[Transition] = []
+        for member in list(self._state.members.values()):
+            other = member.node
+            is_other = other.node_id != node.node_id and other.state.is_member
+            if is_other and request.shares_log(member.registration):
+                transitions += self._leave(other, reason)
+        return transitions
+
     def deregister(self, session: Session, reason: str) -> list[Transition]:
         """End the caller's membership; a caller that has left already changes nothing.
 

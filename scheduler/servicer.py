@@ -19,7 +19,7 @@ from ps_core import limits
 from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
-from ps_core.keys import NodeId, TableId
+from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import translated
@@ -29,7 +29,13 @@ from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
 from scheduler.cluster import Cluster, Created, Decision
-from scheduler.cluster_state import TIMELINE_BYTES, RangesFailedOver, Registration, Transition
+from scheduler.cluster_state import (
+    TIMELINE_BYTES,
+    RangesFailedOver,
+    Registration,
+    Transition,
+    UpdateLogClaim,
+)
 from scheduler.restoring import restored_from
 from scheduler.transition_lines import log_transition
 
@@ -118,6 +124,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             features=settings.features,
             replica_count=settings.replica_count,
             min_in_sync=settings.min_in_sync,
+            range_count=settings.range_count,
         )
 
     @translated
@@ -429,7 +436,13 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         cluster_id=request.cluster_id,
         custom_updates=tuple(map(_offer, request.custom_updates)),
         waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
+        update_log=_claim(request.update_log) if request.HasField("update_log") else None,
     )
+
+
+def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
+    range_ids = tuple(map(RangeId, message.range_ids))
+    return UpdateLogClaim(message.log_id, message.timeline, range_ids)
 
 
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from ps_core import limits
 from ps_core.change import Change, Join
+from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
 from ps_core.keys import TableId
@@ -75,13 +76,23 @@ class Tables:
         return existing
 
     def check_replicable(self, spec: TableSpec) -> None:
-        """Refuse a table that the cluster's servers cannot replicate.
+        """Refuse a table that the cluster's servers cannot replicate, or log.
 
         Raises:
-            InvalidConfig: it has a custom update, and there are replicas.
+            InvalidConfig: it has a custom update, and there are replicas, or update logs.
         """
+        if spec.optimizer.kind is not OptimizerKind.CUSTOM:
+            return
+        for node in self._state.nodes_of(Role.SERVER):
+            has_log = self._state.members[node.node_id].registration.update_log is not None
+            if has_log and node.state.is_member:
+                raise InvalidConfig(
+                    f"table '{spec.name}' has the custom update '{spec.optimizer.custom_update}', "
+                    f"and server node {node.node_id} keeps an update log; custom updates are not "
+                    "logged: expected one of the built-in optimizers, or no --update-log"
+                )
         replica_count = self._settings.replica_count
-        if spec.optimizer.kind is OptimizerKind.CUSTOM and replica_count > 1:
+        if replica_count > 1:
             raise InvalidConfig(
                 f"table '{spec.name}' has the custom update '{spec.optimizer.custom_update}', and "
                 f"replicas is {replica_count}; custom updates are not replicated: expected one of "

@@ -32,8 +32,10 @@ from ps_core.tables import (
 from ps_runtime.metrics import ServerMetrics
 from ps_server.custom_updates import checked
 from ps_server.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
+from ps_server.lanes import SharedLanes
 from ps_server.node import ParameterNode
 from ps_server.reads import Read
+from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
 
@@ -104,8 +106,9 @@ class Stage:
         )
         self.metrics = ServerMetrics(CollectorRegistry())
         updates = {"fragile": checked("fragile", Fragile)}
+        shards = Shards(SharedLanes(), updates)
         self.node = ParameterNode(
-            SERVER, b"k" * 16, self.workers, self.metrics, lambda: 5.0, updates
+            SERVER, b"k" * 16, self.workers, self.metrics, lambda: 5.0, shards
         )
         self.node.lanes.open()  # values are lent, so they have stamps
         ranges = tuple(

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms")
+    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log")
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class RegisterNodeRequest(_message.Message):
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     WAITING_MS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_LOG_FIELD_NUMBER: _ClassVar[int]
     registration_id: bytes
     role: _types_pb2.NodeRole
     address: str
@@ -29,7 +30,18 @@ class RegisterNodeRequest(_message.Message):
     cluster_id: str
     custom_updates: _containers.RepeatedCompositeFieldContainer[CustomUpdate]
     waiting_ms: int
-    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ...) -> None: ...
+    update_log: UpdateLogClaim
+    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ...) -> None: ...
+
+class UpdateLogClaim(_message.Message):
+    __slots__ = ("log_id", "timeline", "range_ids")
+    LOG_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    RANGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    log_id: bytes
+    timeline: bytes
+    range_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, log_id: _Optional[bytes] = ..., timeline: _Optional[bytes] = ..., range_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CustomUpdate(_message.Message):
     __slots__ = ("name", "hyperparameters", "fingerprint", "problem")
@@ -44,7 +56,7 @@ class CustomUpdate(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync")
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "range_count")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +65,7 @@ class RegisterNodeResponse(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    RANGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     worker_count: int
     heartbeat_interval_ms: int
@@ -61,7 +74,8 @@ class RegisterNodeResponse(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     replica_count: int
     min_in_sync: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
+    range_count: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., range_count: _Optional[int] = ...) -> None: ...
 
 class TableProgress(_message.Message):
     __slots__ = ("table_id", "clock")

@@ -1,0 +1,318 @@
+"""A server's update log, written: a thread carries frames to the newest segment (SEMANTICS S13).
+
+    append --queue--> thread: written, synced --loop--> on_written: released
+
+Rules:
+    - What is appended together is written together, and in the order in which it was appended.
+    - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
+    - A segment that is large enough is followed by another. The oldest go when the log is above its
+      bound, and every range begins in a later one.
+    - A log that cannot be written has failed: nothing more of it is ever said to be written.
+
+Everything belongs to one event loop, but for the thread.
+
+What it deliberately does not do: decide what is written (`ps_server.logged_ranges` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ps_core.errors import InvalidUpdateLog
+from ps_core.keys import AssignmentEpoch, RangeId
+from ps_runtime import logs
+from ps_runtime.disk import Disk
+from ps_server.update_log_directory import LogDirectory
+from ps_server.update_log_frames import MAGIC, FrameKind, Head, frame_bytes, packed, padding
+from pushpull.v1 import update_log_pb2
+
+_SEGMENTS_A_BOUND = 4
+_LEAST_SEGMENT_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LogSetting:
+    """How much is kept, and when something counts as written.
+
+    Attributes:
+        bound_bytes: above it the oldest segments go that nothing needs.
+        is_synced: whether the disk must have what counts as written, or only the system.
+    """
+
+    bound_bytes: int
+    is_synced: bool = False
+
+
+class Item(NamedTuple):
+    """Frames that belong together: of one kind, range and number. `tenure` is that of the batches'
+    primary; it is not written.
+    """
+
+    kind: FrameKind
+    payloads: Sequence[bytes]
+    range_id: RangeId = RangeId(0)
+    number: int = 0
+    tenure: AssignmentEpoch = AssignmentEpoch(0)
+
+
+@dataclass(slots=True)
+class Written:
+    """What the system, or the disk, has now.
+
+    Attributes:
+        numbers: the newest batch, by range and tenure.
+        starts: the ranges that begin there, and in which segment.
+        byte_count: of all of it.
+    """
+
+    numbers: dict[tuple[RangeId, AssignmentEpoch], int] = field(default_factory=dict)
+    starts: dict[RangeId, int] = field(default_factory=dict)
+    byte_count: int = 0
+
+
+class _NextSegment(NamedTuple):
+    """From here on frames go to another segment, which begins with these."""
+
+    number: int
+    first: Sequence[Item]
+
+
+class UpdateLog:
+    """The log of one server, from when it registered.
+
+    Args:
+        directory: where it is; its lock is held.
+        header: of its segments; the segment's number is put in.
+        setting: see there.
+        sizes: the segments that there are, by number, in bytes.
+
+    Attributes:
+        on_written: called on the loop with what counts as written since the last time.
+        failure: why it cannot be written any more, if so.
+        queued_bytes: what is not written yet.
+        appended_bytes: since it was opened.
+    """
+
+    def __init__(
+        self,
+        directory: LogDirectory,
+        header: update_log_pb2.UpdateLogHeader,
+        setting: LogSetting,
+        sizes: dict[int, int],
+    ) -> None:
+        self.on_written: Callable[[Written], None] = _nothing
+        self.failure: InvalidUpdateLog | None = None
+        self.queued_bytes = 0
+        self.appended_bytes = 0
+        self._directory = directory
+        self._header = header
+        self._setting = setting
+        self._sizes = dict(sizes)
+        self._starts: dict[RangeId, int] = {}  # the segment in which each range begins
+        self._on_its_way: set[RangeId] = set()  # bases that are appended and not written
+        self._tables: list[bytes] = []
+        self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
+        self._next_segment()
+        self._writer.start()
+
+    # --- what is appended
+
+    def append(self, item: Item) -> None:
+        """These frames, behind all that were appended before."""
+        size_bytes = _size(item)
+        self.queued_bytes += size_bytes
+        self.appended_bytes += size_bytes
+        self._sizes[self.segment] += size_bytes
+        self._queue.put(item)
+        if item.kind is FrameKind.BASE:
+            self._on_its_way.add(item.range_id)
+        elif item.kind is FrameKind.ENDED:
+            self._starts.pop(item.range_id, None)
+
+    def goes_on(self, range_id: RangeId, segment: int) -> None:
+        """A range that was taken over: all of it begins in that segment."""
+        self._starts[range_id] = segment
+
+    def add_table(self, raw: bytes) -> None:
+        """A table, in this segment and all later ones."""
+        self._tables.append(raw)
+        self.append(Item(FrameKind.TABLE, (raw,)))
+
+    # --- segments
+
+    @property
+    def segment(self) -> int:
+        """The number of the newest segment."""
+        return max(self._sizes)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all segments, and of what is to be written."""
+        return sum(self._sizes.values())
+
+    @property
+    def lagging(self) -> list[RangeId]:
+        """The ranges that begin in an older segment, the oldest first: a base of each in this one
+        lets those go. Not those of which one is on its way.
+        """
+        newest = self.segment
+        found = [r for r, at in self._starts.items() if at < newest and r not in self._on_its_way]
+        return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
+
+    def turn(self, state_bytes: int) -> None:
+        """Begin another segment if this one is large enough, and let go of what is not needed.
+
+        Args:
+            state_bytes: what bases of all ranges would take, about.
+        """
+        least = max(self._setting.bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
+        is_behind = self.lagging or self._on_its_way
+        if not is_behind and self._sizes[self.segment] >= max(least, _LEAST_SEGMENT_BYTES):
+            self._next_segment()
+        needed = min(self._starts.values(), default=self.segment)
+        for number in sorted(self._sizes):
+            if number >= needed or self.byte_count <= self._setting.bound_bytes:
+                break
+            del self._sizes[number]
+            self._directory.disk.remove(self._directory.segment(number))
+
+    def _next_segment(self) -> None:
+        number = max(self._sizes, default=0) + 1
+        header = update_log_pb2.UpdateLogHeader()
+        header.CopyFrom(self._header)
+        header.segment = number
+        first = [Item(FrameKind.HEADER, (header.SerializeToString(),))]
+        first += [Item(FrameKind.TABLE, (raw,)) for raw in self._tables]
+        self._sizes[number] = len(MAGIC) + sum(map(_size, first))
+        self._queue.put(_NextSegment(number, first))
+
+    # --- what the thread says
+
+    def _said(self, written: Written | None, problem: str) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._heard, written, problem)
+        except RuntimeError:  # the loop has ended: nobody waits
+            logs.debug("update_log_unheard")
+
+    def _heard(self, written: Written | None, problem: str) -> None:
+        if written is None:
+            self.failure = self.failure or InvalidUpdateLog(problem)
+            logs.error("update_log_failed", reason=problem)
+            return
+        self.queued_bytes -= written.byte_count
+        self._starts |= written.starts
+        self._on_its_way -= written.starts.keys()
+        self.on_written(written)
+
+    async def close(self) -> None:
+        """Write what was appended, and let go of the directory."""
+        self.on_written = _nothing
+        self._queue.put(None)
+        await asyncio.to_thread(self._writer.join)
+        self._directory.close()
+
+
+class _Writer(threading.Thread):
+    """Writes what comes until None does."""
+
+    def __init__(
+        self,
+        directory: LogDirectory,
+        is_synced: bool,
+        source: queue.SimpleQueue[Item | _NextSegment | None],
+        said: Callable[[Written | None, str], None],
+    ) -> None:
+        super().__init__(name="update-log", daemon=True)
+        self._directory = directory
+        self._disk: Disk = directory.disk
+        self._is_synced = is_synced
+        self._source = source
+        self._say = said
+        self._descriptor: int | None = None
+        self._offset = 0
+        self._segment = 0
+        self._group = 0
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            is_last = False
+            while not is_last:
+                items = [self._source.get()]
+                while not self._source.empty():
+                    items.append(self._source.get())
+                is_last = items[-1] is None
+                self._say(self._write([item for item in items if item is not None]), "")
+        except OSError as error:  # nothing that comes now counts as written
+            self._say(None, f"{self._directory.path}: the update log cannot be written: {error}")
+        finally:
+            if self._descriptor is not None:
+                self._disk.close(self._descriptor)
+
+    def _write(self, items: Sequence[Item | _NextSegment]) -> Written:
+        """Write them, and sync."""
+        self._group += 1
+        written = Written()
+        for item in items:
+            if isinstance(item, _NextSegment):
+                self._begin(item)
+                continue
+            self._put(item)
+            written.byte_count += _size(item)
+            if item.kind in (FrameKind.BASE, FrameKind.BATCH):
+                written.numbers[item.range_id, item.tenure] = item.number
+            if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
+                written.starts[item.range_id] = self._segment
+            elif item.kind is FrameKind.ENDED:
+                written.starts.pop(item.range_id, None)
+        if self._is_synced and self._descriptor is not None:
+            self._disk.sync(self._descriptor)
+        return written
+
+    def _begin(self, segment: _NextSegment) -> None:
+        if self._descriptor is not None:
+            self._disk.sync(self._descriptor)
+            self._disk.close(self._descriptor)
+            self._descriptor = None
+        self._descriptor = self._disk.create(self._directory.segment(segment.number))
+        self._disk.write(self._descriptor, MAGIC, 0)
+        self._segment, self._offset = segment.number, len(MAGIC)
+        for item in segment.first:
+            self._put(item)
+        if self._is_synced:
+            self._disk.sync(self._descriptor)
+            self._disk.sync_directory(self._directory.path)
+
+    def _put(self, item: Item) -> None:
+        time_s = time.time()
+        pieces: list[bytes] = []
+        for index, payload in enumerate(item.payloads):
+            is_last = index == len(item.payloads) - 1
+            head = Head(
+                len(payload),
+                item.kind,
+                is_last,
+                item.range_id,
+                self._group % 2**32,
+                item.number,
+                time_s,
+            )
+            pieces += packed(head, payload), payload, padding(len(payload))
+        if self._descriptor is not None:
+            self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
+
+
+def _size(item: Item) -> int:
+    return sum(frame_bytes(len(payload)) for payload in item.payloads)
+
+
+def _nothing(written: Written) -> None:
+    del written

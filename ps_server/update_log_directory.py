@@ -1,0 +1,125 @@
+"""The directory of a server's update log: its lock, its id, its segments (SEMANTICS S13).
+
+    DIR/lock        held with flock by the server that writes, for as long as it lives
+    DIR/log_id      32 hexadecimal digits
+    DIR/00000001.log, ...   segments, by number
+
+Invariants:
+    LOG-3  One process at most has a directory open.
+
+What it deliberately does not do: know what is in a segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Self
+
+from ps_core.errors import InvalidUpdateLog, Recovering
+from ps_runtime.disk import DISK, Disk
+
+_SEGMENT = re.compile(r"([0-9]{8,})\.log")
+_ID_BYTES = 16
+_RETRY_MS = 200
+
+
+class LogDirectory:
+    """A directory that this process has the lock of.
+
+    Attributes:
+        path: where it is.
+        log_id: 16 bytes.
+    """
+
+    def __init__(self, path: Path, disk: Disk = DISK) -> None:
+        """Make it if there is none, and take its lock.
+
+        Raises:
+            Recovering: another process has the lock; it may be about to die.
+            InvalidUpdateLog: it cannot be made or read; the message names the path.
+        """
+        self.path = path
+        self.disk = disk
+        try:
+            disk.make_directory(path)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.log_id = self._id()
+        except BlockingIOError:
+            os.close(self._lock)
+            raise Recovering(
+                f"{path}: another server writes this update log; it is free when that one ends",
+                retry_after_ms=_RETRY_MS,
+            ) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _id(self) -> bytes:
+        name = self.path / "log_id"
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                found = bytes.fromhex(name.read_text(encoding="ascii").strip())
+            except ValueError:
+                found = b""
+            if len(found) != _ID_BYTES:
+                raise InvalidUpdateLog(f"{name}: expected {2 * _ID_BYTES} hexadecimal digits")
+            return found
+        drawn = secrets.token_bytes(_ID_BYTES)
+        beside = name.with_suffix(".tmp")
+        descriptor = self.disk.create(beside)
+        try:
+            self.disk.write(descriptor, drawn.hex().encode(), 0)
+            self.disk.sync(descriptor)
+        finally:
+            self.disk.close(descriptor)
+        self.disk.rename(beside, name)
+        self.disk.sync_directory(self.path)
+        return drawn
+
+    def segments(self) -> dict[int, Path]:
+        """The segments that there are, by number, ascending."""
+        return segments_in(self.path)
+
+    def segment(self, number: int) -> Path:
+        """Where a segment is, or will be."""
+        return self.path / f"{number:08d}.log"
+
+    def cut(self, number: int, size_bytes: int) -> None:
+        """What is behind that byte of a segment was torn when it was written: nobody saw it."""
+        os.truncate(self.segment(number), size_bytes)
+
+    def close(self) -> None:
+        """Another may have it. Idempotent."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def segments_in(path: Path) -> dict[int, Path]:
+    """The segments in a directory, by number, ascending; whoever has its lock may be writing."""
+    found = ((_SEGMENT.fullmatch(each.name), each) for each in path.glob("*.log"))
+    numbered = {int(match[1]): each for match, each in found if match is not None}
+    return dict(sorted(numbered.items()))
+
+
+def boot_id() -> str:
+    """The boot of this machine; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""The format of an update log's segments: frames, one after the other (docs/UPDATE_LOG.md).
+
+    segment = magic of 16 bytes, frames
+    frame   = head of 32 bytes, payload, zeros up to the next multiple of 16 bytes
+
+A payload is a serialized message of `pushpull.v1`; which one, `FrameKind` says. Numbers of the head
+are little-endian. Elements lie at multiples of 16 bytes in messages, and so in mapped segments.
+
+Invariants:
+    ULF-1  A frame's checksum covers its payload, and of its head whatever is before the checksum.
+
+What it deliberately does not do: know files, or what the payloads mean.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import NamedTuple
+
+from ps_core.errors import InvalidUpdateLog
+
+MAGIC = b"pushpull log 01\n"
+_HEAD = struct.Struct("<IBBHIQdI")
+HEAD_BYTES = _HEAD.size
+_CHECKSUM_BYTES = 4
+_ALIGNMENT = 16
+
+_IS_LAST = 1
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame's payload is."""
+
+    HEADER = 1
+    """UpdateLogHeader: the first frame of a segment."""
+    TABLE = 2
+    """Table: before anything else of it in the segment."""
+    BEGUN = 3
+    """UpdateLogRange: the range has nothing yet; what follows is all of it."""
+    BASE = 4
+    """ReplicateRequest: of a snapshot of the range. Its frames follow each other."""
+    BATCH = 5
+    """ReplicateRequest: of a batch. Its frames follow each other."""
+    TAKEN_OVER = 6
+    """UpdateLogRange: another server goes on with the range, from where the log is."""
+    ENDED = 7
+    """UpdateLogRange: the range has another primary, or none. What is here of it is history."""
+
+
+class Head(NamedTuple):
+    """A frame's head.
+
+    Attributes:
+        length: bytes of the payload.
+        kind: what it is.
+        is_last: whether a base, or a batch, is whole with it.
+        range_id: whose it is; 0 for headers and tables.
+        group: frames of one group were written, and synced, together; 0 before they are.
+        number: the batch's, or that of which a base is; 0 otherwise.
+        time_s: when it was decided, in seconds since 1970 by the server's clock.
+    """
+
+    length: int
+    kind: FrameKind
+    is_last: bool
+    range_id: int
+    group: int
+    number: int
+    time_s: float
+
+
+def frame_bytes(length: int) -> int:
+    """Bytes that a frame with so long a payload takes."""
+    return HEAD_BYTES + -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def padding(length: int) -> bytes:
+    """What follows a payload."""
+    return bytes(frame_bytes(length) - HEAD_BYTES - length)
+
+
+def packed(head: Head, payload: bytes | memoryview) -> bytes:
+    """The head as it is written before its payload."""
+    flags = _IS_LAST if head.is_last else 0
+    raw = _HEAD.pack(
+        len(payload), head.kind, flags, head.range_id, head.group, head.number, head.time_s, 0
+    )[:-_CHECKSUM_BYTES]
+    return raw + zlib.crc32(payload, zlib.crc32(raw)).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def head_at(written: memoryview, offset: int) -> Head | None:
+    """The head of the frame that begins there; None if the rest of `written` has no such frame.
+
+    Raises:
+        InvalidUpdateLog: there are enough bytes for one, and it is of no known kind.
+    """
+    if offset + HEAD_BYTES > len(written):
+        return None
+    length, kind, flags, range_id, group, number, time_s, _ = _HEAD.unpack_from(written, offset)
+    if offset + frame_bytes(length) > len(written):
+        return None
+    try:
+        known = FrameKind(kind)
+    except ValueError:
+        raise InvalidUpdateLog(
+            f"at byte {offset}: a frame of kind {kind}; expected 1 to {max(FrameKind)}"
+        ) from None
+    return Head(length, known, bool(flags & _IS_LAST), range_id, group, number, time_s)
+
+
+def payload_at(written: memoryview, offset: int, head: Head) -> memoryview:
+    """The payload of the frame that begins there."""
+    begin = offset + HEAD_BYTES
+    return written[begin : begin + head.length]
+
+
+def is_intact(written: memoryview, offset: int, head: Head) -> bool:
+    """Whether the frame is as it was written."""
+    covered = written[offset : offset + HEAD_BYTES - _CHECKSUM_BYTES]
+    said = written[offset + HEAD_BYTES - _CHECKSUM_BYTES : offset + HEAD_BYTES]
+    found = zlib.crc32(payload_at(written, offset, head), zlib.crc32(covered))
+    return found == int.from_bytes(said, "little")
