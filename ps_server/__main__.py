@@ -342,8 +342,8 @@ def _watch(
     metrics.primary_ranges.set_function(lambda: node.machine.range_count)
     if node.replicas is not None:
         replicas = node.replicas
-        if replicas.logged is not None:
-            log = replicas.logged.log
+        log = replicas.update_log
+        if log is not None:
             metrics.update_log_bytes.set_function(lambda: log.byte_count)
             metrics.update_log_queue_bytes.set_function(lambda: log.queued_bytes)
         metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)

@@ -114,7 +114,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> K
         if newest is None:
             return nothing
         starts = claimable(contents, boot_id(), kernel_fingerprint)
-        follower = followed(replace(contents, starts=starts), shards)
+        follower = followed(replace(contents, starts=starts or {}), shards)
         if newest.is_torn:
             directory.cut(newest.number, newest.end)
     except InvalidUpdateLog as error:
@@ -122,9 +122,10 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> K
         for range_id in {range_id for _, range_id in shards.stores}:
             shards.remove(range_id)
         return nothing
-    if contents.starts and not starts:
+    if starts is None:
         reason = "it is of another boot and was not synced, or other kernels wrote it"
         logs.warning("update_log_not_claimed", reason=reason)
+        return nothing
     logs.info(
         "update_log_read",
         path=str(directory.path),
@@ -141,17 +142,26 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> K
     )
 
 
-def claimable(contents: LogContents, boot: str, kernel_fingerprint: str) -> dict[RangeId, Start]:
-    """The ranges of a log that this server may go on with, and where each begins."""
+def claimable(
+    contents: LogContents, boot: str, kernel_fingerprint: str
+) -> dict[RangeId, Start] | None:
+    """The ranges of a log that this server may go on with, and where each begins; None: not with
+    all of its newest timeline, so with nothing.
+    """
     newest = contents.newest
     if newest is None:
         return {}
+    timeline = newest.header.timeline
+    present = {
+        range_id: start
+        for range_id, start in contents.starts.items()
+        if contents.segments[start.segment].header.timeline == timeline
+    }
     first = newest.number + 1  # of those that go on without a break to the newest
     for number, segment in reversed(contents.segments.items()):
         header = segment.header
         lasts = header.is_synced or header.boot_id == boot
-        is_ours = header.timeline == newest.header.timeline
-        if not (lasts and is_ours and header.kernel_fingerprint == kernel_fingerprint):
+        if not (lasts and header.kernel_fingerprint == kernel_fingerprint):
             break
         first = number
-    return {r: start for r, start in contents.starts.items() if start.segment >= first}
+    return present if all(start.segment >= first for start in present.values()) else None

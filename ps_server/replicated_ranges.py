@@ -20,6 +20,7 @@ from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_runtime import logs, wire
+from ps_server.encoded_log import EncodedLog
 from ps_server.events import Effect
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
@@ -33,7 +34,7 @@ from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.shards import Shards, for_backup
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.store_copy import RangeCopy
-from ps_server.update_log import UpdateLog
+from ps_server.update_log import UpdateLog, Written
 
 _BEATS_A_LEASE = 10
 _RESEND_LEASES = 0.5
@@ -91,10 +92,11 @@ class ReplicatedRanges:
         )
         write = self._write if has_log else None
         self.output = OutputCommit(machine, self.replication, shards, self._send, write)
-        self.logged: LoggedRanges | None = None
+        self.update_log = update_log
         if update_log is not None:
-            self.logged = LoggedRanges(update_log, self.replication, self.output, shards)
-            self.logged.released = self._released
+            self._encoded_log = EncodedLog(update_log, shards, self._messages)
+            self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
+            update_log.on_written = self._written
         self.do: Callable[[Sequence[Deed]], None] = _nothing
         self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
@@ -119,8 +121,7 @@ class ReplicatedRanges:
             segments: the segment in which each of these begins.
         """
         self.replication.recover(replicas)
-        if self.logged is not None:
-            self.logged.recover(segments)
+        self._logged.recover(segments)
 
     # --- views
 
@@ -135,8 +136,9 @@ class ReplicatedRanges:
             self.output.forget(range_id)
         self._view = view
         self._make_room(view)
-        if self.logged is not None:
-            self.logged.observe(view, lost)
+        if self.update_log is not None:
+            self._encoded_log.add_tables(view.tables)
+            self._logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
         self._send_refused()
@@ -195,8 +197,8 @@ class ReplicatedRanges:
 
     def settle(self) -> list[Deed]:
         """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
-        if self.logged is not None:
-            self.logged.look()
+        if self.update_log is not None:
+            self._logged.look()
         return self.output.settle(self._now())
 
     @property
@@ -215,9 +217,18 @@ class ReplicatedRanges:
             self._beat_s = now_s
             self._beat(now_s)
         self._give_snapshots(now_s)
-        if self.logged is not None:
-            self.logged.look()
+        if self.update_log is not None:
+            self._look_at(self.update_log)
         self.do(self.output.release(now_s, self.replication.primaries))
+
+    def _look_at(self, log: UpdateLog) -> None:
+        if log.failure is not None:
+            raise log.failure
+        self._logged.look()
+        log.turn(self._shards.state_bytes)
+
+    def _write(self, batch: Batch) -> None:
+        self._logged.write(batch)
 
     def _beat(self, now_s: float) -> None:
         for peer, beat in self.replication.beats(now_s).items():
@@ -232,12 +243,10 @@ class ReplicatedRanges:
         if link is not None:
             link.send(self._messages(batch))
 
-    def _write(self, batch: Batch) -> None:
-        if self.logged is not None:
-            self.logged.write(batch, self._messages(batch))
-
-    def _released(self, range_ids: Iterable[RangeId]) -> None:
-        self.do(self.output.release(self._now(), range_ids))
+    def _written(self, written: Written) -> None:
+        """More is in the update log."""
+        self.do(self.output.release(self._now(), self._logged.written(written.numbers)))
+        self._logged.look()
 
     def _messages(self, batch: Batch) -> Sequence[bytes]:
         if self._encoded is None or self._encoded[0] is not batch:
@@ -385,8 +394,8 @@ class ReplicatedRanges:
     async def close(self) -> None:
         """End the streams, and the log."""
         await self._links.close()
-        if self.logged is not None:
-            await self.logged.close()
+        if self.update_log is not None:
+            await self.update_log.close()
 
 
 def _nothing(deeds: Sequence[Deed]) -> None:

@@ -75,19 +75,22 @@ class Replication:
         self._min_in_sync = min_in_sync
         self._has_update_log = has_update_log
         self._recovered: set[RangeId] = set()
+        self._is_recovering = False
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
         self._begun: set[RangeId] = set()
         self._looked_s: float | None = None
 
     def recover(self, replicas: Iterable[Replica]) -> None:
-        """What the update log of a server before this one has of ranges that were given back to
-        this one; before the first view.
+        """What the update log of a server before this one has, which the scheduler was told; before
+        the first view. What that gives this server, and is not among them, nobody has seen anything
+        of.
         """
         for replica in replicas:
             self.replicas[replica.range_id] = replica
             self._recovered.add(replica.range_id)
             self._begun.add(replica.range_id)
+        self._is_recovering = True
 
     # --- what the scheduler says
 
@@ -129,6 +132,7 @@ class Replication:
             ):
                 del self.replicas[range_id]
                 lost.append(range_id)
+        self._is_recovering = False
         return lost, effects
 
     def _not_given_back(self, view: ClusterView) -> list[RangeId]:
@@ -154,7 +158,7 @@ class Replication:
                 self.renewed.add(range_id)
         elif replica is not None:
             replica.promote(assignment_epoch)
-        elif assignment_epoch == PLACED_EPOCH:  # of any other it has nothing to serve
+        elif assignment_epoch == PLACED_EPOCH or self._is_recovering:  # of any other it has nothing
             log = self._log(assignment, written=0)
             self.primaries[range_id] = Primary(log, self._lease_s, heard_s=now_s)
 

@@ -262,6 +262,7 @@ class ClusterState:
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
+    failed_over: set[RangeId] = field(default_factory=set)  # ranges that a backup took over, ever
     has_formed: bool = False  # all servers that it was started for have been here at once
     finished: bool = False
     view_bytes: int = 0

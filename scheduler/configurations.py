@@ -83,16 +83,19 @@ class Configurations:
     def give_back(self, node: Node, claim: UpdateLogClaim) -> list[Transition]:
         """A server came with the update log of others, who are dead: of those ranges whose primary
         kept that log it is primary now. Who backed them up may lack something, and joins anew.
+
+        Of a range that no backup ever took over all primaries kept this log: what is not in it
+        nobody has seen, and it begins anew.
         """
         given: dict[NodeId, list[RangeId]] = {}
-        for range_id in claim.range_ids:
-            old = self._state.ranges[range_id]
-            if old.primary is None or old.primary == node.node_id:
+        for old in list(self._state.ranges):
+            has_all = old.range_id in claim.range_ids or old.range_id not in self._state.failed_over
+            if old.primary is None or old.primary == node.node_id or not has_all:
                 continue
             before = self._state.members[old.primary].registration.update_log
             if before is not None and before.log_id == claim.log_id:
                 self._commit(replace(old, primary=node.node_id, backups=(), joining=()))
-                given.setdefault(old.primary, []).append(range_id)
+                given.setdefault(old.primary, []).append(old.range_id)
         return [
             RangesFailedOver(
                 self._state.members[lost].node, tuple(ranges), ((node.node_id, len(ranges)),)
@@ -170,6 +173,7 @@ class Configurations:
             new = replace(old, primary=chosen, backups=others, joining=())
             servers.move(old, new)
             self._commit(new)
+            self._state.failed_over.add(old.range_id)
             taken.setdefault(old.primary, {})[old.range_id] = chosen
         return [
             RangesFailedOver(

@@ -76,7 +76,10 @@ class ReplicatedServer(SimServer):
         self._waits_since_s: dict[RangeId, float] = {}
         self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
         super().__init__(world, node_id, worker_count, settings)
-        self.replication = Replication(node_id, self.machine, LEASE_S, place.min_in_sync)
+        self._replicate(place.min_in_sync)
+
+    def _replicate(self, min_in_sync: int) -> None:
+        self.replication = Replication(self.node_id, self.machine, LEASE_S, min_in_sync)
         self.output = OutputCommit(self.machine, self.replication, self, self._send)
 
     @property
@@ -352,15 +355,18 @@ class ReplicatedServer(SimServer):
 
     def _give_snapshots(self) -> None:
         for peer, snapshot in self.output.snapshots(self.now_s, self._is_open):
-            values: dict[str, object] = {
-                "values": self._of_range(snapshot.range_id, self.values),
-                "updates": self._of_range(snapshot.range_id, self.updates),
-                "reduced": {k: r for k, r in self.reduced.items() if k[1] == snapshot.range_id},
-            }
-            kept = values["reduced"]
-            values["sums"] = {key: list(self.sums[key]) for key in kept}  # type: ignore[attr-defined]
             self.world.counts["snapshots"] += 1
-            self._send(peer, (snapshot, values))
+            self._send(peer, (snapshot, self._values_of(snapshot.range_id)))
+
+    def _values_of(self, range_id: RangeId) -> dict[str, dict]:  # type: ignore[type-arg]
+        """A copy of what is here of a range, beside what the machine knows."""
+        kept = {key: record for key, record in self.reduced.items() if key[1] == range_id}
+        return {
+            "values": self._of_range(range_id, self.values),
+            "updates": self._of_range(range_id, self.updates),
+            "reduced": kept,
+            "sums": {key: list(self.sums[key]) for key in kept},
+        }
 
     def _is_open(self, peer: NodeId) -> bool:
         """Whether there is a stream to the peer: none comes about while the network is cut."""
@@ -383,16 +389,19 @@ class ReplicatedServer(SimServer):
         if ack is None:
             return
         if before is None or before != (snapshot.tenure, ack.number):
-            self._forget(snapshot.range_id)
-            self.values.update({key: list(grads) for key, grads in values["values"].items()})
-            self.updates.update({key: list(who) for key, who in values["updates"].items()})
-            self.reduced.update(values["reduced"])
-            self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
-            for change in snapshot.held:
-                if isinstance(change, Put | Assigned):
-                    self._put(change)
+            self._become(snapshot, values)
             self.world.counts["joined ranges"] += 1
         self._send(sender, ack)
+
+    def _become(self, snapshot: Snapshot, values: dict[str, dict]) -> None:  # type: ignore[type-arg]
+        self._forget(snapshot.range_id)
+        self.values.update({key: list(grads) for key, grads in values["values"].items()})
+        self.updates.update({key: list(who) for key, who in values["updates"].items()})
+        self.reduced.update(values["reduced"])
+        self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
+        for change in snapshot.held:
+            if isinstance(change, Put | Assigned):
+                self._put(change)
 
     def _tables(self) -> tuple:  # type: ignore[type-arg]
         return () if self._view is None else self._view.tables

@@ -5,6 +5,7 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import ClassVar
 
@@ -47,6 +48,11 @@ class ScheduledSimulation(Simulation):
         self._look()
         self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
         self.world.after(self.world.draw.random(), self._change)
+
+    def _no_answer_for(self, session: Session) -> contextlib.AbstractContextManager[None]:
+        """Where nobody may hear the answer any more."""
+        del session
+        return contextlib.nullcontext()
 
     def _is_heard(self, worker: SimWorker) -> bool:
         """Whether its heartbeats come."""
@@ -110,13 +116,14 @@ class ScheduledSimulation(Simulation):
                 number: int = promise.number,
                 clock: int = promise.clock,
             ) -> None:
-                decision: Decision[None] = self.scheduler.promise_change(
-                    session,
-                    table_id,  # type: ignore[arg-type]
-                    number,
-                    clock,
-                )
-                self._publish(decision.transitions)
+                with self._no_answer_for(session):
+                    decision: Decision[None] = self.scheduler.promise_change(
+                        session,
+                        table_id,  # type: ignore[arg-type]
+                        number,
+                        clock,
+                    )
+                    self._publish(decision.transitions)
 
             self.world.send("promise", arrive, (session.node_id, SCHEDULER))
         self.world.after(RESEND_S / 2, lambda: self._promise(session, server))

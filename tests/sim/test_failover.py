@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -10,8 +11,10 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
+from ps_core.errors import Fenced
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_server.part_copy import PartCopy, WorkerFacts, copy_of
+from scheduler.cluster import Decision
 from scheduler.cluster_state import (
     BackupsSet,
     ClusterSettings,
@@ -87,9 +90,13 @@ class FailoverSimulation(ScheduledSimulation):
         place = Place(
             self.plan.clock(self.world.draw), self.servers, self.watch, self.plan.min_in_sync
         )
-        made = ReplicatedServer(self.world, node_id, self.layout.settings, WORKERS, place)
+        made = self.made(node_id, place)
         self.servers[node_id] = made
         return made
+
+    def made(self, node_id: NodeId, place: Place) -> ReplicatedServer:
+        """A server at that place."""
+        return ReplicatedServer(self.world, node_id, self.layout.settings, WORKERS, place)
 
     def layout_of(self) -> Layout:
         """What a worker knows: views come to each of them at another time."""
@@ -138,7 +145,10 @@ class FailoverSimulation(ScheduledSimulation):
             f"sim:{2000 + number}",
             kernel_fingerprint="sim",
         )
-        decision = self.scheduler.register(asking, self.world.now_s)
+        self.join(self.scheduler.register(asking, self.world.now_s))
+
+    def join(self, decision: Decision[Session]) -> None:
+        """A server has registered while the others train."""
         session = decision.reply
         server = self.server(session.node_id)
         self.cluster[session.node_id] = server
@@ -163,11 +173,20 @@ class FailoverSimulation(ScheduledSimulation):
             return
 
         def arrive() -> None:
-            self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
+            with self._no_answer_for(session):
+                self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
 
         if self._is_up(session.node_id):
             self.world.send("heartbeat", arrive, (session.node_id, SCHEDULER))
         self.world.after(BEAT_S / 2, lambda: self._beat(session, worker))
+
+    @contextlib.contextmanager
+    def _no_answer_for(self, session: Session) -> Iterator[None]:
+        """What the dead sent may come when they have left; nobody hears the answer."""
+        try:
+            yield
+        except Fenced:
+            assert self.servers[session.node_id].is_dead
 
     def _is_up(self, node_id: NodeId) -> bool:
         server = self.servers[node_id]
@@ -196,11 +215,12 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _asking(self, session: Session, wish: BackupWish) -> Callable[[], None]:
         def arrive() -> None:
-            decision = self.scheduler.set_backups(session, [wish])
-            for range_id in decision.reply:
-                self.world.counts["void requests"] += 1
-                self.world.say(f"void: range {range_id}")
-            self._publish(decision.transitions)
+            with self._no_answer_for(session):
+                decision = self.scheduler.set_backups(session, [wish])
+                for range_id in decision.reply:
+                    self.world.counts["void requests"] += 1
+                    self.world.say(f"void: range {range_id}")
+                self._publish(decision.transitions)
 
         return arrive
 

@@ -94,16 +94,7 @@ class Simulation:
         draw = self.world.draw
         scheduler = self.scheduler = SchedulerMachine(self.settings(), 0.0)
         self.sessions = nodes = [
-            scheduler.register(
-                Registration(
-                    bytes([index + 1]) * 16,
-                    role,
-                    f"sim:{1000 + index}" if role is Role.SERVER else "",
-                    kernel_fingerprint="sim" if role is Role.SERVER else "",
-                    features=(CHECKPOINTS_FEATURE,),
-                ),
-                0.0,
-            ).reply
+            scheduler.register(self.asking(index, role), 0.0).reply
             for index, role in enumerate(
                 [Role.SERVER] * self.settings().server_count + [Role.WORKER] * WORKERS
             )
@@ -132,6 +123,16 @@ class Simulation:
             for session in workers
         ]
         self.evaluator = Evaluator(self.world, self.cluster, self.layout, self.truth)
+
+    def asking(self, index: int, role: Role) -> Registration:
+        """What one of the first nodes registers with."""
+        return Registration(
+            bytes([index + 1]) * 16,
+            role,
+            f"sim:{1000 + index}" if role is Role.SERVER else "",
+            kernel_fingerprint="sim" if role is Role.SERVER else "",
+            features=(CHECKPOINTS_FEATURE,),
+        )
 
     def settings(self) -> ClusterSettings:
         """Of the cluster."""

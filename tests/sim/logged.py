@@ -1,0 +1,262 @@
+"""A server of a simulation that keeps an update log, and the log itself, which outlives it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_server.logged_ranges import LoggedRanges
+from ps_server.output_commit import Deed, OutputCommit
+from ps_server.part_copy import PartCopy, fresh_copy
+from ps_server.range_log import RangeLog
+from ps_server.replica import Replica
+from ps_server.replication import Replication
+from ps_server.replication_messages import Batch, Snapshot
+from scheduler.cluster_state import UpdateLogClaim
+from tests.sim.replicated import LEASE_S, Place, ReplicatedServer, _shows
+from tests.sim.truth import Settings
+from tests.sim.world import World
+
+SEGMENT_FRAMES = 40
+"""So long is a segment: every range gets many bases."""
+
+TIMELINE = bytes(16)
+
+
+class Frame(NamedTuple):
+    """One item of the log. `what` is a Batch, a snapshot with its values, or nothing."""
+
+    kind: str
+    segment: int
+    range_id: RangeId
+    tenure: AssignmentEpoch
+    assignment_epoch: AssignmentEpoch
+    number: int
+    what: object = None
+
+
+class SimLog:
+    """A log: what is written, what is on its way there, and who writes it."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.log_id = bytes([200 + number]) * 16
+        self.frames: list[Frame] = []
+        self.writer: LoggedServer | None = None
+        self.segment = 1
+        self.starts: dict[RangeId, int] = {}
+        self._pending: deque[Frame] = deque()
+        self._on_its_way: set[RangeId] = set()
+        self._delay_s = world.draw.choice((0.001, 0.05, 0.5))
+
+    @property
+    def is_busy(self) -> bool:
+        """See `LogWriter`, as all of these."""
+        return len(self._pending) > 20
+
+    @property
+    def lagging(self) -> Sequence[RangeId]:
+        return sorted(
+            r for r, at in self.starts.items() if at < self.segment and r not in self._on_its_way
+        )
+
+    def begun(self, log: RangeLog) -> None:
+        self._append("begun", log.range_id, log.tenure, log.assignment_epoch, log.released)
+
+    def taken_over(self, log: RangeLog, segment: int) -> None:
+        self.starts[log.range_id] = segment
+        self._append("taken over", log.range_id, log.tenure, log.assignment_epoch, log.released)
+
+    def base(self, snapshot: Snapshot) -> None:
+        assert self.writer is not None
+        copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
+        what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))
+        self._on_its_way.add(snapshot.range_id)
+        self.world.counts["bases"] += 1
+        self._append(
+            "base", snapshot.range_id, snapshot.tenure, snapshot.assignment_epoch,
+            snapshot.number, what,
+        )  # fmt: skip
+
+    def batch(self, batch: Batch) -> None:
+        self._append(
+            "batch", batch.range_id, batch.tenure, batch.assignment_epoch, batch.number, batch
+        )
+
+    def ended(self, range_id: RangeId) -> None:
+        self.starts.pop(range_id, None)
+        self.world.counts["ranges ended in a log"] += 1
+        self._append("ended", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
+
+    def _append(
+        self,
+        kind: str,
+        range_id: RangeId,
+        tenure: AssignmentEpoch,
+        assignment_epoch: AssignmentEpoch,
+        number: int,
+        what: object = None,
+    ) -> None:
+        frame = Frame(kind, self.segment, range_id, tenure, assignment_epoch, number, what)
+        self._pending.append(frame)
+        writer = self.writer
+        self.world.after(self._delay_s * self.world.draw.random(), lambda: self._write(writer))
+
+    def _write(self, writer: LoggedServer | None) -> None:
+        """The thread of the server gets on, paused or not is another matter."""
+        if writer is None or writer is not self.writer or not self._pending:
+            return
+        frame = self._pending.popleft()
+        self._put(frame)
+        writer.heard_of_log({(frame.range_id, frame.tenure): frame.number}, frame.kind)
+
+    def _put(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        if frame.kind in ("begun", "base"):
+            self.starts[frame.range_id] = frame.segment
+            self._on_its_way.discard(frame.range_id)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Another segment; what no range needs goes."""
+        newest = sum(frame.segment == self.segment for frame in self.frames)
+        if newest > SEGMENT_FRAMES and not self.lagging and not self._on_its_way:
+            self.segment += 1
+        needed = min(self.starts.values(), default=self.segment)
+        before = len(self.frames)
+        self.frames = [frame for frame in self.frames if frame.segment >= needed]
+        self.world.counts["frames let go"] += before - len(self.frames)
+
+    def crash(self) -> None:
+        """Its server is killed: the system has some of what was on its way."""
+        self.writer = None
+        for _ in range(self.world.draw.randint(0, len(self._pending))):
+            self._put(self._pending.popleft())
+        self.world.counts["frames lost"] += len(self._pending)
+        self._pending.clear()
+        self._on_its_way.clear()
+
+    def begins(self) -> dict[RangeId, int]:
+        """Where the newest beginning of each range is, among the frames."""
+        found: dict[RangeId, int] = {}
+        for index, frame in enumerate(self.frames):
+            if frame.kind in ("begun", "base"):
+                found[frame.range_id] = index
+            elif frame.kind == "ended":
+                found.pop(frame.range_id, None)
+        return found
+
+    def claim(self) -> UpdateLogClaim:
+        """What is told to the scheduler."""
+        return UpdateLogClaim(self.log_id, TIMELINE, tuple(sorted(self.begins())))
+
+    def has(self, range_id: RangeId, tenure: AssignmentEpoch, number: int) -> bool:
+        """Whether all of a range up to that batch could be read from it."""
+        return any(
+            frame.range_id == range_id and frame.number >= number and frame.tenure == tenure
+            for frame in self.frames
+        )
+
+
+class LoggedServer(ReplicatedServer):
+    """A server that keeps a log, which may have been another's before."""
+
+    def __init__(
+        self,
+        world: World,
+        node_id: NodeId,
+        settings: Settings,
+        worker_count: int,
+        place: Place,
+        log: SimLog,
+    ) -> None:
+        self.log = log
+        self._later: list[Callable[[], None]] = []
+        super().__init__(world, node_id, settings, worker_count, place)
+
+    def _replicate(self, min_in_sync: int) -> None:
+        self.replication = Replication(
+            self.node_id, self.machine, LEASE_S, min_in_sync, has_update_log=True
+        )
+        self.output = OutputCommit(
+            self.machine, self.replication, self, self._send, lambda batch: self.logged.write(batch)
+        )
+        self.logged = LoggedRanges(self.log, self.replication, self.output)
+        self.log.writer = self
+
+    def recover(self, blocks: Callable[[TableId, RangeId], PartCopy]) -> None:
+        """Before the first view: what the log has."""
+        begins = self.log.begins()
+        replicas: dict[RangeId, Replica] = {}
+        numbers = itertools.count()
+        for frame in self.log.frames:
+            index = next(numbers)
+            if frame.range_id not in begins or index < begins[frame.range_id]:
+                continue
+            replica = replicas.get(frame.range_id)
+            if frame.kind in ("begun", "taken over"):
+                assert replica is None or replica.number == frame.number, f"S13: {frame}"
+                replicas[frame.range_id] = Replica(
+                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.tenure,
+                    {} if replica is None else replica.copies, frame.number,
+                )  # fmt: skip
+            elif isinstance(frame.what, Batch):
+                assert replica is not None
+                batch = frame.what
+                assert replica.follows(batch), f"S13: {frame} follows {replica.tenure}"
+                is_next = replica.take(batch, lambda b=batch: blocks(b.table_id, b.range_id))  # type: ignore[misc]
+                assert is_next, f"S13: {frame} follows {replica.number}"
+                self._make(batch)
+            elif isinstance(frame.what, tuple):
+                snapshot, values = frame.what
+                copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
+                self._become(snapshot, values)
+                replicas[frame.range_id] = Replica(
+                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.tenure, copies,
+                    frame.number,
+                )  # fmt: skip
+        self.world.counts["ranges read from a log"] += len(replicas)
+        self.replication.recover(replicas.values())
+        self.logged.recover({r: self.log.frames[at].segment for r, at in begins.items()})
+
+    def heard_of_log(self, numbers: dict[tuple[RangeId, AssignmentEpoch], int], kind: str) -> None:
+        """The log's thread has written something: the loop hears of it in its turn."""
+        if self._is_away(lambda: self.heard_of_log(numbers, kind)):
+            return
+        if kind in ("batch", "base"):
+            self.logged.written(numbers)
+            self._release()
+        self.logged.look()
+
+    def _observe(self, view: object) -> None:
+        before = set(self.replication.primaries) | set(self.replication.replicas)
+        super()._observe(view)  # type: ignore[arg-type]
+        after = set(self.replication.primaries) | set(self.replication.replicas)
+        self.logged.observe(sorted(before - after))
+        self.logged.look()
+
+    def _tick(self) -> None:
+        super()._tick()
+        if not self.is_dead and not self.is_paused:
+            self.logged.look()
+
+    def _do(self, deeds: list[Deed]) -> None:
+        for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
+            log = self.replication.primaries[range_id].log
+            assert self.log.has(range_id, log.tenure, log.released), (
+                f"LOG-1: batch {log.released} of range {range_id} is seen, and is not in the log"
+            )
+        super()._do(deeds)
+
+
+def fresh_part(tables: Sequence[object], range_count: int) -> Callable[[TableId, RangeId], PartCopy]:
+    """What a part is like of which nothing was decided."""
+
+    def make(table_id: TableId, range_id: RangeId) -> PartCopy:
+        (table,) = [t for t in tables if t.table_id == table_id]  # type: ignore[attr-defined]
+        return fresh_copy(table, table.blocks_by_range(range_count)[range_id])
+
+    return make

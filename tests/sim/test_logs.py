@@ -1,0 +1,134 @@
+"""Servers that are killed and come back with their update logs: nothing is lost (G1, S13)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, Role
+from ps_core.errors import Recovering
+from ps_core.keys import NodeId
+from scheduler.cluster_state import Registration, UpdateLogClaim
+from tests.sim.calamities import Plan
+from tests.sim.logged import LoggedServer, SimLog, fresh_part
+from tests.sim.replicated import Place, ReplicatedServer
+from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_simulation import WORKERS, run_seeds
+
+WHILE_DEAD_S = (0.1, 1.0, 5.0, 12.0)
+
+
+class LogSimulation(FailoverSimulation):
+    """One seed in which every server keeps a log, and whoever is killed comes back."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "fault: killed", "servers restarted", "ranges read from a log", "bases", "frames lost",
+        "frames let go", "ranges ended in a log", "lost", "duplicated", "checkpoints",
+        "came back without its ranges", "came back with its ranges", "gone",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.logs: list[SimLog] = []
+        self.next_log: SimLog | None = None
+        super().__init__(seed, narrate=narrate)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens: with one replica nobody but the log has anything."""
+        draw, plan = self.world.draw, super().plan
+        count = draw.choice((1, 1, 2))
+        return replace(plan, replica_count=count, min_in_sync=draw.randint(1, count))
+
+    def asking(self, index: int, role: Role) -> Registration:
+        """What one of the first nodes registers with."""
+        asking = super().asking(index, role)
+        if role is not Role.SERVER:
+            return asking
+        log = SimLog(self.world, index)
+        self.logs.append(log)
+        return replace(asking, update_log=UpdateLogClaim(log.log_id))
+
+    def made(self, node_id: NodeId, place: Place) -> ReplicatedServer:
+        """A server, with its log."""
+        log = self.next_log or self.logs[len(self.servers)]
+        return LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place, log)
+
+    def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
+        """Whoever is killed comes back; but a range that a backup has taken over is only there
+        until its log has a base, and whom it took it from may be away.
+        """
+        assert isinstance(server, LoggedServer)
+        return not server.is_dead and not (for_good and self._has_unlogged(server))
+
+    def _has_unlogged(self, server: LoggedServer) -> bool:
+        begins = server.log.begins()
+        for r in self.scheduler.view.ranges:
+            if r.primary == server.node_id and r.range_id in self.scheduler._state.failed_over:
+                primary = server.replication.primaries.get(r.range_id)
+                at = begins.get(r.range_id)
+                if primary is None or at is None:
+                    return True
+                if server.log.frames[at].tenure > primary.log.tenure or primary.log.needs_base:
+                    return True
+                if not server.log.has(r.range_id, primary.log.tenure, 0):
+                    return True
+        return False
+
+    def kill(self, server: ReplicatedServer) -> None:
+        """It comes back some time later, with what its log has."""
+        assert isinstance(server, LoggedServer)
+        server.kill()
+        server.log.crash()
+        after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
+        self.world.after(after_s, lambda: self._come_back(server))
+
+    def restart(self) -> None:
+        """Nobody else comes."""
+
+    def _come_back(self, dead: LoggedServer) -> None:
+        log, number = dead.log, len(self.servers)
+        node = self.scheduler._state.members[dead.node_id].registration
+        asking = replace(
+            node,
+            registration_id=bytes([100 + number]) * 16,
+            update_log=log.claim(),
+            waited_s=0.0,
+        )
+        try:
+            decision = self.scheduler.register(asking, self.world.now_s)
+        except Recovering:
+            self.world.after(1.0, lambda: self._come_back(dead))
+            return
+        self.next_log = log
+        self.join(decision)
+        self.next_log = None
+        view = self.scheduler.view
+        self.servers[decision.reply.node_id].observe(view)  # before it serves at all
+        mine = [r for r in view.ranges if r.primary == decision.reply.node_id]
+        counts = self.world.counts
+        counts["came back with its ranges"] += bool(mine)
+        counts["came back without its ranges"] += len(mine) < len(log.begins())
+
+    def server(self, node_id: NodeId) -> ReplicatedServer:
+        """One of the servers."""
+        made = super().server(node_id)
+        assert isinstance(made, LoggedServer)
+        if self.next_log is not None:
+            view: ClusterView = self.scheduler.view
+            made.recover(fresh_part(view.tables, len(view.ranges)))
+        return made
+
+    def _is_quiet(self) -> bool:
+        return super()._is_quiet() and all(
+            server.log.writer is server for server in self.living if isinstance(server, LoggedServer)
+        )
+
+
+@pytest.mark.timeout(300)
+def test_whoever_comes_back_with_its_log_has_lost_nothing(sim_seeds: tuple[int, ...]) -> None:
+    """Whatever was answered is there once, though nobody else had it."""
+    run_seeds(LogSimulation, sim_seeds)
