@@ -173,8 +173,11 @@ class Primary:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody is told what is decided: a server, or the update log."""
-        return self.log.is_written or bool(self.holders)
+        """Whether anybody is told what is decided: a server, or the update log, which may be the
+        only one for long where there are too few servers: then reads would wait for what it is
+        told.
+        """
+        return bool(self.holders) or (self.log.is_written and not self.log.is_short)
 
     @property
     def is_alone(self) -> bool:

@@ -18,5 +18,5 @@ KINDS: dict[str, type[Simulation]] = {
     "logs": LogSimulation,
 }
 
-SHARES = {"steps": 5, "changes": 5, "crashes": 5, "newcomers": 5, "failover": 1, "logs": 2}
+SHARES = {"steps": 5, "changes": 5, "crashes": 5, "newcomers": 5, "failover": 1, "logs": 4}
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -252,7 +252,9 @@ class LoggedServer(ReplicatedServer):
         super()._do(deeds)
 
 
-def fresh_part(tables: Sequence[object], range_count: int) -> Callable[[TableId, RangeId], PartCopy]:
+def fresh_part(
+    tables: Sequence[object], range_count: int
+) -> Callable[[TableId, RangeId], PartCopy]:
     """What a part is like of which nothing was decided."""
 
     def make(table_id: TableId, range_id: RangeId) -> PartCopy:

@@ -5,6 +5,7 @@ A bug that no oracle sees is a gap in the simulation: mend that, and leave the b
 
 from __future__ import annotations
 
+from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
 
@@ -264,4 +265,4 @@ _ONE_TABLE = (
     ),
 )
 
-MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS
+MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS

@@ -54,6 +54,8 @@ class SimServer:
         self.numbers = itertools.count(1)
         self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
+        self.came_late = False
+        """Whether it came while others trained."""
         self.on_view: Callable[[ClusterView], None] = lambda _: None
         world.after(TICK_S, self._tick)
 

@@ -39,9 +39,7 @@ class LogSimulation(FailoverSimulation):
     @cached_property
     def plan(self) -> Plan:
         """What happens: with one replica nobody but the log has anything."""
-        draw, plan = self.world.draw, super().plan
-        count = draw.choice((1, 1, 2))
-        return replace(plan, replica_count=count, min_in_sync=draw.randint(1, count))
+        return replace(super().plan, replica_count=self.world.draw.choice((1, 1, 2)), min_in_sync=1)
 
     def asking(self, index: int, role: Role) -> Registration:
         """What one of the first nodes registers with."""
@@ -58,25 +56,12 @@ class LogSimulation(FailoverSimulation):
         return LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place, log)
 
     def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
-        """Whoever is killed comes back; but a range that a backup has taken over is only there
-        until its log has a base, and whom it took it from may be away.
+        """Whoever is killed comes back. Where others have copies too it is one at a time, as without
+        logs: a range that was taken over is in no log before a base of it is.
         """
-        assert isinstance(server, LoggedServer)
-        return not server.is_dead and not (for_good and self._has_unlogged(server))
-
-    def _has_unlogged(self, server: LoggedServer) -> bool:
-        begins = server.log.begins()
-        for r in self.scheduler.view.ranges:
-            if r.primary == server.node_id and r.range_id in self.scheduler._state.failed_over:
-                primary = server.replication.primaries.get(r.range_id)
-                at = begins.get(r.range_id)
-                if primary is None or at is None:
-                    return True
-                if server.log.frames[at].tenure > primary.log.tenure or primary.log.needs_base:
-                    return True
-                if not server.log.has(r.range_id, primary.log.tenure, 0):
-                    return True
-        return False
+        if self.plan.replica_count > 1:
+            return super().may_lose(server, for_good=for_good)
+        return not server.is_dead
 
     def kill(self, server: ReplicatedServer) -> None:
         """It comes back some time later, with what its log has."""
@@ -118,13 +103,16 @@ class LogSimulation(FailoverSimulation):
         made = super().server(node_id)
         assert isinstance(made, LoggedServer)
         if self.next_log is not None:
+            made.came_late = True
             view: ClusterView = self.scheduler.view
             made.recover(fresh_part(view.tables, len(view.ranges)))
         return made
 
     def _is_quiet(self) -> bool:
         return super()._is_quiet() and all(
-            server.log.writer is server for server in self.living if isinstance(server, LoggedServer)
+            server.log.writer is server
+            for server in self.living
+            if isinstance(server, LoggedServer)
         )
 
 

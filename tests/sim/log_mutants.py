@@ -1,0 +1,105 @@
+"""The deliberate bugs of the update log: what it must have first, and who goes on from it (S13)."""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+_LOGS = ("logs",)
+_LOG = "ps_server/range_log.py"
+_LOGGED = "ps_server/logged_ranges.py"
+_REPLICATION = "ps_server/replication.py"
+_CONFIGURATIONS = "scheduler/configurations.py"
+_MEMBERSHIP = "scheduler/membership.py"
+_CLUSTER = "scheduler/cluster.py"
+
+LOG_MUTANTS = (
+    Mutant(
+        "commit before the log has it",
+        "S13",
+        _LOG,
+        "        return held if self._written is None else min(held, self._written)",
+        "        return held",
+        _LOGS,
+    ),
+    Mutant(
+        "with a log nobody waits for anything",
+        "S13",
+        _LOG,
+        "        is_only_here = not self._acked and self._written is None",
+        "        is_only_here = not self._acked",
+        _LOGS,
+    ),
+    Mutant(
+        "a range that was taken over needs no base",
+        "S13",
+        _REPLICATION,
+        "        return replica.number if is_recovered else -1",
+        "        return replica.number",
+        _LOGS,
+    ),
+    Mutant(
+        "what another was given stays a replica",
+        "S13",
+        _REPLICATION,
+        "        refused = sorted(self._recovered & others)",
+        "        refused = list[RangeId]()",
+        _LOGS,
+    ),
+    Mutant(
+        "the word of an older tenure counts",
+        "S13",
+        _LOGGED,
+        "            if primary is not None and primary.log.tenure == tenure:",
+        "            if primary is not None:",
+        _LOGS,
+    ),
+    Mutant(
+        "what another was given is not ended in the log",
+        "S13",
+        _LOGGED,
+        "            if self._recovered.pop(range_id, None) is not None or was_here:",
+        "            if was_here and self._recovered.pop(range_id, None) is None and False:",
+        _LOGS,
+    ),
+    Mutant(
+        "a log that goes on does not say so",
+        "S13",
+        _LOGGED,
+        "            self._writer.taken_over(log, segment)",
+        "            pass",
+        _LOGS,
+    ),
+    Mutant(
+        "a range is given to any log that has it",
+        "S13",
+        _CONFIGURATIONS,
+        "            if before is not None and before.log_id == claim.log_id:",
+        "            if before is not None:",
+        _LOGS,
+    ),
+    Mutant(
+        "what is not in the log begins anew, whoever had it",
+        "S13",
+        _CONFIGURATIONS,
+        "            has_all = old.range_id in claim.range_ids"
+        " or old.range_id not in self._state.failed_over",
+        "            has_all = True",
+        _LOGS,
+    ),
+    Mutant(
+        "a claim gives nothing back",
+        "S13",
+        _CLUSTER,
+        "        if claim.timeline == self.settings.timeline:",
+        "        if False:",
+        _LOGS,
+    ),
+    Mutant(
+        "backups of the dead count as in sync",
+        "S13",
+        _CONFIGURATIONS,
+        "                self._commit(replace(old, primary=node.node_id, backups=(), joining=()))",
+        "                self._commit(replace(old, primary=node.node_id))",
+        _LOGS,
+    ),
+)
