@@ -282,7 +282,7 @@ def _replicate(
     update_log = None
     if kept is not None:
         setting = LogSetting(settings.update_log_mb * 1_000_000, settings.update_log_sync)
-        update_log = kept.begin(link, setting)
+        update_log = kept.begin(link.session, link.range_count, setting)
     replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
     stack.push_async_callback(replicas.close)
     if kept is not None:

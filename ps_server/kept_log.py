@@ -14,10 +14,10 @@ import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ps_core.cluster_view import Session
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime import clock, logs
-from ps_runtime.scheduler_link import SchedulerLink
 from ps_server.log_follower import followed
 from ps_server.replica import Replica
 from ps_server.shards import Shards
@@ -53,9 +53,8 @@ class KeptLog:
             log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
         )
 
-    def begin(self, link: SchedulerLink, setting: LogSetting) -> UpdateLog:
+    def begin(self, session: Session, range_count: int, setting: LogSetting) -> UpdateLog:
         """Go on with it, as the server that has registered."""
-        session = link.session
         header = update_log_pb2.UpdateLogHeader(
             format_version=FORMAT_VERSION,
             log_id=self.directory.log_id,
@@ -63,7 +62,7 @@ class KeptLog:
             timeline=session.timeline,
             node_id=session.node_id,
             incarnation=session.incarnation,
-            range_count=link.range_count,
+            range_count=range_count,
             kernel_fingerprint=self.kernel_fingerprint,
             boot_id=boot_id(),
             is_synced=setting.is_synced,
@@ -97,13 +96,17 @@ async def open_log(
                 told = True
             await asyncio.sleep(wait_s)
     try:
-        return await asyncio.to_thread(_read, directory, shards, kernel_fingerprint)
+        return await asyncio.to_thread(read_log, directory, shards, kernel_fingerprint)
     except BaseException:
         directory.close()
         raise
 
 
-def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> KeptLog:
+def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> KeptLog:
+    """Read what a log has, and may be gone on with, into stores, which are empty.
+
+    Blocking: reads what is needed of it.
+    """
     begun_s = clock.now_s()
     paths = directory.segments()
     sizes = {number: path.stat().st_size for number, path in paths.items()}

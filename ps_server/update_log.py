@@ -33,7 +33,6 @@ from ps_server.update_log_frames import MAGIC, FrameKind, Head, frame_bytes, pac
 from pushpull.v1 import update_log_pb2
 
 _SEGMENTS_A_BOUND = 4
-_LEAST_SEGMENT_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ class UpdateLog:
         """
         least = max(self._setting.bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
         is_behind = self.lagging or self._on_its_way
-        if not is_behind and self._sizes[self.segment] >= max(least, _LEAST_SEGMENT_BYTES):
+        if not is_behind and self._sizes[self.segment] >= least:
             self._next_segment()
         needed = min(self._starts.values(), default=self.segment)
         for number in sorted(self._sizes):

@@ -4,7 +4,8 @@
 
 Rules:
     - What is torn at the end of the newest segment ends the log there: nobody saw what it was to
-      hold. Anything else that is broken is damage.
+      hold. A process that dies leaves a short frame at most; a power cut may leave anything in what
+      was not synced. Whatever else is broken is damage.
 
 Invariants:
     ULR-1  What `frames` gives is intact.
@@ -180,7 +181,8 @@ def _frames(segment: Segment, *, is_newest: bool) -> Iterator[Frame]:
         if head is None:
             break
         if not is_intact(mapped, offset, head):
-            if is_newest and not _goes_on(segment, offset, head.group):
+            is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
+            if is_torn and not _goes_on(segment, offset, head.group):
                 segment.end, segment.is_torn = offset, True
                 return
             raise InvalidUpdateLog(

@@ -125,6 +125,21 @@ class ReplicatedCluster:
         """Start more servers, and wait until they serve."""
         return [self.served(process) for process in [self.begin() for _ in range(count)]]
 
+    def begin_again(self, server: Served) -> RoleProcess:
+        """Start a server with the arguments of another one, its update log among them."""
+        index = server.process.command.index
+        assert index is not None
+        return self._launch(index)
+
+    def start_again(self, server: Served) -> Served:
+        """The same, and wait until it serves."""
+        return self.served(self.begin_again(server))
+
+    def stop(self, server: Served) -> None:
+        """SIGTERM; returns when the process has ended."""
+        server.process.send(signal.SIGTERM)
+        assert server.process.wait(DEADLINE_S) is not None
+
     def kill(self, server: Served) -> None:
         """SIGKILL; returns when the process has ended."""
         server.process.send(signal.SIGKILL)

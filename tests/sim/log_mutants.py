@@ -44,6 +44,7 @@ LOG_MUTANTS = (
         "        refused = sorted(self._recovered & others)",
         "        refused = list[RangeId]()",
         _LOGS,
+        270,
     ),
     Mutant(
         "the word of an older tenure counts",

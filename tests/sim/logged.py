@@ -155,9 +155,12 @@ class SimLog:
 
     def has(self, range_id: RangeId, tenure: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that batch could be read from it."""
+        begin = self.begins().get(range_id)
+        if begin is None or (self.frames[begin].kind == "begun" and self.frames[begin].number):
+            return False
         return any(
             frame.range_id == range_id and frame.number >= number and frame.tenure == tenure
-            for frame in self.frames
+            for frame in self.frames[begin:]
         )
 
 

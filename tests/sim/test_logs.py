@@ -56,8 +56,8 @@ class LogSimulation(FailoverSimulation):
         return LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place, log)
 
     def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
-        """Whoever is killed comes back. Where others have copies too it is one at a time, as without
-        logs: a range that was taken over is in no log before a base of it is.
+        """Whoever is killed comes back. Where others have copies too it is one at a time, as
+        without logs: a range that was taken over is in no log before a base of it is.
         """
         if self.plan.replica_count > 1:
             return super().may_lose(server, for_good=for_good)

@@ -1,0 +1,212 @@
+"""Servers with one replica and an update log: whoever is killed comes back with all that it did.
+
+Real processes, a lease of a second. A cluster for each lane serves all tests.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import ps_worker as ps
+from ps_runtime.cluster_shape import UpdateLogPlan
+from tests.integration.counted_steps import BLOCK, Counted, Load
+from tests.integration.lane_cluster import Served
+from tests.integration.replicated_cluster import (
+    DEADLINE_S,
+    ReplicatedCluster,
+    replicated_cluster,
+    together,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKERS = 2
+COUNTED = Counted(WORKERS, block_count=24)
+SIZE = 24 * BLOCK
+STEPS = 45
+BOUND_MB = 8
+"""So small that segments are begun and dropped all the time: a step is 0.4 MB."""
+
+
+class Scene:
+    """A cluster, its workers, and where its logs are."""
+
+    def __init__(self, cluster: ReplicatedCluster, clients: list[ps.Client], path: Path) -> None:
+        self.cluster = cluster
+        self.clients = clients
+        self.path = path
+        self._count = 0
+
+    def create(
+        self, make: Callable[[ps.Client, str], ps.TableHandle]
+    ) -> list[tuple[ps.Client, ps.TableHandle]]:
+        """A table of a new name at each worker."""
+        self._count += 1
+        name = f"table {self._count}"
+        return [(client, make(client, name)) for client in self.clients]
+
+    def kill_and_start_again(self, server: Served) -> Served:
+        """SIGKILL; the one that follows has its log, and its ranges."""
+        had = {r.range_id for r in self.cluster.primary_of(server)}
+        assert had
+        self.cluster.kill(server)
+        again = self.cluster.start_again(server)
+        assert {r.range_id for r in self.cluster.primary_of(again)} == had
+        return again
+
+
+@pytest.fixture(scope="module", params=["grpc", "shm"])
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    path = tmp_path_factory.mktemp("logs")
+    shape = {"replica_count": 1, "update_log": UpdateLogPlan(str(path), BOUND_MB)}
+    with replicated_cluster(2, WORKERS, **shape) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                ps.connect(cluster.address, lane=request.param, request_deadline_s=DEADLINE_S)
+            )
+            for _ in range(WORKERS)
+        ]
+        scene = Scene(cluster, clients, path)
+        scene.create(COUNTED.create)  # ranges have nobody until they hold something
+        yield scene
+
+
+@contextmanager
+def under_load(scene: Scene) -> Iterator[list[Load]]:
+    """Every worker pushes and reads; in the end each step that it took is there, once."""
+    made = scene.create(COUNTED.create)
+    loads = [Load(COUNTED, client, table) for client, table in made]
+    with ThreadPoolExecutor(len(loads)) as threads:
+        runs: list[Future[int]] = [threads.submit(load.run) for load in loads]
+        try:
+            progress(loads)
+            yield loads
+            progress(loads)
+        finally:
+            for load in loads:
+                load.stop()
+        taken = [run.result(DEADLINE_S) for run in runs]
+    for client, table in made:
+        COUNTED.check(client.pull(table), taken)
+
+
+def progress(loads: list[Load], count: int = 5) -> None:
+    """Each worker commits so many more steps."""
+    for load in loads:
+        load.more(count, DEADLINE_S)
+
+
+def test_a_killed_server_comes_back_with_all_that_was_committed(scene: Scene) -> None:
+    server = scene.cluster.living[0]
+    with under_load(scene) as loads:
+        for _ in range(2):  # the one that came back may be killed, too
+            server = scene.kill_and_start_again(server)
+            progress(loads)
+
+
+def test_all_servers_may_be_killed_at_once(scene: Scene) -> None:
+    with under_load(scene):
+        killed = list(scene.cluster.living)
+        for server in killed:
+            scene.cluster.kill(server)
+        for server in killed:
+            scene.cluster.start_again(server)
+
+
+def test_the_log_stays_near_its_bound(scene: Scene) -> None:
+    """Beyond it goes what the newest bases do not need; a killed server has enough left."""
+    with under_load(scene) as loads:
+        progress(loads, 100)
+        for directory in scene.path.iterdir():
+            segments = sorted(directory.glob("*.log"))
+            assert segments[0].name != "00000001.log", "nothing was ever dropped"
+            size_mb = sum(segment.stat().st_size for segment in segments) / 1e6
+            assert size_mb < 3 * BOUND_MB, f"{directory}: {size_mb:.1f} MB"
+        scene.kill_and_start_again(scene.cluster.living[0])
+
+
+def train(
+    client: ps.Client, table: ps.TableHandle, on_step: Callable[[int], None]
+) -> npt.NDArray[np.float32]:
+    """A BSP run whose every rounding is its own: the values after `STEPS` steps."""
+    draw = np.random.default_rng(client.rank)
+    for step in range(STEPS):
+        on_step(step)
+        gradient = draw.standard_normal(SIZE, np.float32)
+        values = client.push_pull(table, gradient, timeout_s=DEADLINE_S)
+    return np.asarray(values).copy()
+
+
+def bsp_table(client: ps.Client, name: str) -> ps.TableHandle:
+    return client.create_table(name, SIZE, optimizer=ps.Adam(lr=0.01), block_elements=BLOCK)
+
+
+def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene) -> None:
+    def run(on_step: Callable[[int], None]) -> list[npt.NDArray[np.float32]]:
+        return together(
+            partial(train, client, table, on_step if client.rank == 0 else _nothing)
+            for client, table in scene.create(bsp_table)
+        )
+
+    def strike(step: int) -> None:
+        if step in (STEPS // 3, STEPS // 2):
+            scene.kill_and_start_again(scene.cluster.living[-1])
+
+    undisturbed, struck = run(_nothing), run(strike)
+    for one, other in zip(undisturbed, struck, strict=True):
+        assert np.array_equal(one, other)
+
+
+def _nothing(step: int) -> None:
+    del step
+
+
+def test_a_server_that_ends_by_itself_comes_back_too(scene: Scene) -> None:
+    """SIGTERM: it leaves the cluster, and its log has all."""
+    with under_load(scene) as loads:
+        server = scene.cluster.living[0]
+        scene.cluster.stop(server)
+        scene.cluster.start_again(server)
+        progress(loads)
+
+
+def test_a_log_has_one_server_at_a_time(scene: Scene) -> None:
+    """Who comes with the log of one that lives waits for its lock, and takes nothing from it."""
+    server = scene.cluster.living[0]
+    with under_load(scene) as loads:
+        second = scene.cluster.begin_again(server)
+        scene.cluster.wait_line(second, "event=waiting_for_update_log")
+        progress(loads)
+        scene.cluster.kill(server)
+        scene.cluster.served(second)
+
+
+def test_an_empty_log_is_given_nothing(scene: Scene, tmp_path: Path) -> None:
+    """What was kept elsewhere cannot be told from what is lost: its ranges wait for their log."""
+    server = scene.cluster.living[0]
+    kept = scene.path / f"server-{server.process.command.index}"
+    with under_load(scene) as loads:
+        node_id = scene.cluster.node_id(server)
+        scene.cluster.kill(server)
+        kept.rename(tmp_path / "kept")
+        stranger = scene.cluster.start_again(server)
+        assert not scene.cluster.primary_of(stranger)
+        assert any(r.primary == node_id for r in scene.cluster.views.newest.ranges)
+        scene.cluster.kill(stranger)
+        shutil.rmtree(kept)
+        (tmp_path / "kept").rename(kept)
+        again = scene.cluster.start_again(stranger)
+        assert all(r.primary != node_id for r in scene.cluster.views.newest.ranges)
+        assert scene.cluster.primary_of(again)
+        progress(loads)

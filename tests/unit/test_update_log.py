@@ -1,0 +1,273 @@
+"""A server goes on from its update log: whatever was answered is there, and nothing is made up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_core.errors import InvalidUpdateLog, Recovering
+from ps_core.keys import RangeId
+from ps_runtime.disk import Disk
+from ps_server.kept_log import claimable
+from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
+from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
+from ps_server.update_log_reader import scan
+from tests.unit.logged_server import (
+    KERNELS,
+    LoggedServer,
+    Setting,
+    Values,
+    recovered,
+)
+
+STEPS = 5
+
+
+def ran(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A scene on a loop of its own."""
+    asyncio.run(scene())
+
+
+def heads(path: Path) -> list[tuple[int, FrameKind]]:
+    """Where each frame of a segment begins, and its kind."""
+    raw, offset, found = memoryview(path.read_bytes()), len(MAGIC), []
+    while (head := head_at(raw, offset)) is not None:
+        found.append((offset, head.kind))
+        offset += frame_bytes(head.length)
+    return found
+
+
+# --- what survives
+
+
+def cut_anywhere(path: Path, said: Sequence[tuple[int, int, int]], states: list[Values]) -> None:
+    """A process that died left any prefix: what was answered by then is there, and the values are
+    those after some update.
+    """
+    segment = path / "00000001.log"
+    whole, chooser = segment.read_bytes(), random.Random(0)
+    edges = [at for at, _ in heads(segment)][1:]
+    places = {*edges, *(at + 1 for at in edges), *(at - 1 for at in edges), len(whole)}
+    places |= {chooser.randrange(edges[0], len(whole)) for _ in range(20)}
+    for place in sorted(places):
+        segment.write_bytes(whole[:place])
+        found = recovered(path)
+        for size_bytes, range_id, sequence in said:
+            assert size_bytes > place or found.has(range_id, sequence), (place, range_id, sequence)
+        for block, value in found.values.items():
+            assert any(value == state.get(block) for state in states), (place, block)
+    segment.write_bytes(whole)
+
+
+def test_what_was_answered_survives_at_any_byte(tmp_path: Path) -> None:
+    said: list[tuple[int, int, int]] = []
+    states: list[Values] = []
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        states.append(server.values)
+        for step in range(1, STEPS):
+            known = len(server.answered)
+            await server.push(step)
+            said.extend((server.byte_count, *each) for each in server.answered[known:])
+        states.extend(server.history)
+        await server.end()
+
+    ran(scene)
+    cut_anywhere(tmp_path, said, states)
+
+
+def test_who_goes_on_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
+    ends: list[Values] = []
+
+    async def scene(path: Path, restarts: Sequence[int]) -> None:
+        number, server = 1, LoggedServer(path, 1, Setting())
+        for step in range(1, STEPS):
+            await server.push(step)
+            if step in restarts:
+                await server.end()
+                number += 1
+                server = LoggedServer(path, number, Setting())
+                assert server.kept.replicas.keys() == {RangeId(0), RangeId(1)}
+        ends.append(server.values)
+        await server.end()
+
+    ran(lambda: scene(tmp_path / "calm", ()))
+    ran(lambda: scene(tmp_path / "struck", (1, 3, 4)))
+    assert ends[0] == ends[1]
+
+
+def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(bound_bytes=60_000))
+        step = 1
+        await server.push(step)
+        while min(server.path.glob("*.log")).name == "00000001.log":
+            for step in range(step + 1, step + 6):
+                await server.push(step)
+            server.node.tick()
+        expected = server.values
+        await server.end()
+        assert recovered(tmp_path).values == expected
+
+    ran(scene)
+    assert sum(each.stat().st_size for each in tmp_path.glob("*.log")) < 120_000
+
+
+# --- what does not
+
+
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool) -> None:
+    """Never values that nobody ever had; without a power cut nothing is taken for torn."""
+    states: list[Values] = []
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path / "log", 1, Setting(is_synced=is_synced))
+        states.append(server.values)
+        for step in range(1, STEPS):
+            await server.push(step)
+        states.extend(server.history)
+        await server.end()
+
+    ran(scene)
+    whole, chooser = (tmp_path / "log" / "00000001.log").read_bytes(), random.Random(1)
+    for _ in range(80):
+        place, bit = chooser.randrange(len(MAGIC), len(whole)), 1 << chooser.randrange(8)
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "log", copy)
+        broken = bytearray(whole)
+        broken[place] ^= bit
+        (copy / "00000001.log").write_bytes(broken)
+        found = recovered(copy)
+        for block, value in found.values.items():
+            assert any(value == state.get(block) for state in states), (place, bit, block)
+        shutil.rmtree(copy)
+
+
+def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        await server.end()
+
+    ran(scene)
+    contents = scan(segments_in(tmp_path))
+    assert claimable(contents, boot_id(), KERNELS) == contents.starts != {}
+    assert claimable(contents, "another boot", KERNELS) is None
+    assert claimable(contents, boot_id(), "other kernels") is None
+
+
+def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True))
+        await server.push(1)
+        await server.end()
+
+    ran(scene)
+    contents = scan(segments_in(tmp_path))
+    assert claimable(contents, "another boot", KERNELS) == contents.starts != {}
+
+
+def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        for step in range(1, STEPS):
+            await server.push(step)
+        await server.end()
+
+    ran(scene)
+    segment = tmp_path / "00000001.log"
+    whole = segment.read_bytes()
+    batches = [at for at, kind in heads(segment) if kind is FrameKind.BATCH]
+    segment.write_bytes(whole[: batches[3]] + whole[batches[4] :])
+    assert recovered(tmp_path).kept.replicas == {}
+    assert recovered(tmp_path).kept.timeline == b""
+
+
+# --- the disk
+
+
+class Failing(Disk):
+    """A disk that is full from some write on; and one that says when it has synced."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.synced_bytes = 0
+        self._written_bytes = 0
+
+    def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._written_bytes = offset + super().write_all(descriptor, pieces, offset)
+        return self._written_bytes - offset
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self.synced_bytes = self._written_bytes
+
+
+def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    async def scene() -> None:
+        disk = Failing()
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        await server.push(1)
+        answered = list(server.answered)
+        disk.is_full = True
+        await server.push(2, waits=False)
+        await asyncio.to_thread(server.log._writer.join)
+        await asyncio.sleep(0)  # what the thread said last is heard
+        with pytest.raises(InvalidUpdateLog, match=r"cannot be written.*No space left"):
+            server.node.tick()
+        assert server.answered == answered
+        await server.end()
+
+    ran(scene)
+
+
+def test_a_synced_log_answers_when_the_disk_has_it(tmp_path: Path) -> None:
+    async def scene() -> None:
+        disk = Failing()
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True, disk=disk))
+        for step in range(1, STEPS):
+            await server.push(step)
+            assert disk.synced_bytes == server.byte_count
+        await server.end()
+
+    ran(scene)
+
+
+# --- the directory
+
+
+def test_one_process_has_a_directory(tmp_path: Path) -> None:
+    first = LogDirectory(tmp_path)
+    with pytest.raises(Recovering, match="another server writes this update log"):
+        LogDirectory(tmp_path)
+    first.close()
+    first.close()
+    with LogDirectory(tmp_path) as second:
+        assert second.log_id == first.log_id
+
+
+def test_a_directory_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with pytest.raises(InvalidUpdateLog, match="file"):
+        LogDirectory(file)
+    (tmp_path / "log_id").write_text("what")
+    with pytest.raises(InvalidUpdateLog, match="log_id"):
+        LogDirectory(tmp_path)
+
+
+def test_a_segment_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "00000001.log").write_bytes(b"x" * 100)
+    with pytest.raises(InvalidUpdateLog, match=r"00000001\.log"):
+        scan(segments_in(tmp_path))
