@@ -279,6 +279,7 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
         change_number=facts.change_number,
         promised=facts.promised,
         hold_clock=facts.hold_clock,
+        minds_reads=facts.minds_reads,
     )
     if facts.unscaled is not None:
         message.unscaled = records.index(facts.unscaled)
@@ -318,6 +319,7 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
         message.change_number,
         message.promised,
         message.hold_clock if message.HasField("hold_clock") else None,
+        message.minds_reads,
         _failure(message),
     )
 

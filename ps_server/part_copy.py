@@ -48,6 +48,7 @@ class Facts(NamedTuple):
     change_number: int
     promised: int
     hold_clock: int | None
+    minds_reads: bool
     failure: UpdateFailed | None
 
 
@@ -147,7 +148,7 @@ def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
     initialized = not is_restored and kind is not InitializerKind.FROM_RANK_ZERO
     facts = Facts(
         first, first, first, 0, 0, 0, initialized, None, (), None, schedule.settings,
-        schedule.number, 0, None, None,
+        schedule.number, 0, None, True, None,
     )  # fmt: skip
     return PartCopy(facts, dict.fromkeys(blocks, 0))
 
@@ -170,6 +171,7 @@ def facts_of(state: RangeState) -> Facts:
         schedule.number,
         schedule.promised,
         schedule.hold_clock,
+        schedule.minds_reads,
         state.failure,
     )
 
@@ -220,12 +222,17 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     state.initialized, state.failure = facts.initialized, facts.failure
     state.unscaled, state.versions = facts.unscaled, copy.versions
     state.squares, state.said = dict(facts.squares), facts.said
-    state.schedule.restore(facts.settings, facts.change_number, facts.promised, facts.hold_clock)
+    state.schedule.restore(
+        facts.settings, facts.change_number, facts.promised, facts.hold_clock,
+        mind_reads=facts.minds_reads,
+    )  # fmt: skip
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
-    # Whoever has a step behind it may have been answered the read for its next.
-    done_clock = max((w.done_clock for w in state.workers.values()), default=-1)
-    held = state.schedule.hold_clock
+    # Whoever has a step behind it may have been answered the read for its next; anybody, that for
+    # the first.
+    begun = state.first_clock if state.initialized else -1
+    done_clock = max([begun, *(worker.done_clock for worker in state.workers.values())])
+    held = state.schedule.hold_clock if facts.minds_reads else None
     state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
 
 

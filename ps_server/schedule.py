@@ -232,6 +232,11 @@ class Schedule:
         return tuple(self._settings)
 
     @property
+    def minds_reads(self) -> bool:
+        """Whether what is held is held for reads too: not for a checkpoint."""
+        return self._holds_reads
+
+    @property
     def promised(self) -> int:
         """The newest change that was promised; 0 before the first."""
         return self._promised
@@ -242,10 +247,13 @@ class Schedule:
         number: int,
         promised: int,
         hold_clock: int | None,
+        *,
+        mind_reads: bool,
     ) -> None:
         """As another server had it, whose place this one takes. Cuts ended with that one."""
         self._settings = list(settings)
         self.number, self._promised, self.hold_clock = number, promised, hold_clock
+        self._holds_reads = mind_reads
 
     def _add(self, change: Change) -> None:
         self.number = change.number

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ def scene(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:
     path = tmp_path_factory.mktemp("logs")
-    shape = {"replica_count": 1, "update_log": UpdateLogPlan(str(path), BOUND_MB)}
+    shape: dict[str, Any] = {"replica_count": 1, "update_log": UpdateLogPlan(str(path), BOUND_MB)}
     with replicated_cluster(2, WORKERS, **shape) as cluster, ExitStack() as stack:
         clients = [
             stack.enter_context(

@@ -117,6 +117,7 @@ def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> Facts:
         draw(SMALL),
         draw(SMALL),
         draw(st.none() | COUNTS),
+        draw(st.booleans()),
         draw(st.none() | st.builds(UpdateFailed, st.text(max_size=20))),
     )
 

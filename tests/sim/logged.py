@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_core.tables import Table
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
@@ -255,13 +256,11 @@ class LoggedServer(ReplicatedServer):
         super()._do(deeds)
 
 
-def fresh_part(
-    tables: Sequence[object], range_count: int
-) -> Callable[[TableId, RangeId], PartCopy]:
+def fresh_part(tables: Sequence[Table], range_count: int) -> Callable[[TableId, RangeId], PartCopy]:
     """What a part is like of which nothing was decided."""
 
     def make(table_id: TableId, range_id: RangeId) -> PartCopy:
-        (table,) = [t for t in tables if t.table_id == table_id]  # type: ignore[attr-defined]
+        (table,) = [t for t in tables if t.table_id == table_id]
         return fresh_copy(table, table.blocks_by_range(range_count)[range_id])
 
     return make

@@ -110,7 +110,8 @@ def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None
         step = 1
         await server.push(step)
         while min(server.path.glob("*.log")).name == "00000001.log":
-            for step in range(step + 1, step + 6):
+            for _ in range(5):
+                step += 1
                 await server.push(step)
             server.node.tick()
         expected = server.values
