@@ -136,7 +136,7 @@ class PartWriter:
     def __init__(self, path: Path, planned: Iterable[PlannedTable], disk: Disk = DISK) -> None:
         self.path = path
         self._disk = disk
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         fixed = len(_json(_header(_metadata(_WIDEST_NUMBER, "", {}), {})))
         reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
         reserved += sum(table.header_bytes for table in planned)
@@ -195,6 +195,7 @@ class PartWriter:
         finally:
             with self._lock:
                 self._open_count -= 1
+                self._lock.notify_all()
                 self._problem = self._problem or problem
                 if not problem:
                     self._checksums.setdefault((table, block), {})[tensor] = crc32
@@ -250,13 +251,17 @@ class PartWriter:
             return WrittenPart(len(start) + self._end, digest, blocks)
 
     def abort(self) -> None:
-        """Remove the file, unless it is finished. Idempotent.
+        """Remove the file, unless it is finished. Idempotent. Thread-safe.
+
+        Blocking: until appends that are under way have ended. Whatever is opened next may get the
+        same descriptor, and they would write to it.
 
         Raises:
             InvalidCheckpoint: it cannot be removed.
         """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
+            self._lock.wait_for(lambda: not self._open_count)
             if descriptor is not None:
                 with _reported(self.path):
                     self._disk.close(descriptor)

@@ -46,14 +46,6 @@ class BufferPool:
                 pass
         return torch.empty(element_count, dtype=dtype)
 
-    def count(self, element_count: int, dtype: torch.dtype) -> int:
-        """How many tensors of that length wait here to be used again."""
-        return len(self._free.get((dtype, element_count), ()))
-
-    def clear(self) -> None:
-        """What waits here goes to the allocator."""
-        self._free.clear()
-
     def give_back(self, buffer: Tensor) -> None:
         """Ends the caller's use of a tensor that `take` gave."""
         if self.held_bytes + buffer.nbytes <= self.kept_bytes:

@@ -12,8 +12,8 @@ Rules:
       change is written there and then: it holds the server up, and nothing is lost by it.
     - While updates come, blocks are written at a bounded rate: what writes them would take the
       processor from what trains.
-    - Copies lie in memory that was touched before the cut, and is kept for the next checkpoint: to
-      copy to fresh memory takes four times as long, and the step after the cut waits for it.
+    - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
+      proposed and kept for the next one: the step after the cut waits for the copies.
     - Whatever goes wrong is reported, once; training goes on.
 
 What it deliberately does not do: decide when or where to cut (the scheduler does), or write the
@@ -24,14 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ps_core import limits
 from ps_core.change import Checkpoint
@@ -43,8 +41,8 @@ from ps_runtime import logs
 from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
-from ps_server.buffer_pool import BufferPool
 from ps_server.captures import Captures, Key
+from ps_server.copy_memory import CopyMemory, Piece
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
 from ps_server.store_copy import VALUES, SavedBlock
@@ -73,7 +71,7 @@ class CheckpointParts:
         node: the server.
         report: how the scheduler is told.
         rate_bytes_s: how much is written in a second while updates come; 0: no bound.
-        buffer_bytes: how much of what was copied may wait to be written.
+        buffer_bytes: what copies that wait to be written may take.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class CheckpointParts:
     ) -> None:
         self._node = node
         self._report = report
-        self._rates = rate_bytes_s, BufferPool(buffer_bytes)
+        self._rates = rate_bytes_s, CopyMemory(buffer_bytes)
         self._newest = 0
         self._part: _Part | None = None
         self._written = WrittenBlocks()
@@ -153,14 +151,13 @@ class _Part:
         checkpoint: Checkpoint,
         written: WrittenBlocks,
         report: Report,
-        rates: tuple[int, BufferPool],
+        rates: tuple[int, CopyMemory],
     ) -> None:
         self.number = checkpoint.number
         self._node = node
         self._url = checkpoint.url
         self._report = report
-        self._rate_bytes_s, self._rooms = rates
-        self._buffer_bytes = self._rooms.kept_bytes
+        self._rate_bytes_s, self._copies = rates
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
         self._captures = Captures(self._about_to_change)
@@ -174,7 +171,7 @@ class _Part:
         self._is_cut = self._is_over = False
         self._problem = ""
         self._waiting_bytes = 0
-        self._copied: deque[tuple[TableId, SavedBlock, list[torch.Tensor]]] = deque()
+        self._copied: deque[tuple[TableId, SavedBlock, Piece]] = deque()
         self._writing_count = 0
         self._wake = asyncio.Event()
         self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
@@ -187,7 +184,7 @@ class _Part:
         self._specs = {table.table_id: table for table, _ in planned}
         tables = [each for _, each in planned]
         self._opening = self._threads.submit(self._open, tables)
-        self._threads.submit(self._make_room, self._rooms, self._room_sizes())
+        self._threads.submit(self._copies.touch, self._captured_bytes())
         self._task = self._loop.create_task(self._run())
 
     def _open(self, tables: list[PlannedTable]) -> tuple[CheckpointDirectory, Path, PartWriter]:
@@ -196,25 +193,9 @@ class _Part:
         path = directory.begin(self._file)
         return directory, path, PartWriter(path, tables)
 
-    def _room_sizes(self) -> Counter[int]:
-        """How many copies of which length there may be at once, in bytes."""
-        sizes: Counter[int] = Counter()
-        left_bytes = self._buffer_bytes
-        for key, part in self._node.machine.parts.items():
-            for block in part.state.blocks:
-                if left_bytes <= 0:
-                    return sizes
-                saved = self._node.shards.stores[key].saved(block)
-                sizes.update(payload.nbytes for _, payload in saved.tensors)
-                left_bytes -= saved.byte_count
-        return sizes
-
-    @staticmethod
-    def _make_room(rooms: BufferPool, sizes: Counter[int]) -> None:
-        """Memory that has been touched, before the cut: the step after it copies all at once."""
-        for size, count in sizes.items():
-            for _ in range(count - rooms.count(size, torch.uint8)):
-                rooms.give_back(torch.empty(size, dtype=torch.uint8).zero_())
+    def _captured_bytes(self) -> int:
+        """What there is to copy, at most."""
+        return sum(store.state_bytes for store in self._node.shards.stores.values())
 
     def cut(self, view: ClusterView) -> None:
         """The cuts are settled: ask for each range as of its own."""
@@ -247,7 +228,7 @@ class _Part:
         same = self._base.unchanged(key[0], store, blocks)
         self._referred |= same
         if same:
-            self._start([], self._refer, same)
+            self._start(None, self._refer, same)
         changed = [block for block in blocks if (key[0], block) not in same]
         self._lineages.update(((key[0], block), store.lineage) for block in changed)
         if changed:
@@ -260,29 +241,27 @@ class _Part:
     def _about_to_change(self, table_id: TableId, block: SavedBlock) -> None:
         if self._problem:
             return
-        if self._waiting_bytes + block.byte_count <= self._buffer_bytes:
-            self._copy(table_id, block)
-            self._wake.set()
-            return
         try:
-            self._write(table_id, block)
+            self._take(table_id, block)
         except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
             self._problem = _words(error)
+        self._wake.set()
 
-    def _copy(self, table_id: TableId, block: SavedBlock) -> None:
-        """Copy a block, to be written when its turn comes."""
-        if self._waiting_bytes + self._rooms.held_bytes > self._buffer_bytes:
-            self._rooms.clear()  # of other lengths than are needed now
-        rooms = [self._rooms.take(payload.nbytes, torch.uint8) for _, payload in block.tensors]
+    def _take(self, table_id: TableId, block: SavedBlock) -> None:
+        """Copy a block, to be written when its turn comes; without room, write it."""
+        piece = self._copies.take(block.byte_count)
+        if piece is None:
+            self._write(table_id, block)
+            return
         self._waiting_bytes += block.byte_count
-        self._copied.append((table_id, block.copied_to(rooms), rooms))
+        self._copied.append((table_id, block.copied_to(piece.view), piece))
 
-    def _start(self, rooms: list[torch.Tensor], work: Callable[..., None], *told: Any) -> None:
-        """Let a thread do it; the memory is free when it is done."""
+    def _start(self, piece: Piece | None, work: Callable[..., None], *told: Any) -> None:
+        """Let a thread do it; the piece is free when it is done."""
         self._writing_count += 1
         writing = self._threads.submit(work, *told)
         writing.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._written, done, rooms)
+            lambda done: self._loop.call_soon_threadsafe(self._written, done, piece)
         )
 
     def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
@@ -298,14 +277,17 @@ class _Part:
         for name, payload in block.tensors:
             writer.append(spec.name, block.block, name, payload, dtype)
 
-    def _written(self, done: Future[None], rooms: list[torch.Tensor]) -> None:
-        for room in rooms:
-            self._waiting_bytes -= room.nbytes
-            self._rooms.give_back(room)
+    def _written(self, done: Future[None], piece: Piece | None) -> None:
+        if piece is not None:
+            self._give_back(piece)
         self._writing_count -= 1
         if not done.cancelled() and (error := done.exception()) is not None:
             self._problem = self._problem or _words(error)
         self._wake.set()
+
+    def _give_back(self, piece: Piece) -> None:
+        self._waiting_bytes -= piece.view.nbytes
+        self._copies.give_back(piece)
 
     async def _run(self) -> None:
         try:
@@ -380,16 +362,23 @@ class _Part:
         """Let a block be written: one that was copied before it changed, else one that has not
         changed; or wait until there may be one.
         """
-        if not self._copied and self._waiting_bytes <= self._buffer_bytes // 2:
+        if not self._copied and self._waiting_bytes <= self._copies.byte_count // 2:
             found = self._captures.next()
             if found is not None:
-                self._copy(*found)
+                self._take(*found)
+                if not self._copied:
+                    await self._pause(found[1])
+                    return
         if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:
             await self._wake.wait()
             self._wake.clear()
             return
-        table_id, block, rooms = self._copied.popleft()
-        self._start(rooms, self._write, table_id, block)
+        table_id, block, piece = self._copied.popleft()
+        self._start(piece, self._write, table_id, block)
+        await self._pause(block)
+
+    async def _pause(self, block: SavedBlock) -> None:
+        """Keep to the rate: this block is on its way."""
         is_busy = self._rate_bytes_s and self._node.since_update_s < _BUSY_S
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
@@ -425,6 +414,8 @@ class _Part:
         for waiter in list(self._waiters):
             self._node.end_read(waiter)
         self._waiters.clear()
+        while self._copied:
+            self._give_back(self._copied.pop()[2])
 
 
 def _words(error: BaseException) -> str:

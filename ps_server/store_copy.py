@@ -139,17 +139,19 @@ class SavedBlock(NamedTuple):
         """Bytes of all its tensors."""
         return sum(payload.nbytes for _, payload in self.tensors)
 
-    def copied_to(self, rooms: Sequence[Tensor]) -> SavedBlock:
+    def copied_to(self, room: memoryview) -> SavedBlock:
         """The same, sharing nothing with the block.
 
         Args:
-            rooms: flat bytes (uint8), one for each tensor, as long as that; the copy's from now on.
+            room: writable bytes ("B"), `byte_count` of them; the copy's from now on.
         """
         tensors = []
-        for (name, payload), room in zip(self.tensors, rooms, strict=True):
-            target = room.numpy()
-            np.copyto(target, np.frombuffer(payload, np.uint8))
-            tensors.append((name, target.data))
+        begin = 0
+        for name, payload in self.tensors:
+            target = room[begin : begin + payload.nbytes]
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
+            tensors.append((name, target))
+            begin += payload.nbytes
         return self._replace(tensors=tuple(tensors))
 
 

@@ -60,7 +60,7 @@ def test_checkpoints_stand_beside_plain_writes_and_quiet_training(tmp_path: Path
     }
     for row in memory:
         assert row["growth_bytes"] == row["peak_bytes"] - row["before_bytes"]
-        assert row["bound_bytes"] == 96 * MIB * row["servers"]
+        assert row["bound_bytes"] == 288 * MIB * row["servers"]
 
 
 def test_without_room_for_the_files_nothing_begins(tmp_path: Path) -> None:

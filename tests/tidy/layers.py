@@ -86,6 +86,7 @@ PURE_MODULES = {
 EDGE_MODULES = {
     "ps_server",
     "ps_server.checkpoint_parts",
+    "ps_server.copy_memory",
     "ps_server.decision_wire",
     "ps_server.frames",
     "ps_server.installed_updates",

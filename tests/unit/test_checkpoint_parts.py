@@ -34,7 +34,10 @@ BLOCKS, LENGTH, RANGES = 5, 64, 2
 class Server:
     """One server of one worker, whose every gradient is one: values count its steps down."""
 
-    def __init__(self, url: str, setting: str = "bsp") -> None:
+    def __init__(
+        self, url: str, setting: str = "bsp", blocks: int = BLOCKS, length: int = LENGTH
+    ) -> None:
+        self.length = length
         metrics = ServerMetrics(CollectorRegistry())
         self.now_s = 0.0
         self.node = ParameterNode(SERVER, b"k" * 16, 1, metrics, lambda: self.now_s)
@@ -43,7 +46,7 @@ class Server:
         self.parts = CheckpointParts(self.node, self._report, 0)
         optimizer = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
         spec = TableSpec(
-            "model", DType.FLOAT32, BLOCKS * LENGTH, optimizer, block_elements=LENGTH,
+            "model", DType.FLOAT32, blocks * length, optimizer, block_elements=length,
             consistency=parsed(setting),
         )  # fmt: skip
         self.table = Table(MODEL, 0, spec.validated())
@@ -89,13 +92,13 @@ class Server:
     def step(self, clock: int) -> None:
         """The worker's, on all blocks."""
         sender = Sender(Incarnation(11), 0, self.stream.origin)
-        gradient = memoryview(np.ones(LENGTH, np.float32).tobytes())
+        gradient = memoryview(np.ones(self.length, np.float32).tobytes())
         for range_id, blocks in self.table.blocks_by_range(RANGES).items():
             place = Place(MODEL, range_id, AssignmentEpoch(1))
             for block in blocks:
                 payload = self.node.shards.decode(place, block, Codec.FP32, gradient, b"")
                 event = PushEvent(
-                    place, sender, self._next(range_id), clock, block, LENGTH * 4, payload
+                    place, sender, self._next(range_id), clock, block, self.length * 4, payload
                 )
                 self.node.entries(self.stream, [event])
             seal = SealEvent(place, sender, self._next(range_id), SealTerms(clock, ()))

@@ -271,6 +271,39 @@ def test_a_full_disk_is_named_and_the_part_cannot_be_finished(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+class SlowDisk(Disk):
+    """A write lasts until the file is closed under it, if it is, and says so."""
+
+    def __init__(self) -> None:
+        self.began, self.closed = threading.Event(), threading.Event()
+        self.was_closed: list[bool] = []
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        self.began.set()
+        self.was_closed.append(self.closed.wait(0.2))
+        super().write(descriptor, payload, offset)
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        self.closed.set()
+
+
+def test_a_file_is_not_closed_under_a_write(tmp_path: Path) -> None:
+    """What is opened next may get its descriptor."""
+    disk = SlowDisk()
+    writer = PartWriter(tmp_path / "part", PLANNED, disk)
+    append = threading.Thread(target=writer.append, args=("wide", 0, "values", bytes(8), "F64"))
+    append.start()
+    assert disk.began.wait(20)
+    writer.abort()
+    append.join()
+    assert disk.was_closed == [False]
+    assert disk.closed.is_set()
+    with pytest.raises(InvariantViolation, match="is closed"):
+        writer.append("wide", 1, "values", bytes(8), "F64")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_header_that_safetensors_would_not_read_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match="safetensors takes 100000000: expected fewer blo"):
         PartWriter(tmp_path / "part", [PlannedTable("t", 1_000_000, ("values",))])
