@@ -23,7 +23,7 @@ from ps_runtime import metrics
 from ps_runtime.config import flag_name, variable_name
 from ps_runtime.environment import VARIABLES
 from ps_runtime.errors import STATUS
-from ps_server.__main__ import ServerConfig
+from ps_server.process import ServerConfig
 from ps_worker.config import WorkerConfig
 from scheduler.__main__ import SchedulerConfig
 

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
 from ps_runtime.config import resolve
+from ps_runtime.imported import spare_import_of
 from ps_worker.connection import close_all
 from ps_worker.measures import ProcessConfig, open_ports
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.script.is_file():
         parser.error(f"there is no script {given.script}")
     signal.signal(signal.SIGTERM, _stop)
+    spare_import_of("torch")  # the script's own business, as is what it sets before
     sys.argv = [str(given.script), *given.arguments]
     sys.path.insert(0, str(given.script.resolve().parent))
     close_ports = open_ports(config)

@@ -132,17 +132,11 @@ def test_a_slow_worker_raises_it_to_the_most_and_one_that_keeps_up_lets_it_come_
 
 
 @pytest.mark.timeout(120)
-def test_a_loss_that_rises_lowers_it_while_workers_wait() -> None:
+def test_a_loss_that_rises_lowers_it_while_workers_wait_and_a_fixed_setting_ends_it() -> None:
     with training("ssp:1..6") as cluster:
         cluster.until_bound(6, 6)
         cluster.loss = 8.0
         cluster.until_bound(1, 3)
-
-
-@pytest.mark.timeout(120)
-def test_a_setting_that_is_fixed_ends_it() -> None:
-    with training("ssp:1..6") as cluster:
-        cluster.until_bound(2, 6)
         cluster.clients[0].set_consistency(TABLE, "ssp:3")
         assert cluster.bound == -1, "no such series any more"
         clock = cluster.clocks[0]

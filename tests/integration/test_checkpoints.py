@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
         return together(cluster.address, workers, lambda c: train(c, recipe, END), recipe.lane)
 
 
+@pytest.mark.timeout(180)  # four clusters, one after the other
 def test_bsp_goes_on_bit_for_bit_on_other_servers(tmp_path: Path) -> None:
     check_bsp_goes_on(tmp_path, amsgrad, "shm")
 
@@ -197,25 +199,40 @@ def made_checkpoints(root: Path, count: int) -> list[str]:
     return urls
 
 
-def test_a_bad_one_is_passed_over_for_the_newest_good_one(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    *_, good, bad = made_checkpoints(root, 3)
-    (part,) = Path(bad).glob("server-*")
+@pytest.fixture(scope="module")
+def three_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three; what a test damages is a copy."""
+    root = tmp_path_factory.mktemp("three") / "checkpoints"
+    made_checkpoints(root, 3)
+    return root
+
+
+@pytest.fixture
+def root(three_checkpoints: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(three_checkpoints, tmp_path / "checkpoints")
+
+
+def test_a_bad_one_is_passed_over_for_the_newest_good_one(root: Path) -> None:
+    _, good, bad = sorted(path for path in root.iterdir() if path.is_dir())
+    (part,) = bad.glob("server-*")
     part.write_bytes(part.read_bytes()[:-1])
     with ps.local_cluster(2, 1, resume=str(root)) as cluster, ps.connect(cluster.address) as client:
-        assert client.restored_from == good
+        assert client.restored_from == str(good)
         assert counting_table(client, "bsp").clock == 2
-    with pytest.raises(ps.Recovering, match=rf"{part.name}.*\n?.*{Path(good).name}"):
-        ps.local_cluster(1, 1, resume=bad)
+    with pytest.raises(ps.Recovering, match=rf"{part.name}.*\n?.*{good.name}"):
+        ps.local_cluster(1, 1, resume=str(bad))
 
 
-def test_values_that_are_damaged_are_never_trained_on(tmp_path: Path) -> None:
-    (url,) = made_checkpoints(tmp_path / "checkpoints", 1)
-    (part,) = Path(url).glob("server-*")
+def test_values_that_are_damaged_are_never_trained_on(root: Path) -> None:
+    url = min(path for path in root.iterdir() if path.is_dir())
+    (part,) = url.glob("server-*")
     content = bytearray(part.read_bytes())
     content[-5] ^= 1  # of a value: only who reads all of it sees that
     part.write_bytes(content)
-    with ps.local_cluster(1, 1, resume=url) as cluster, ps.connect(cluster.address) as client:
+    with (
+        ps.local_cluster(1, 1, resume=str(url)) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
         table = counting_table(client, "bsp")
         with pytest.raises(ps.UpdateFailed, match=rf"{part.name}.*CRC"):
             client.pull(table, timeout_s=DEADLINE_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from tests.integration.replicated_cluster import (
     replicated_cluster,
     together,
 )
+from tests.integration.warm_processes import warm_context
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -196,7 +196,7 @@ def push_until_killed(address: str, pipe: Connection) -> None:
 
 def test_a_worker_and_a_server_are_killed_at_once() -> None:
     """BSP: what the dead worker was told is in all of the values; of a last step some have it."""
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     ours, theirs = context.Pipe(duplex=False)
     with (
         replicated_cluster(servers=2, workers=WORKERS, environment=PATIENCE) as cluster,

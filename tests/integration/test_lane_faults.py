@@ -5,7 +5,6 @@ Real processes; every wait is for an event.
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import signal
 import threading
@@ -27,6 +26,7 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 from tests.integration.cut_wire import CutWire, cut_wire
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.raw_lane import RawLane
+from tests.integration.warm_processes import warm_context
 
 DEADLINE_S = 30.0
 SHORT_S = 0.5
@@ -100,7 +100,7 @@ def push_until_killed(address: str, lane: str, name: str, pipe: Connection) -> N
 @contextmanager
 def pushing(cluster: LaneCluster, lane: str, name: str) -> Iterator[Any]:
     """A worker process that has taken some steps, and goes on."""
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=push_until_killed, args=(cluster.address, lane, name, theirs), daemon=True

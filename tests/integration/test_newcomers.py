@@ -30,12 +30,12 @@ from tests.integration.test_worker_gone import (
 
 FIRST = 2
 STEPS = 12
+ENVIRONMENT = {**PATIENCE, "PUSHPULL_MAX_WORKERS": "4"}
 
 
 @pytest.fixture
 def cluster() -> Iterator[LaneCluster]:
-    environment = {**PATIENCE, "PUSHPULL_MAX_WORKERS": "4"}
-    with lane_cluster(servers=2, workers=FIRST, environment=environment) as running:
+    with lane_cluster(servers=2, workers=FIRST, environment=ENVIRONMENT) as running:
         yield running
 
 
@@ -219,12 +219,15 @@ def test_one_that_is_killed_holds_nobody_up_for_long(cluster: LaneCluster, lane:
 
 
 @pytest.mark.timeout(120)
-def test_there_are_no_more_than_max_workers(cluster: LaneCluster) -> None:
-    clients = [ps.connect(cluster.address) for _ in range(4)]
-    assert [client.rank for client in clients] == [0, 1, 2, 3]
-    with pytest.raises(ps.InvalidConfig, match="beyond the 4 that the cluster takes"):
-        ps.connect(cluster.address)
-    _close(clients)
+def test_there_are_no_more_than_max_workers() -> None:
+    with Launcher() as launcher:
+        shape = ClusterShape(1, FIRST, environment=ENVIRONMENT)
+        scheduler = start_scheduler(launcher, shape)
+        clients = [ps.connect(scheduler.address) for _ in range(4)]
+        assert [client.rank for client in clients] == [0, 1, 2, 3]
+        with pytest.raises(ps.InvalidConfig, match="beyond the 4 that the cluster takes"):
+            ps.connect(scheduler.address)
+        _close(clients)
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,6 @@ minute.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import re
 import signal
@@ -27,6 +26,7 @@ import ps_worker as ps
 from ps_cli import scheduler_query
 from ps_cli.status_document import status_document
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
+from tests.integration.warm_processes import warm_context
 
 WORKERS = 3
 VICTIM = 2
@@ -110,7 +110,7 @@ class Victim:
 
 @contextmanager
 def victim(cluster: LaneCluster, lane: str, consistency: str, life: Any) -> Iterator[Victim]:
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=life, args=(cluster.address, lane, consistency, theirs), daemon=True

@@ -166,3 +166,13 @@ def test_wrong_usage_is_explained(scripts: Scripts) -> None:
     status, _, err = scripts.run("", PUSHPULL_WINDOW_BYTE="1")
     assert status == 2
     assert "PUSHPULL_WINDOW_BYTE is unknown; did you mean PUSHPULL_WINDOW_BYTES?" in err
+
+
+def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts) -> None:
+    text = """
+        import gc
+        before = gc.get_freeze_count()
+        import torch
+        print(gc.isenabled(), gc.get_freeze_count() - before > 100_000, gc.collect() < 100_000)
+    """
+    assert scripts.run(text) == (0, "True True True\n", "")

@@ -8,7 +8,6 @@ return.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import ps_worker as ps
 from ps_core.errors import PushpullError
+from tests.integration.warm_processes import warm_context
 
 ResultT = TypeVar("ResultT")
 
@@ -80,7 +80,7 @@ class Pool:
     """Worker processes, which may be workers of several clusters."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):

@@ -162,6 +162,9 @@ EDGE_MODULES = {
 }
 """L2 of the roles; all of `ps_runtime` is L2 too."""
 
+ENTRY_MODULES = {"__main__", "process"}
+"""L3 of the roles; `process` is what `__main__` runs, where that has to prepare the imports."""
+
 ROLES = ("scheduler", "ps_server", "ps_worker")
 
 IMPURE = {
@@ -181,7 +184,7 @@ def layer_of(module: str) -> int | None:
     package, _, rest = module.partition(".")
     if package == "ps_core":
         return 0
-    if package == "ps_cli" or rest == "__main__":
+    if package == "ps_cli" or rest in ENTRY_MODULES:
         return 3
     if module in PURE_MODULES:
         return 1

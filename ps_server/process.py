@@ -1,0 +1,362 @@
+"""The process of one parameter server: what `python -m ps_server` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ps_core import limits
+from ps_core.errors import Fenced, InvalidConfig, PushpullError
+from ps_runtime import channels, clock, config, logs, shutdown
+from ps_runtime.checkpoint_calls import report_part
+from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
+from ps_runtime.node_server import NodeServer
+from ps_runtime.ready_file import write_ready_file
+from ps_runtime.scheduler_link import SchedulerLink
+from ps_server import frames, replication_service
+from ps_server.backup_wishes import BackupWishes
+from ps_server.checkpoint_parts import CheckpointParts
+from ps_server.installed_updates import installed_updates
+from ps_server.kept_log import KeptLog, open_log
+from ps_server.kernel_fingerprint import kernel_fingerprint
+from ps_server.lanes import SharedLanes
+from ps_server.node import ParameterNode
+from ps_server.promises import Promises
+from ps_server.read_gate import WaitCause
+from ps_server.replicated_ranges import ReplicationSetting
+from ps_server.replication_service import ReplicationServicer
+from ps_server.restored_values import RestoredValues
+from ps_server.servicer import FEATURES, ParameterServicer, ViewAtLeast
+from ps_server.shards import Shards
+from ps_server.update_log import LogSetting
+from pushpull.v1 import scheduler_pb2, types_pb2
+
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of a server."""
+
+    scheduler: tuple[str, ...] = field(
+        metadata={"help": "scheduler addresses, host:port, comma-separated"}
+    )
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port to serve gRPC on; port 0 takes a free one"},
+    )
+    advertise: str | None = field(
+        default=None, metadata={"help": "host:port or host under which others reach this server"}
+    )
+    http_listen: str = field(
+        default="127.0.0.1:0", metadata={"help": "host:port of /metrics and /healthz"}
+    )
+    cluster_id: str = field(default="", metadata={"help": "the cluster meant; empty: any"})
+    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    ready_file: Path | None = field(
+        default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
+    )
+    connect_deadline_s: float = field(
+        default=60.0, metadata={"help": "seconds to go on trying to reach the scheduler at start"}
+    )
+    drain_grace_s: float = field(
+        default=5.0, metadata={"help": "seconds that calls may finish in when told to stop"}
+    )
+    lane: str = field(
+        default="auto",
+        metadata={
+            "help": "auto shares memory with clients on this host, where it can; shm must; grpc "
+            "does not"
+        },
+    )
+    threads: int = field(
+        default=1, metadata={"help": "torch threads for updates; 0 leaves torch's own choice"}
+    )
+
+    checkpoint_rate_mb_s: float = field(
+        default=limits.CHECKPOINT_RATE_BYTES_S / 1e6,
+        metadata={
+            "help": "So many MB a second it reads for a checkpoint while it trains, beside "
+            "what is about to change; 0: no bound"
+        },
+    )
+
+    update_log: Path | None = field(
+        default=None,
+        metadata={
+            "help": "directory of this server alone where every update is kept, so that a server "
+            "started again there goes on from it; unset: none"
+        },
+    )
+    update_log_mb: int = field(
+        default=limits.UPDATE_LOG_BYTES // 1_000_000,
+        metadata={"help": "MB of the update log above which the oldest updates go"},
+    )
+    update_log_sync: bool = field(
+        default=False,
+        metadata={
+            "help": "an update counts when the disk has it, so that the log survives a power cut, "
+            "and not the server's death alone"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        config.check_choice("lane", self.lane, limits.LANES)
+        if self.update_log_mb < 1:
+            raise InvalidConfig(f"update_log_mb is {self.update_log_mb}; expected at least 1")
+
+
+def main() -> None:
+    """Run until told to stop, or until the cluster has finished."""
+    settings = config.from_command_line(ServerConfig, "A pushpull parameter server.")
+    shutdown.die_with_parent_if_asked(os.environ)
+    logs.configure("server", settings.log_level)
+    channels.tune_allocator()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    try:
+        channels.run(_serve(settings))
+    except PushpullError as error:
+        logs.error("failed", error=error.code, message=error.message)
+        sys.exit(1)
+
+
+async def _serve(settings: ServerConfig) -> None:
+    registry = new_registry()
+    servicer, backups = ParameterServicer(), ReplicationServicer()
+    server = await NodeServer.start(
+        settings.listen,
+        advertise=settings.advertise,
+        http_listen=settings.http_listen,
+        services=[
+            (
+                frames.SERVICE,
+                lambda grpc_server: frames.add_to_server(servicer, grpc_server),
+            ),
+            (
+                replication_service.SERVICE,
+                lambda grpc_server: replication_service.add_to_server(backups, grpc_server),
+            ),
+        ],
+        registry=registry,
+    )
+    stop = asyncio.create_task(shutdown.wait_for_stop_signal())
+
+    def attach(node: ParameterNode, view_at_least: ViewAtLeast) -> None:
+        servicer.attach(node, view_at_least)
+        backups.attach(node)
+
+    metrics, node_metrics = ServerMetrics(registry), NodeMetrics(registry)
+
+    async def run() -> None:
+        """As often as the cluster begins anew."""
+        while True:
+            try:
+                await _run(settings, server, attach, (metrics, node_metrics))
+            except Fenced as error:
+                if not error.retry_after_ms:
+                    raise
+                logs.info("registering_again", reason=error.message)
+                servicer.drain()
+            else:
+                return
+
+    running = asyncio.create_task(run())
+    try:
+        await asyncio.wait((stop, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        for task in (stop, running):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        servicer.drain()
+        await server.stop(settings.drain_grace_s)
+
+
+async def _run(
+    settings: ServerConfig,
+    server: NodeServer,
+    attach: Callable[[ParameterNode, ViewAtLeast], None],
+    measures: tuple[ServerMetrics, NodeMetrics],
+) -> None:
+    """Register, serve, and end when the cluster has finished or replaced this server."""
+    metrics, node_metrics = measures
+    async with contextlib.AsyncExitStack() as stack:
+        link, node = await _registered(settings, server.address, metrics, stack)
+        _watch(link, node, metrics, node_metrics)
+        finished = asyncio.Event()
+        promises = Promises(
+            lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
+        )
+        stack.callback(promises.close)
+        link.on_view.append(node.observe)
+        restored = _keep_checkpoints(link, node, settings, stack)
+        link.on_view.append(lambda _: promises.stand(node.promises))
+        wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
+        stack.callback(wishes.close)
+        link.on_view.append(lambda view: finished.set() if view.finished else None)
+        attach(node, link.view_at_least)
+        await link.view_at_least(1, settings.connect_deadline_s)
+        # What a server at rest has stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        server.set_serving(True)
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, server.address, server.http_address)
+
+        def tick() -> None:
+            node.tick()
+            restored.look()
+            promises.stand(node.promises)
+            wishes.stand(node.replicas.wishes if node.replicas is not None else ())
+
+        await _until(finished, link.fenced, tick)
+        if link.fenced_by is not None:
+            raise link.fenced_by
+        logs.info("finished", reason="all workers have left")
+
+
+async def _registered(
+    settings: ServerConfig,
+    address: str,
+    metrics: ServerMetrics,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[SchedulerLink, ParameterNode]:
+    """Register with what this server has, and be a node; `stack` ends that."""
+    installed = installed_updates()
+    request = scheduler_pb2.RegisterNodeRequest(
+        role=types_pb2.NODE_ROLE_SERVER,
+        address=address,
+        protocol_version=1,
+        features=FEATURES,
+        kernel_fingerprint=kernel_fingerprint(),
+        cluster_id=settings.cluster_id,
+        custom_updates=installed.to_proto(),
+    )
+    shards = Shards(SharedLanes(), installed.updates)
+    stack.callback(shards.lanes.close)
+    if settings.lane != "grpc":
+        _open_lanes(shards.lanes, must=settings.lane == "shm")
+    kept = None
+    if settings.update_log is not None:
+        kept = await open_log(
+            settings.update_log, shards, request.kernel_fingerprint, settings.connect_deadline_s
+        )
+        stack.callback(kept.directory.close)
+        request.update_log.CopyFrom(kept.claim())
+    link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
+    stack.push_async_callback(_leave, link)
+    node = ParameterNode(
+        link.session, link.token_key, link.worker_count, metrics, clock.now_s, shards
+    )
+    _replicate(link, node, kept, settings, stack)
+    return link, node
+
+
+async def _leave(link: SchedulerLink) -> None:
+    await link.deregister("the server stops", deadline_s=1.0)
+    await link.close()
+
+
+def _replicate(
+    link: SchedulerLink,
+    node: ParameterNode,
+    kept: KeptLog | None,
+    settings: ServerConfig,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """Tell others what is decided, or the update log, if there are any."""
+    if link.replica_count == 1 and kept is None:
+        return
+    update_log = None
+    if kept is not None:
+        setting = LogSetting(settings.update_log_mb * 1_000_000, settings.update_log_sync)
+        update_log = kept.begin(link.session, link.range_count, setting)
+    replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
+    stack.push_async_callback(replicas.close)
+    if kept is not None:
+        replicas.recover(kept.replicas.values(), kept.segments)
+
+
+def _keep_checkpoints(
+    link: SchedulerLink,
+    node: ParameterNode,
+    settings: ServerConfig,
+    stack: contextlib.AsyncExitStack,
+) -> RestoredValues:
+    """Load what is restored, and write what is cut."""
+    restored = RestoredValues(node)
+    stack.push_async_callback(restored.close)
+    link.on_view.append(restored.observe)
+    rate_bytes_s = int(settings.checkpoint_rate_mb_s * 1e6)
+    checkpoints = CheckpointParts(node, partial(report_part, link), rate_bytes_s)
+    stack.push_async_callback(checkpoints.close)
+    link.on_view.append(checkpoints.observe)
+    return restored
+
+
+def _open_lanes(lanes: SharedLanes, *, must: bool) -> None:
+    try:
+        lanes.open()
+    except OSError as error:
+        if must:
+            raise InvalidConfig(f"lane is 'shm', which this system refuses: {error}") from error
+        logs.warning("lane_not_offered", lane="shm", error=str(error))
+
+
+def _watch(
+    link: SchedulerLink, node: ParameterNode, metrics: ServerMetrics, node_metrics: NodeMetrics
+) -> None:
+    """Let heartbeats and scrapes ask the node."""
+    link.progress = lambda: scheduler_pb2.NodeProgress(
+        pushed_bytes=node.shards.received_bytes,
+        pulled_bytes=node.sent_bytes,
+        step_count=node.applied_count,
+        read_waits=[
+            scheduler_pb2.ReadWait(table_id=table_id, node_id=reader, waited_ms=waited_ms)
+            for table_id, reader, waited_ms in node.read_waits.totals_ms()
+        ],
+    )
+    node_metrics.watch(
+        lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
+    )
+    metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
+    metrics.state_bytes.set_function(lambda: node.shards.state_bytes)
+    for cause in WaitCause:
+        metrics.parked_pulls.labels(cause=cause.value).set_function(
+            partial(node.parked_count, cause)
+        )
+    metrics.sessions.set_function(lambda: node.sessions.count)
+    metrics.shm_sessions.set_function(lambda: node.lanes.session_count)
+    metrics.primary_ranges.set_function(lambda: node.machine.range_count)
+    if node.replicas is not None:
+        replicas = node.replicas
+        log = replicas.update_log
+        if log is not None:
+            metrics.update_log_bytes.set_function(lambda: log.byte_count)
+            metrics.update_log_queue_bytes.set_function(lambda: log.queued_bytes)
+        metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)
+        metrics.held_decisions.set_function(lambda: replicas.held_count)
+        metrics.peer_queue_bytes.set_function(lambda: replicas.queued_bytes)
+
+
+async def _until(finished: asyncio.Event, fenced: asyncio.Event, tick: Callable[[], None]) -> None:
+    ends = [asyncio.create_task(finished.wait()), asyncio.create_task(fenced.wait())]
+    try:
+        while not any(task.done() for task in ends):
+            await asyncio.wait(ends, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            tick()
+    finally:
+        for task in ends:
+            task.cancel()
