@@ -44,7 +44,6 @@ LOG_MUTANTS = (
         "        refused = sorted(self._recovered & others)",
         "        refused = list[RangeId]()",
         _LOGS,
-        270,
     ),
     Mutant(
         "the word of an older tenure counts",
@@ -52,14 +51,6 @@ LOG_MUTANTS = (
         _LOGGED,
         "            if primary is not None and primary.log.tenure == tenure:",
         "            if primary is not None:",
-        _LOGS,
-    ),
-    Mutant(
-        "what another was given is not ended in the log",
-        "S13",
-        _LOGGED,
-        "            if self._recovered.pop(range_id, None) is not None or was_here:",
-        "            if was_here and self._recovered.pop(range_id, None) is None and False:",
         _LOGS,
     ),
     Mutant(

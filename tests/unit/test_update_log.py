@@ -224,7 +224,9 @@ def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> No
         disk.is_full = True
         await server.push(2, waits=False)
         await asyncio.to_thread(server.log._writer.join)
-        await asyncio.sleep(0)  # what the thread said last is heard
+        heard = asyncio.Event()  # what the thread said last
+        asyncio.get_running_loop().call_soon(heard.set)
+        await heard.wait()
         with pytest.raises(InvalidUpdateLog, match=r"cannot be written.*No space left"):
             server.node.tick()
         assert server.answered == answered

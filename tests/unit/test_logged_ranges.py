@@ -1,0 +1,211 @@
+"""What of a server's ranges goes to its update log, and what the log's word releases (S13)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.errors import InvariantViolation
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from ps_server.logged_ranges import LoggedRanges
+from ps_server.output_commit import OutputCommit
+from ps_server.range_log import RangeLog
+from ps_server.replica import Replica
+from ps_server.replication import PLACED_EPOCH, Replication
+from ps_server.replication_messages import Batch, Snapshot
+from ps_server.server_machine import ServerMachine
+from tests.unit.test_range_log import TABLE, delta
+
+ME, OTHER = NodeId(1), NodeId(2)
+ZERO, ONE = RangeId(0), RangeId(1)
+LEASE_S = 3.0
+
+
+class Paper:
+    """A log that can be read."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int]] = []
+        self.is_busy = False
+        self.lagging: Sequence[RangeId] = ()
+
+    def begun(self, log: RangeLog) -> None:
+        self.lines.append(("begun", log.range_id, log.released))
+
+    def taken_over(self, log: RangeLog, segment: int) -> None:
+        assert segment == 7
+        self.lines.append(("taken over", log.range_id, log.released))
+
+    def base(self, snapshot: Snapshot) -> None:
+        self.lines.append(("base", snapshot.range_id, snapshot.number))
+
+    def batch(self, batch: Batch) -> None:
+        self.lines.append(("batch", batch.range_id, batch.number))
+
+    def ended(self, range_id: RangeId) -> None:
+        self.lines.append(("ended", range_id, 0))
+
+
+class Server:
+    """The machines of a server that keeps a log of two ranges."""
+
+    def __init__(self) -> None:
+        machine = ServerMachine(ME, 1)
+        self.replication = Replication(ME, machine, LEASE_S, has_update_log=True)
+        self.paper = Paper()
+        output = OutputCommit(machine, self.replication, NotImplemented, _unsent)
+        self.logged = LoggedRanges(self.paper, self.replication, output)
+        self.view_number = 0
+
+    def see(self, *ranges: tuple[NodeId, AssignmentEpoch, tuple[NodeId, ...]]) -> None:
+        """A newer view: primary, epoch and backups of each range."""
+        self.view_number += 1
+        slots = key_ranges(len(ranges))
+        view = ClusterView(
+            self.view_number, "c", 1, 2, (),
+            tuple(
+                RangeAssignment(RangeId(index), slots[index], epoch, primary, backups)
+                for index, (primary, epoch, backups) in enumerate(ranges)
+            ),
+            (),
+        )  # fmt: skip
+        lost, _ = self.replication.observe(view, 0.0)
+        self.logged.observe(lost)
+        self.replication.serve(0.0)
+        self.logged.look()
+
+    def log(self, range_id: RangeId = ZERO) -> RangeLog:
+        return self.replication.primaries[range_id].log
+
+    def decide(self, range_id: RangeId = ZERO) -> Batch:
+        """Something, in a range."""
+        log = self.log(range_id)
+        batch = log.decide(TABLE, delta(), (), ["done"])
+        if log.is_written:
+            self.logged.write(batch)
+        return batch
+
+    def says(self, batch: Batch) -> list[object]:
+        """The log has the batch; what is released."""
+        more = self.logged.written({(batch.range_id, batch.tenure): batch.number})
+        return self.replication.release(0.0, more)
+
+
+def _unsent(peer: NodeId, batch: Batch) -> None:
+    del peer, batch
+
+
+def epoch(number: int) -> AssignmentEpoch:
+    return AssignmentEpoch(number)
+
+
+def test_a_range_that_is_placed_begins_with_nothing() -> None:
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()), (OTHER, PLACED_EPOCH, ()))
+    batch = server.decide()
+    assert server.replication.release(0.0, [ZERO]) == []
+    assert server.says(batch) == ["done"]
+    assert server.paper.lines == [("begun", 0, 0), ("batch", 0, 1)]
+
+
+def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
+    server = Server()
+    server.see((OTHER, PLACED_EPOCH, (ME,)), (OTHER, PLACED_EPOCH, ()))
+    server.paper.is_busy = True
+    server.see((ME, epoch(3), ()), (OTHER, PLACED_EPOCH, ()))
+    batch = server.decide()
+    assert server.says(batch) == []
+    assert server.paper.lines == []
+    server.paper.is_busy = False
+    server.logged.look()
+    assert server.paper.lines == [("base", 0, 1)]
+    assert server.says(batch) == ["done"]
+
+
+def test_the_word_of_another_tenure_says_nothing() -> None:
+    server = Server()
+    server.see((OTHER, PLACED_EPOCH, (ME,)))
+    server.see((ME, epoch(3), ()))
+    batch = server.decide()
+    assert server.says(batch._replace(tenure=PLACED_EPOCH)) == []
+    assert server.says(batch) == ["done"]
+
+
+def test_what_the_log_gave_back_goes_on_in_it() -> None:
+    server = Server()
+    replica = Replica(ZERO, PLACED_EPOCH, LEASE_S, PLACED_EPOCH, {}, 11)
+    server.replication.recover([replica])
+    server.logged.recover({ZERO: 7})
+    server.see((ME, epoch(3), ()), (OTHER, PLACED_EPOCH, ()))
+    batch = server.decide()
+    assert server.says(batch) == ["done"]
+    assert server.paper.lines == [("taken over", 0, 11), ("batch", 0, 12)]
+
+
+def test_what_another_has_is_ended_and_not_joined_from_the_log() -> None:
+    server = Server()
+    replica = Replica(ZERO, PLACED_EPOCH, LEASE_S, PLACED_EPOCH, {}, 11)
+    server.replication.recover([replica])
+    server.logged.recover({ZERO: 7})
+    server.see((OTHER, epoch(3), (ME,)))
+    assert not server.replication.replicas
+    assert server.paper.lines == [("ended", 0, 0)]
+
+
+def test_what_nobody_has_seen_begins_anew() -> None:
+    """The scheduler gives it to a server that came with the log of its only primaries."""
+    server = Server()
+    server.replication.recover([])
+    server.see((ME, epoch(3), ()))
+    assert server.paper.lines == [("begun", 0, 0)]
+
+
+def test_without_a_log_of_before_only_what_is_placed_begins() -> None:
+    server = Server()
+    server.see((ME, epoch(3), ()))
+    assert not server.replication.primaries
+    assert server.replication.missing == (ZERO,)
+
+
+def test_a_range_that_is_lost_is_ended() -> None:
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()))
+    server.see((OTHER, epoch(3), ()))
+    server.see((OTHER, epoch(4), ()))
+    assert server.paper.lines == [("begun", 0, 0), ("ended", 0, 0)]
+
+
+def test_bases_of_lagging_ranges_wait_while_much_is_written() -> None:
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()), (ME, PLACED_EPOCH, ()))
+    server.paper.lagging, server.paper.is_busy = (ONE,), True
+    server.logged.look()
+    assert server.paper.lines == [("begun", 0, 0), ("begun", 1, 0)]
+    server.paper.is_busy = False
+    server.logged.look()
+    assert server.paper.lines[2:] == [("base", 1, 0)]
+
+
+def test_values_from_elsewhere_need_a_base() -> None:
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()))
+    primary = server.replication.primaries[ZERO]
+    primary.close()
+    primary.replaced(is_last=False)
+    server.logged.look()
+    assert server.paper.lines == [("begun", 0, 0)]  # more comes
+    primary.replaced(is_last=True)
+    batch = server.decide()
+    assert server.says(batch) == []
+    server.logged.look()
+    assert server.paper.lines == [("begun", 0, 0), ("base", 0, batch.number)]
+    assert server.says(batch) == ["done"]
+
+
+def test_a_log_that_has_what_was_not_decided_is_a_bug() -> None:
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()))
+    with pytest.raises(InvariantViolation, match="LOG-1"):
+        server.log().written(1)
