@@ -93,7 +93,8 @@ class SavedWorker:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z.
+    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z, `timeline` empty if no
+    cluster made it.
 
     `bases` are the directories, beside its own, that have blocks of it: ascending.
     """
@@ -108,6 +109,11 @@ class Manifest:
     parts: tuple[SavedPart, ...]
     workers: tuple[SavedWorker, ...]
     bases: tuple[str, ...] = ()
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it was made from a plain state dict: then it is on no cluster's timeline."""
+        return not self.timeline
 
     @property
     def is_full(self) -> bool:

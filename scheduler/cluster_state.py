@@ -19,6 +19,7 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
+from ps_core.imported import Imported
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
@@ -48,10 +49,13 @@ class RestoredTable:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The checkpoint that a cluster starts from: its directory, and its tables by name."""
+    """The checkpoint that a cluster starts from: its directory, and its tables by name; or, of one
+    that was imported, what it has for whichever tables there will be.
+    """
 
     url: str
     tables: Mapping[str, RestoredTable]
+    imported: Imported | None = None
 
 
 @dataclass(frozen=True, slots=True)

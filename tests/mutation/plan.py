@@ -20,6 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
     "ps_core.errors": ("tests/unit/test_errors.py", "tests/unit/test_runtime_errors.py"),
     "ps_core.failure_detector": ("tests/unit/test_failure_detector.py",),
+    "ps_core.imported": ("tests/unit/test_imported.py",),
     "ps_core.keys": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),
     "ps_core.limits": ("tests/unit/test_limits.py",),
