@@ -47,7 +47,7 @@ from ps_server.buffer_pool import BufferPool
 from ps_server.captures import Captures, Key
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
-from ps_server.store_copy import VALUES, SavedBlock
+from ps_server.store_copy import VALUES, SavedBlock, tensor_of
 from ps_server.written_blocks import Base, BlockKey, WrittenBlock, WrittenBlocks, written_in
 
 _THREAD_COUNT = 2
@@ -129,7 +129,8 @@ class CheckpointParts:
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
         if optimizer.kind is OptimizerKind.CUSTOM:
-            return self._node.shards.custom_state(optimizer.custom_update)
+            slots = self._node.shards.custom_state(optimizer.custom_update)
+            return tuple(map(tensor_of, slots))
         return _STATE_NAMES.get(optimizer.kind, ())
 
     def _answered(self, effect: AnswerPull | RefusePull) -> None:
