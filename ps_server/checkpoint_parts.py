@@ -38,9 +38,9 @@ from ps_core.change import Checkpoint
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_server.buffer_pool import BufferPool

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ps_core.change import Checkpoint
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.imported import Imported
+from ps_core.part_report import PartReport
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import MadeCheckpoint, PartReport
+from ps_runtime.checkpoint_calls import MadeCheckpoint
 from ps_worker.catalogue import Catalogue
 from ps_worker.config import WorkerConfig
 from ps_worker.connection import GRACE_S

@@ -34,8 +34,8 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_runtime.clock import now_s
 from ps_worker.table_handle import TableHandle
 

@@ -12,7 +12,7 @@ from ps_core.change import Checkpoint
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
 from ps_core.imported import Imported
-from ps_runtime.checkpoint_calls import PartReport
+from ps_core.part_report import PartReport
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.part_file import PartHeader

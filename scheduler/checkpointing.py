@@ -25,13 +25,14 @@ from google.protobuf.json_format import MessageToDict
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Initializer, InitializerKind, Table
 from ps_runtime import clock, logs, wire
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2
-from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten, Part, Written
+from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
 
@@ -266,7 +267,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         referred = part.referred_block_count, part.referred_byte_count
         parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts, *referred))
     for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
-        part = attempt.parts.get(node_id, Part())
+        part = attempt.parts.get(node_id, PartReport())
         clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
         clock = max(clocks, default=0)
         workers.append(
@@ -302,13 +303,13 @@ def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
     )
 
 
-def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> Part:
+def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
     """What a node reports."""
-    tables: Mapping[TableId, Written] = {
-        TableId(table.table_id): Written(table.block_count, table.clock, table.is_torn)
+    tables: Mapping[TableId, ReportedTable] = {
+        TableId(table.table_id): ReportedTable(table.block_count, table.clock, table.is_torn)
         for table in request.tables
     }
-    return Part(
+    return PartReport(
         request.file,
         request.byte_count,
         request.header_sha256.hex(),

@@ -37,6 +37,7 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import directory_name
+from ps_core.part_report import PartReport
 from scheduler.changes import Changes, Pending
 from scheduler.checkpoint_state import (
     Attempt,
@@ -44,7 +45,6 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
-    Part,
     WorkerPlace,
 )
 from scheduler.cluster_state import ClusterSettings, ClusterState, Transition
@@ -133,7 +133,7 @@ class Checkpoints:
         attempt.workers[node.node_id] = WorkerPlace(node.rank, dict(clocks), has_state)
         return self.look()
 
-    def report(self, node: Node, number: int, part: Part) -> list[Transition]:
+    def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
         """A node has written its part, or cannot.
 
         Raises:

@@ -38,10 +38,10 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
-from scheduler.checkpoint_state import Part
 from scheduler.checkpoints import Checkpoints
 from scheduler.cluster_state import (
     ClusterSettings,
@@ -314,7 +314,7 @@ class Cluster:
         joined = self._checkpoints.join(node, number, clocks, has_state)
         return Decision(None, self._changed(*joined))
 
-    def report_part(self, session: Session, number: int, part: Part) -> Decision[None]:
+    def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
         """A node has written its part; see `Checkpoints.report`.
 
         Raises:

@@ -26,6 +26,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.limits": ("tests/unit/test_limits.py",),
     "ps_core.losses": ("tests/unit/test_losses.py",),
     "ps_core.manifest": ("tests/unit/test_manifest.py",),
+    "ps_core.part_report": ("tests/unit/test_cluster_checkpoints.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
