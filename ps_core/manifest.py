@@ -170,6 +170,13 @@ def directory_name(number: int, cluster_id: str) -> str:
     return f"{number:08d}-{short}"
 
 
+def left_directory_name(cluster_id: str) -> str:
+    """The name of the directory, beside those of checkpoints, that has what workers had of their
+    own when they left.
+    """
+    return f"left-{directory_name(0, cluster_id).partition('-')[2]}"
+
+
 def place_in(directory: str, file: str) -> str:
     """Where a block is that is referred to: a file of another checkpoint under the same root."""
     return f"{directory}/{file}"

@@ -110,9 +110,13 @@ class CheckpointVerbs(Catalogue):
         return self._restored
 
     def leave(self, timeout_s: float | None = None) -> None:
-        """As `Connection.leave`; a checkpoint that is being settled has its state before that."""
+        """As `Connection.leave`; a checkpoint that is being settled has its state before that, and
+        those that are made later have it as of now.
+        """
         if not self._is_closed and self._pid == os.getpid() and not self.is_reader:
             self.save_points.leave()
+            if self.engine.left_url:
+                self.save_points.leave_behind(self.engine.left_url)
         super().leave(timeout_s)
 
     def _end(self, reason: str) -> None:

@@ -20,6 +20,14 @@ class WorkerPlace:
     has_state: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LeftPart:
+    """What a worker wrote of its own when it left."""
+
+    node_id: NodeId
+    part: PartReport
+
+
 @dataclass(slots=True)
 class Attempt:
     """A checkpoint that is made.
@@ -37,6 +45,7 @@ class Attempt:
         cuts: the tables as they were when the cuts were settled; empty before.
         servers: those with a part of these tables.
         parts: what was reported, by node.
+        left: what workers that have left wrote then, by rank: it belongs to this cut, too.
     """
 
     number: int
@@ -51,6 +60,7 @@ class Attempt:
     cuts: dict[TableId, Table] = field(default_factory=dict)
     servers: frozenset[NodeId] = frozenset()
     parts: dict[NodeId, PartReport] = field(default_factory=dict)
+    left: dict[int, PartReport] = field(default_factory=dict)
     is_cut: bool = False
     is_written: bool = False
 

@@ -29,6 +29,7 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
+    LeftPart,
 )
 
 Counts = tuple[tuple[NodeId, int], ...]
@@ -258,6 +259,7 @@ class ClusterState:
     checkpoint_count: int = 0
     checkpoint_base: int = 0  # the newest complete one of this cluster; 0: none may be referred to
     checkpoints_since_full: int = 0  # complete ones, the full one included
+    left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
 
     @classmethod

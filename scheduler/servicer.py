@@ -118,6 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             features=settings.features,
             replica_count=settings.replica_count,
             min_in_sync=settings.min_in_sync,
+            left_url=self.checkpointing.left_url,
         )
 
     @translated
@@ -277,6 +278,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with self._refusals_counted():
             session = wire.session_from_proto(request.session)
             part = part_from_proto(request)
+            self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
         return scheduler_pb2.ReportCheckpointPartResponse()
 

@@ -44,7 +44,7 @@ class CustomUpdate(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync")
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "left_url")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class RegisterNodeResponse(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    LEFT_URL_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     worker_count: int
     heartbeat_interval_ms: int
@@ -61,7 +62,8 @@ class RegisterNodeResponse(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     replica_count: int
     min_in_sync: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
+    left_url: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., left_url: _Optional[str] = ...) -> None: ...
 
 class TableProgress(_message.Message):
     __slots__ = ("table_id", "clock")
