@@ -140,6 +140,15 @@ class Cluster:
         )
 
     @property
+    def workers_are_done(self) -> bool:
+        """Whether all workers have come, and none is left."""
+        return self._members.workers_are_done
+
+    def finish(self) -> Decision[None]:
+        """Nobody joins any more, and servers stop; it changes nothing while there are workers."""
+        return Decision(None, self._changed(*self._members.finish()))
+
+    @property
     def servers_have_left(self) -> bool:
         """Whether no server is left that a stop would cut off. One that is silent and holds nothing
         any more is dead.
