@@ -166,4 +166,6 @@ def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
                     role.send(signal.SIGTERM)
             cluster.end_of("server")
         cluster.role("scheduler").send(signal.SIGTERM)
-        assert "event=no_last_checkpoint" in cluster.end_of("scheduler")
+        said = cluster.end_of("scheduler")
+        assert "event=no_last_checkpoint" in said
+        assert "no server is left" in said
