@@ -33,7 +33,9 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
  && python -m pip --python /opt/pushpull/bin/python install --no-deps dist/*.whl
 
 FROM ${PYTHON_IMAGE}
-RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull
+RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull \
+ # Where a volume for checkpoints may be mounted: a new one takes over whose this is.
+ && install --directory --owner=pushpull --group=pushpull /checkpoints
 COPY --from=build /opt/pushpull /opt/pushpull
 COPY examples /srv/pushpull/examples
 ENV PATH=/opt/pushpull/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

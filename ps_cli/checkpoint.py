@@ -63,10 +63,10 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             return 0
         manifest = reader.manifest
         output.say(reader.directory.url)
+        by = f" by cluster {manifest.cluster_id} of {manifest.worker_count} workers"
         output.say(
-            f"made {manifest.created} by cluster {manifest.cluster_id} of "
-            f"{manifest.worker_count} workers: {manifest.reason or 'no reason given'}; "
-            f"{size(manifest.byte_count)}"
+            f"made {manifest.created}{by * (not manifest.is_imported)}: "
+            f"{manifest.reason or 'no reason given'}; {size(manifest.byte_count)}"
         )
         if not manifest.is_full:
             output.say(
@@ -76,10 +76,11 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
         for saved in manifest.tables:
             spec = reader.tables[saved.name].spec
             torn = ", torn: each range at a moment of its own" * saved.is_torn
+            trained = f"{spec.optimizer.label}, {saved.consistency}, clock {saved.clock}{torn}"
             output.say(
                 f"table {saved.name}: {spec.element_count:,} elements of {spec.dtype.value} in "
-                f"{saved.block_count} blocks, {spec.optimizer.label}, {saved.consistency}, "
-                f"clock {saved.clock}{torn}"
+                f"{saved.block_count} blocks, "
+                f"{'any optimizer' if manifest.is_imported else trained}"
             )
         for part in manifest.parts:
             blocks = sum(part.tables.values())

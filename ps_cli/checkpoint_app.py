@@ -147,3 +147,33 @@ def export(
     from ps_cli.checkpoint_export import export as export_model
 
     reported(lambda output: export_model(url, out, prefix, optimizer, output))
+
+
+@checkpoint_app.command(name="import")
+def import_command(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A .safetensors file, or what torch.save makes of a state dict; nothing in it is "
+            "unpickled.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ],
+    url: Root,
+    prefix: Annotated[
+        str,
+        typer.Option(help="Only for tables of this name, or below it: those of one model."),
+    ] = "",
+) -> None:
+    """Make a checkpoint of a plain state dict, from which `pushpull train --resume URL` starts.
+
+    Each tensor of the script's tables begins with the one of its name, at clock 0, on any number of
+    servers; optimizers begin anew.
+
+    Example: `pushpull checkpoint import model.safetensors runs/7`
+    """
+    from ps_cli.checkpoint_import import import_model
+
+    reported(lambda output: import_model(file, url, prefix, output))

@@ -93,7 +93,8 @@ class SavedWorker:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z.
+    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z, `timeline` empty if no
+    cluster made it.
 
     `bases` are the directories, beside its own, that have blocks of it: ascending.
     """
@@ -108,6 +109,11 @@ class Manifest:
     parts: tuple[SavedPart, ...]
     workers: tuple[SavedWorker, ...]
     bases: tuple[str, ...] = ()
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it was made from a plain state dict: then it is on no cluster's timeline."""
+        return not self.timeline
 
     @property
     def is_full(self) -> bool:
@@ -162,6 +168,13 @@ def directory_name(number: int, cluster_id: str) -> str:
     """The name of a checkpoint's directory."""
     short = re.sub(r"[^A-Za-z0-9_-]", "-", cluster_id[:ID_CHARACTERS])
     return f"{number:08d}-{short}"
+
+
+def left_directory_name(cluster_id: str) -> str:
+    """The name of the directory, beside those of checkpoints, that has what workers had of their
+    own when they left.
+    """
+    return f"left-{directory_name(0, cluster_id).partition('-')[2]}"
 
 
 def place_in(directory: str, file: str) -> str:

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport
 from ps_runtime import clock, wire
 from ps_runtime.scheduler_link import SchedulerLink
 from pushpull.v1 import scheduler_pb2
 
 MAX_PROBLEM_BYTES = 500
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedTable:
-    """What a node wrote of one table: how many blocks, and the highest clock of its ranges."""
-
-    block_count: int
-    clock: int
-    is_torn: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PartReport:
-    """A node's file, or why there is none; without both it has nothing to write.
-
-    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
-    directories that have them.
-    """
-
-    file: str = ""
-    byte_count: int = 0
-    header_sha256: str = ""
-    tables: Mapping[TableId, ReportedTable] = field(default_factory=dict)
-    problem: str = ""
-    referred_block_count: int = 0
-    referred_byte_count: int = 0
-    bases: tuple[str, ...] = ()
 
 
 async def report_part(link: SchedulerLink, number: int, part: PartReport) -> None:

@@ -25,13 +25,8 @@ from ps_runtime.checkpoint_directory import CheckpointDirectory
 from ps_runtime.checkpoint_reader import CheckpointReader, problems_with
 from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.disk import DISK, Disk
-from ps_runtime.part_writer import (
-    PartWriter,
-    PlannedTable,
-    WorkerPart,
-    WorkerTensor,
-    write_worker_part,
-)
+from ps_runtime.part_writer import PartWriter, PlannedTable
+from ps_runtime.worker_copies import WorkerCopies
 
 _PREFIX = "z-"
 """Sorts after what clusters draw for themselves, which are hexadecimal digits."""
@@ -126,20 +121,9 @@ class _Copies:
     def worker(self, saved: SavedWorker) -> SavedWorker:
         """A worker's, or what is said of one without a file."""
         header = self._reader.headers.get(saved.file)
-        if header is None or header.worker is None:
+        if header is None:
             return saved
-        tensors = {
-            name: WorkerTensor(stored.dtype, stored.shape, self._reader.read_file(saved.file, name))
-            for name, stored in header.tensors.items()
-        }
-        part = WorkerPart(
-            self._manifest.number,
-            self._manifest.cluster_id,
-            saved.rank,
-            saved.clock,
-            header.worker.state,
+        copies = WorkerCopies(self._directory, self._manifest, self._disk)
+        return copies.copy(
+            saved.file, header, lambda name: self._reader.read_file(saved.file, name)
         )
-        path = self._directory.begin(saved.file)
-        written = write_worker_part(path, part, tensors, self._disk)
-        self._directory.commit(saved.file, path)
-        return replace(saved, byte_count=written.byte_count, header_sha256=written.header_sha256)

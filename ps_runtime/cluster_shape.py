@@ -64,7 +64,8 @@ class CheckpointPlan:
         """What the scheduler is told of it."""
         given = []
         if self.url:
-            given.append(f"--checkpoint-url={self.url}")
+            # Whoever starts a local cluster makes the last one, before its roles are stopped.
+            given += [f"--checkpoint-url={self.url}", "--checkpoint-last-s=0"]
         if self.every:
             number, unit = self._every()
             if unit:

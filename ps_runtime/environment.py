@@ -43,6 +43,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_CHECKPOINT_EVERY_CLOCKS": "A checkpoint in so many clocks; 0: not by clocks.",
     "PUSHPULL_CHECKPOINT_KEEP": "How many checkpoints are kept; 0: all.",
     "PUSHPULL_CHECKPOINT_FULL_EVERY": "Of so many checkpoints one is full; 1: all are.",
+    "PUSHPULL_CHECKPOINT_LAST_S": "Seconds that a last checkpoint may take; 0: none is made.",
     "PUSHPULL_CHECKPOINT_RATE_MB_S": "MB a second that a server reads for a checkpoint meanwhile.",
     "PUSHPULL_UPDATE_LOG": "A server's directory where every update is kept.",
     "PUSHPULL_UPDATE_LOG_MB": "MB of an update log above which the oldest updates go.",

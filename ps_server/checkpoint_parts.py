@@ -36,16 +36,16 @@ from ps_core.change import Checkpoint
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_server.captures import Captures, Key
 from ps_server.copy_memory import CopyMemory, Piece
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
-from ps_server.store_copy import VALUES, SavedBlock
+from ps_server.store_copy import VALUES, SavedBlock, tensor_of
 from ps_server.written_blocks import Base, BlockKey, WrittenBlock, WrittenBlocks, written_in
 
 _THREAD_COUNT = 2
@@ -127,7 +127,8 @@ class CheckpointParts:
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
         if optimizer.kind is OptimizerKind.CUSTOM:
-            return self._node.shards.custom_state(optimizer.custom_update)
+            slots = self._node.shards.custom_state(optimizer.custom_update)
+            return tuple(map(tensor_of, slots))
         return _STATE_NAMES.get(optimizer.kind, ())
 
     def _answered(self, effect: AnswerPull | RefusePull) -> None:

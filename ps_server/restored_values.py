@@ -26,6 +26,7 @@ from ps_core.keys import RangeId, TableId
 from ps_runtime import clock, logs
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
+from ps_runtime.restored_blocks import RestoredTables
 from ps_server.node import ParameterNode
 from ps_server.range_machine import RangeMachine
 
@@ -80,9 +81,10 @@ class RestoredValues:
             reader = await asyncio.to_thread(
                 lambda: CheckpointReader(CheckpointDirectory(locate(url)))
             )
+            restored = RestoredTables(reader)
             try:
                 for key in keys:
-                    byte_count += await self._load_range(reader, key)
+                    byte_count += await self._load_range(restored, key)
             finally:
                 await asyncio.to_thread(reader.close)
         except PushpullError as error:
@@ -94,24 +96,24 @@ class RestoredValues:
             took_s = round(clock.now_s() - begun_s, 3)
             logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
 
-    async def _load_range(self, reader: CheckpointReader, key: _Key) -> int:
+    async def _load_range(self, restored: RestoredTables, key: _Key) -> int:
         """Load one range, unless it is not here any more; its bytes."""
         part = self._node.machine.parts.get(key)
         if part is None or not _is_missing(part):
             return 0
-        table, store = part.state.table.spec.name, self._node.shards.stores[key]
+        store, found = self._node.shards.stores[key], restored.blocks_of(part.state.table)
         versions, rooms = {}, list[_Room]()
         for block in part.state.blocks:
-            saved = reader.block(table, block)
+            saved = found.stored(block)
             versions[block] = saved.version
             rooms.append((block, store.load(block, saved.version, saved.steps)))
 
         def read() -> int:
             byte_count = 0
             for block, room in rooms:
-                for tensor in reader.block(table, block).tensors:
+                for tensor in found.stored(block).tensors:
                     target = room(tensor)
-                    reader.read_block_into(table, block, tensor, target)
+                    found.read_into(block, tensor, target)
                     byte_count += target.nbytes
             return byte_count
 

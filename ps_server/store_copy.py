@@ -159,9 +159,32 @@ VALUES = "values"
 """The tensor of a block that its values are in; the others are its optimizer's."""
 
 
+_ESCAPES = (("%", "%25"), ("/", "%2F"))
+_ESCAPED_VALUES = "%76alues"
+
+
+def tensor_of(slot: str) -> str:
+    """What a checkpoint calls a state of the optimizer: its name, so written that whatever a custom
+    update calls its state, it has no slash and is not the values.
+    """
+    for sign, escape in _ESCAPES:
+        slot = slot.replace(sign, escape)
+    return _ESCAPED_VALUES if slot == VALUES else slot
+
+
+def slot_of(tensor: str) -> str:
+    """The inverse of `tensor_of`."""
+    if tensor == _ESCAPED_VALUES:
+        return VALUES
+    for sign, escape in reversed(_ESCAPES):
+        tensor = tensor.replace(escape, sign)
+    return tensor
+
+
 def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
     """The block as it is now: views of its memory."""
-    named = ((VALUES, state.values), *sorted(state.slots.items()))
+    slots = ((tensor_of(slot), tensor) for slot, tensor in state.slots.items())
+    named = ((VALUES, state.values), *sorted(slots, key=lambda item: item[0]))
     steps = state.steps
     return SavedBlock(
         block,
@@ -175,9 +198,10 @@ def room_for(name: str, state: BlockState) -> memoryview:
     """Where a tensor of the block lies, to be written to; made if it is not there."""
     if name == VALUES:
         return _elements(state.values, state)
-    if name not in state.slots:
-        state.slots[name] = torch.zeros_like(state.values)
-    return _elements(state.slots[name], state)
+    slot = slot_of(name)
+    if slot not in state.slots:
+        state.slots[slot] = torch.zeros_like(state.values)
+    return _elements(state.slots[slot], state)
 
 
 def set_steps(state: BlockState, steps: Sequence[int]) -> None:

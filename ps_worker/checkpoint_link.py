@@ -8,8 +8,9 @@ from typing import Any
 
 from ps_core.errors import PushpullError
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import PartReport, join_checkpoint, report_part
+from ps_runtime.checkpoint_calls import join_checkpoint, report_part
 from ps_runtime.scheduler_link import SchedulerLink
 
 

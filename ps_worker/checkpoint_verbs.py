@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ps_core.change import Checkpoint
 from ps_core.errors import Fenced, InvalidConfig
+from ps_core.imported import Imported
+from ps_core.part_report import PartReport
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import MadeCheckpoint, PartReport
+from ps_runtime.checkpoint_calls import MadeCheckpoint
 from ps_worker.catalogue import Catalogue
 from ps_worker.config import WorkerConfig
 from ps_worker.connection import GRACE_S
@@ -84,18 +86,37 @@ class CheckpointVerbs(Catalogue):
 
         Blocking, Raises: as there.
         """
+        restored = self._restored_states()
+        if restored is None or (per_rank and not restored.is_own):
+            return None
+        return restored.find(name)
+
+    @property
+    def imported(self) -> Imported | None:
+        """What the checkpoint that the cluster was started from has, if it was imported.
+
+        Blocking, Raises: as `attach_state`.
+        """
+        restored = self._restored_states()
+        return None if restored is None else restored.imported
+
+    def _restored_states(self) -> RestoredStates | None:
         if not self.restored_from or self.is_newcomer:
             return None
         if self._restored is None:
             from ps_worker.saved_states import RestoredStates
 
             self._restored = RestoredStates(self.restored_from, self.rank)
-        return None if per_rank and not self._restored.is_own else self._restored.find(name)
+        return self._restored
 
     def leave(self, timeout_s: float | None = None) -> None:
-        """As `Connection.leave`; a checkpoint that is being settled has its state before that."""
+        """As `Connection.leave`; a checkpoint that is being settled has its state before that, and
+        those that are made later have it as of now.
+        """
         if not self._is_closed and self._pid == os.getpid() and not self.is_reader:
             self.save_points.leave()
+            if self.engine.left_url:
+                self.save_points.leave_behind(self.engine.left_url)
         super().leave(timeout_s)
 
     def _end(self, reason: str) -> None:
@@ -188,7 +209,7 @@ class CheckpointVerbs(Catalogue):
         found = self.restored_state(name, per_rank=per_rank)
         if found is not None:
             state.load_state_dict(found)
-        elif self.restored_from and not self.is_newcomer and not per_rank:
+        elif self.restored_from and not self.is_newcomer and not per_rank and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def save_point(self) -> None:

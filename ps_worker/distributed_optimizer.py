@@ -35,6 +35,7 @@ from ps_worker import succession
 from ps_worker.buffers import BufferTable, buffer_layouts
 from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
+from ps_worker.imported_model import check_known
 from ps_worker.local_optimizer import inner_optimizer
 from ps_worker.model_pull import birth_clock, table_prefix
 from ps_worker.optimizer_state import OptimizerState
@@ -135,6 +136,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 BufferTable(self._client, self._module, layout, self._options)
                 for layout in buffer_layouts(self._options.name, self._module)
             )
+        if self._client.imported is not None and self._module is not None:
+            check_known(self._client.imported, self._options.name, self._module)
         self._start_from_rank_zero([*self._tables, *self._buffers])
         self._model.begin()
 
@@ -362,8 +365,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             succession.begin_where_the_others_are(self._client, tables)
         restored = [t for t in tables if t.handle.table.restored_clock is not None]
         given = [t for t in tables if is_giver and t not in restored]
-        # What is restored of sums is nobody's parameters: those are in the worker's own state.
-        own = [t for t in restored if self._keeps_parameters and isinstance(t, TrainedTable)]
+        # What is restored of sums is nobody's parameters: those are in the worker's own state. What
+        # was imported is what they begin with.
+        is_own = self._keeps_parameters and self._client.imported is None
+        own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         for table in () if joins else tables:
             if table in given:
                 table.begin_assign()

@@ -120,6 +120,11 @@ class Engine:
     # --- any thread
 
     @property
+    def left_url(self) -> str:
+        """Where a worker that leaves puts its own state; empty: nowhere."""
+        return self._scheduler.left_url
+
+    @property
     def in_flight_bytes(self) -> int:
         """Payload bytes sent and not yet received by a server. Any thread."""
         return self._pushes.in_flight_bytes

@@ -13,6 +13,7 @@ Rules:
     - The answer is given on the background thread, whatever the script does meanwhile; a script
       that waits for other workers in a step holds nobody up.
     - What cannot be written is reported as lost, and training goes on.
+    - Who leaves in order writes its state as of its last step: it has no later one.
 
 Invariants:
     SV-1  A state that is written as of a clock was copied when its worker was at that clock.
@@ -34,10 +35,13 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_runtime import logs
-from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_runtime.clock import now_s
 from ps_worker.table_handle import TableHandle
+
+_LEAVING = 0
+"""In the place of a checkpoint's number."""
 
 _MAX_NAME_BYTES = 200
 _LOOK_S = 0.5
@@ -246,6 +250,20 @@ class SavePoints:
             self._rest(self._is_settled)
         with self._changed:
             self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
+
+    def leave_behind(self, url: str) -> None:
+        """Write the state as of now for the checkpoints that are made when this worker has left.
+
+        Args:
+            url: the directory that has such states.
+
+        Blocking: while it is copied; `close` waits until it is written.
+        """
+        with self._changed:
+            clocks = self._last_clocks
+            if clocks is None or not self._attached or self._is_closed:
+                return
+        self._save(Checkpoint(_LEAVING, url), clocks)
 
     def _arrive(self) -> None:
         handles = [handle for trained in self._models for handle, _ in trained()]

@@ -11,7 +11,8 @@ import torch
 from ps_core.change import Checkpoint
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
-from ps_runtime.checkpoint_calls import PartReport
+from ps_core.imported import Imported
+from ps_core.part_report import PartReport
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.part_file import PartHeader
@@ -100,6 +101,7 @@ class RestoredStates:
 
     Attributes:
         is_own: whether the part is of that rank.
+        imported: what the checkpoint has, if it was made from a plain state dict.
 
     Blocking: reads the part.
 
@@ -109,7 +111,10 @@ class RestoredStates:
 
     def __init__(self, url: str, rank: int) -> None:
         self._states: Mapping[Any, Any] = {}
+        self.imported: Imported | None = None
         with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
+            if reader.manifest.is_imported:
+                self.imported = Imported.of(url, [table.spec for table in reader.tables.values()])
             workers = sorted(reader.manifest.workers, key=lambda w: (w.rank != rank, w.rank))
             found = next((worker for worker in workers if worker.file), None)
             self.is_own = found is not None and found.rank == rank

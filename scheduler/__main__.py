@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core import limits
-from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import Incarnation
 from ps_runtime import channels, clock, config, logs
 from ps_runtime.metrics import SchedulerMetrics, new_registry
@@ -129,6 +129,13 @@ class SchedulerConfig:
             "and refer to earlier ones for the rest. 1: all are full."
         },
     )
+    checkpoint_last_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "Seconds that a last checkpoint may take: when the scheduler is told to stop "
+            "while servers are there, and with stop_when_done when all workers have left. 0: none."
+        },
+    )
     resume: str = field(
         default="",
         metadata={
@@ -168,7 +175,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         worker_count=settings.workers,
         server_count=settings.servers,
         max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done,
+        stop_when_done=settings.stop_when_done and not _makes_last(settings),
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
         worker_timeout_s=settings.worker_timeout_s,
@@ -176,6 +183,11 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         replica_count=settings.replicas,
         min_in_sync=settings.min_in_sync,
     )
+
+
+def _makes_last(settings: SchedulerConfig) -> bool:
+    """Whether a last checkpoint is made."""
+    return bool(settings.checkpoint_url) and settings.checkpoint_last_s > 0
 
 
 async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
@@ -223,7 +235,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
             replicas=cluster.replica_count,
             min_in_sync=cluster.min_in_sync,
         )
-        await _until_the_end(servicer, stop, ticking)
+        await _until_the_end(settings, servicer, stop, ticking)
     finally:
         stop.cancel()
         servicer.close()
@@ -233,28 +245,62 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
 
 
 async def _until_the_end(
-    servicer: SchedulerServicer, stop: asyncio.Task[signal.Signals], ticking: asyncio.Task[None]
+    settings: SchedulerConfig,
+    servicer: SchedulerServicer,
+    stop: asyncio.Task[signal.Signals],
+    ticking: asyncio.Task[None],
 ) -> None:
     """Wait for a stop signal or the end of the work; a failure of `ticking` is raised."""
-    finished = asyncio.create_task(_all_done(servicer))
+    finished = asyncio.create_task(_all_done(settings, servicer))
     try:
         await asyncio.wait((stop, finished, ticking), return_when=asyncio.FIRST_COMPLETED)
         if ticking.done():
             ticking.result()
         if stop.done():
+            finished.cancel()
             logs.info("stopping", reason=stop.result().name)
+            await _make_last(settings, servicer, "stopped")
         else:
             finished.result()
     finally:
         finished.cancel()
 
 
-async def _all_done(servicer: SchedulerServicer) -> None:
+async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> None:
+    if settings.stop_when_done and _makes_last(settings):
+        while not servicer.has_finished:
+            await servicer.until_workers_are_done()
+            await _make_last(settings, servicer, "the end of training")
+            servicer.finish()
     await servicer.until_finished()
     if await servicer.until_servers_have_left(SERVERS_LEAVE_WITHIN_S):
         logs.info("stopping", reason="all workers and servers have left")
     else:
         logs.warning("stopping", reason=f"servers are left after {SERVERS_LEAVE_WITHIN_S} s")
+
+
+async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> None:
+    """Make a checkpoint of what there is, while there are servers; it is logged if there is none.
+
+    Blocking: at most `checkpoint_last_s`.
+    """
+    if not _makes_last(settings) or not servicer.has_tables:
+        return
+    within_s = settings.checkpoint_last_s
+    create = servicer.checkpointing.create
+    making = asyncio.create_task(create(reason, clock.now_s() + within_s, clock.now_s))
+    left = asyncio.create_task(servicer.until_servers_have_left(2 * within_s))
+    try:
+        await asyncio.wait((making, left), return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            raise WaitExpired("no server is left that has values")
+        making.result()
+    except PushpullError as error:
+        logs.warning("no_last_checkpoint", reason=error.message)
+    finally:
+        for task in (making, left):
+            task.cancel()
+        await asyncio.gather(making, left, return_exceptions=True)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_core.cluster_view import Node
 from ps_core.keys import NodeId, TableId
+from ps_core.part_report import PartReport
 from ps_core.tables import Table
 
 
@@ -20,32 +21,11 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a node wrote of one table: so many blocks, the highest clock of its ranges, and whether
-    each is as it was at a moment of its own.
-    """
+class LeftPart:
+    """What a worker wrote of its own when it left."""
 
-    block_count: int
-    clock: int
-    is_torn: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A node's file, or why there is none; no file and no problem: it has nothing to write.
-
-    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
-    directories that have them.
-    """
-
-    file: str = ""
-    byte_count: int = 0
-    header_sha256: str = ""
-    tables: Mapping[TableId, Written] = field(default_factory=dict)
-    problem: str = ""
-    referred_block_count: int = 0
-    referred_byte_count: int = 0
-    bases: tuple[str, ...] = ()
+    node_id: NodeId
+    part: PartReport
 
 
 @dataclass(slots=True)
@@ -65,6 +45,7 @@ class Attempt:
         cuts: the tables as they were when the cuts were settled; empty before.
         servers: those with a part of these tables.
         parts: what was reported, by node.
+        left: what workers that have left wrote then, by rank: it belongs to this cut, too.
     """
 
     number: int
@@ -78,14 +59,15 @@ class Attempt:
     workers: dict[NodeId, WorkerPlace] = field(default_factory=dict)
     cuts: dict[TableId, Table] = field(default_factory=dict)
     servers: frozenset[NodeId] = frozenset()
-    parts: dict[NodeId, Part] = field(default_factory=dict)
+    parts: dict[NodeId, PartReport] = field(default_factory=dict)
+    left: dict[int, PartReport] = field(default_factory=dict)
     is_cut: bool = False
     is_written: bool = False
 
     def lose(self, worker: Node, reason: str) -> None:
         """There will be nothing of this worker's own in it."""
         self.workers.setdefault(worker.node_id, WorkerPlace(worker.rank, {}, has_state=True))
-        self.parts[worker.node_id] = Part(problem=reason)
+        self.parts[worker.node_id] = PartReport(problem=reason)
 
 
 @dataclass(frozen=True, slots=True)

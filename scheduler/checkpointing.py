@@ -24,14 +24,17 @@ from google.protobuf.json_format import MessageToDict
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import NodeId, TableId
-from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, left_directory_name
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Initializer, InitializerKind, Table
 from ps_runtime import clock, logs, wire
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.metrics import SchedulerMetrics
+from ps_runtime.worker_copies import WorkerCopies
 from pushpull.v1 import scheduler_pb2
-from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten, Part, Written
+from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten
+from scheduler.checkpoints import LEAVING
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
 
@@ -94,12 +97,24 @@ class Checkpointing:
         self._last_s: float | None = None
         self._last_clock = 0
         self._not_before_s = 0.0
+        self._has_left_parts = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def clock(self) -> int:
         """The highest clock that a worker has said."""
         return max(self._clocks.values(), default=0)
+
+    @property
+    def left_url(self) -> str:
+        """Where workers put what they have of their own when they leave; empty: nowhere."""
+        settings = self._cluster.settings
+        url = settings.checkpoint_url
+        return f"{url}/{left_directory_name(settings.cluster_id)}" if url else ""
+
+    def reported(self, number: int) -> None:
+        """A node has reported a part."""
+        self._has_left_parts = self._has_left_parts or number == LEAVING
 
     # --- when one is due
 
@@ -184,7 +199,9 @@ class Checkpointing:
         problem = ""
         cluster = self._cluster
         try:
-            directory = await asyncio.to_thread(write_manifest, attempt.url, manifest)
+            manifest, directory = await asyncio.to_thread(
+                lambda: _completed(attempt, manifest, self.left_url)
+            )
             made = Made(attempt.number, directory.url, manifest.byte_count)
             newest = list(self._made.items())[-_REMEMBERED_COUNT:]
             self._made = {**dict(newest), attempt.number: made}
@@ -232,8 +249,36 @@ class Checkpointing:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait for what is being written or removed."""
+        """Wait for what is being written or removed; what workers left behind goes, too."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._has_left_parts:
+            await self._remove(self.left_url)
+
+
+def _completed(
+    attempt: Attempt, manifest: Manifest, left_url: str
+) -> tuple[Manifest, CheckpointDirectory]:
+    """Complete a checkpoint, with what workers that have left have in it.
+
+    Blocking, Raises: as `write_manifest`.
+    """
+    source = CheckpointDirectory(locate(left_url))
+    copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
+    workers = list(manifest.workers)
+    for rank, part in attempt.left.items():
+        clock = max((written.clock for written in part.tables.values()), default=0)
+        left = SavedWorker(rank, clock, part.file, part.byte_count, part.header_sha256)
+        try:
+            workers.append(
+                replace(SavedWorker(rank, clock), problem=part.problem)
+                if part.problem
+                else copies.copy_from(source, left)
+            )
+        except PushpullError as error:
+            logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
+            workers.append(SavedWorker(rank, clock, problem=error.message))
+    manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
+    return manifest, write_manifest(attempt.url, manifest)
 
 
 def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
@@ -255,7 +300,9 @@ def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
 
 
 def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
-    """What is written down of a checkpoint whose parts are all there."""
+    """What is written down of a checkpoint whose parts are all there, but for workers that have
+    left.
+    """
     parts, workers = [], []
     names = {table_id: table.spec.name for table_id, table in attempt.cuts.items()}
     torn: set[TableId] = set()
@@ -266,7 +313,9 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         referred = part.referred_block_count, part.referred_byte_count
         parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts, *referred))
     for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
-        part = attempt.parts.get(node_id, Part())
+        if place.rank in attempt.left:
+            continue
+        part = attempt.parts.get(node_id, PartReport())
         clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
         clock = max(clocks, default=0)
         workers.append(
@@ -302,13 +351,13 @@ def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
     )
 
 
-def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> Part:
+def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
     """What a node reports."""
-    tables: Mapping[TableId, Written] = {
-        TableId(table.table_id): Written(table.block_count, table.clock, table.is_torn)
+    tables: Mapping[TableId, ReportedTable] = {
+        TableId(table.table_id): ReportedTable(table.block_count, table.clock, table.is_torn)
         for table in request.tables
     }
-    return Part(
+    return PartReport(
         request.file,
         request.byte_count,
         request.header_sha256.hex(),

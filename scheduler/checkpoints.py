@@ -16,6 +16,8 @@ Rules:
       whose manifest could not be written is followed by a full one.
     - A worker that has gone, or says that it lost its state, is in the manifest as lost: that does
       not keep the others from having theirs.
+    - A worker that has left takes no step any more: what it wrote when it left is its state at
+      every cut that is not before its last step. A cut that is before has nothing of it.
 
 Invariants:
     CP-1  No table is cut before every server with a part of it, and every worker that was asked,
@@ -37,6 +39,8 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import directory_name
+from ps_core.part_report import PartReport
+from ps_core.tables import Table
 from scheduler.changes import Changes, Pending
 from scheduler.checkpoint_state import (
     Attempt,
@@ -44,13 +48,16 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
-    Part,
+    LeftPart,
     WorkerPlace,
 )
 from scheduler.cluster_state import ClusterSettings, ClusterState, Transition
 
 _REMEMBERED_COUNT = 100
 """Checkpoints that have ended, of which it is known how."""
+
+LEAVING = 0
+"""In the place of a checkpoint's number: what a worker wrote when it left."""
 
 CHECKPOINTS_FEATURE = "checkpoints"
 """What a worker says at its registration that answers views with a checkpoint."""
@@ -133,13 +140,16 @@ class Checkpoints:
         attempt.workers[node.node_id] = WorkerPlace(node.rank, dict(clocks), has_state)
         return self.look()
 
-    def report(self, node: Node, number: int, part: Part) -> list[Transition]:
-        """A node has written its part, or cannot.
+    def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
+        """A node has written its part, or cannot; with the number `LEAVING` it is of no checkpoint
+        yet, and counts when its worker has left.
 
         Raises:
             InvalidConfig: a worker reports that was not asked, or a server of what is not its own.
         """
         attempt = self._state.checkpoint
+        if number == LEAVING and node.role is Role.WORKER and node.rank is not None:
+            self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
         if attempt is None or attempt.number != number or attempt.is_written:
             return []
         if part.problem and node.role is Role.SERVER:  # it says so once, before the cut or after
@@ -224,8 +234,25 @@ class Checkpoints:
         problem = self._uncovered(attempt)
         if problem:
             return self._fail(attempt, problem)
+        attempt.left = self._left(attempt)
         attempt.is_written = True
         return [CheckpointWritten(attempt)]
+
+    def _left(self, attempt: Attempt) -> dict[int, PartReport]:
+        """What those have in it that have left, and wrote nothing for it themselves."""
+        members, parts = self._state.members, attempt.parts
+        own = {
+            place.rank
+            for node_id, place in attempt.workers.items()
+            if not place.has_state or not parts[node_id].problem
+        }
+        found = {}
+        for rank, left in self._state.left_parts.items():
+            member = members.get(left.node_id)
+            has_left = member is None or member.node.state is NodeState.LEFT
+            if has_left and rank not in own and _is_before(left.part, attempt.cuts):
+                found[rank] = left.part
+        return found
 
     def _base(self) -> int:
         """What the next one refers to; 0: it is full."""
@@ -296,6 +323,15 @@ class Checkpoints:
     def _named(self, node_ids: set[NodeId], now_s: float) -> str:
         members = self._state.members
         return ", ".join(self._describe(members[each].node, now_s) for each in sorted(node_ids))
+
+
+def _is_before(part: PartReport, cuts: Mapping[TableId, Table]) -> bool:
+    """Whether none of its worker's steps is beyond the cuts."""
+    return all(
+        written.clock <= table.cut.after_clock
+        for table_id, written in part.tables.items()
+        if (table := cuts.get(table_id)) is not None and table.cut is not None
+    )
 
 
 def _answers(state: ClusterState, node: Node) -> bool:

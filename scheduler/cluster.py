@@ -38,10 +38,10 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
-from scheduler.checkpoint_state import Part
 from scheduler.checkpoints import Checkpoints
 from scheduler.cluster_state import (
     ClusterSettings,
@@ -138,6 +138,15 @@ class Cluster:
             first_node_id=self._state.next_node_id,
             checkpoint_count=self._state.checkpoint_count,
         )
+
+    @property
+    def workers_are_done(self) -> bool:
+        """Whether all workers have come, and none is left."""
+        return self._members.workers_are_done
+
+    def finish(self) -> Decision[None]:
+        """Nobody joins any more, and servers stop; it changes nothing while there are workers."""
+        return Decision(None, self._changed(*self._members.finish()))
 
     @property
     def servers_have_left(self) -> bool:
@@ -326,7 +335,7 @@ class Cluster:
         joined = self._checkpoints.join(node, number, clocks, has_state)
         return Decision(None, self._changed(*joined))
 
-    def report_part(self, session: Session, number: int, part: Part) -> Decision[None]:
+    def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
         """A node has written its part; see `Checkpoints.report`.
 
         Raises:

@@ -19,6 +19,7 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
+from ps_core.imported import Imported
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
@@ -28,6 +29,7 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
+    LeftPart,
 )
 
 Counts = tuple[tuple[NodeId, int], ...]
@@ -48,10 +50,13 @@ class RestoredTable:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The checkpoint that a cluster starts from: its directory, and its tables by name."""
+    """The checkpoint that a cluster starts from: its directory, and its tables by name; or, of one
+    that was imported, what it has for whichever tables there will be.
+    """
 
     url: str
     tables: Mapping[str, RestoredTable]
+    imported: Imported | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +275,7 @@ class ClusterState:
     checkpoint_count: int = 0
     checkpoint_base: int = 0  # the newest complete one of this cluster; 0: none may be referred to
     checkpoints_since_full: int = 0  # complete ones, the full one included
+    left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
 
     @classmethod

@@ -268,13 +268,21 @@ class Membership:
     def _ended(self, node: Node) -> list[Transition]:
         """What follows when a node's membership has ended."""
         self._detector.forget(node.node_id)
+        return self.finish() if self._settings.stop_when_done else []
+
+    @property
+    def workers_are_done(self) -> bool:
+        """Whether all workers have come, and none is left."""
         workers = self._state.workers_by_rank()
         have_come = all(rank in workers for rank in range(self._settings.worker_count))
-        done = have_come and not any(worker.state.is_member for worker in workers.values())
-        if self._settings.stop_when_done and done and not self._state.finished:
-            self._state.finished = True
-            return [ClusterFinished()]
-        return []
+        return have_come and not any(worker.state.is_member for worker in workers.values())
+
+    def finish(self) -> list[Transition]:
+        """The work is done, if it is."""
+        if self._state.finished or not self.workers_are_done:
+            return []
+        self._state.finished = True
+        return [ClusterFinished()]
 
     def _forget(self, role: Role) -> None:
         """Of those that have left, keep the newest, and who is named by anything else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.imported import Imported
 from ps_core.manifest import SavedTable
 from ps_runtime import logs
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
@@ -39,6 +40,10 @@ def restored_from(url: str) -> Restored:
         logs.warning("checkpoint_passed_over", reason=reason)
     with found.reader as reader:
         manifest, where = reader.manifest, reader.directory.url
+        if manifest.is_imported:
+            logs.info("checkpoint_chosen", url=where, number=manifest.number, imported=True)
+            specs = [table.spec for table in reader.tables.values()]
+            return Restored(where, {}, Imported.of(where, specs))
         tables = {
             saved.name: RestoredTable(
                 reader.tables[saved.name].spec, _setting(saved, where), saved.clock

@@ -89,10 +89,29 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.checkpointing.look(clock.now_s())
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether the work is done, and everybody is told."""
+        return self._cluster.view.finished
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether there is anything that a checkpoint could have."""
+        return bool(self._cluster.view.tables)
+
     async def until_finished(self) -> None:
         """Wait until all workers have left, if the cluster is to end then; else for ever."""
         while not self._cluster.view.finished:
             await self._changed.wait()
+
+    async def until_workers_are_done(self) -> None:
+        """Wait until all workers have left."""
+        while not self._cluster.workers_are_done:
+            await self._changed.wait()
+
+    def finish(self) -> None:
+        """The work is done, unless somebody has come meanwhile."""
+        self._carry_out(self._cluster.finish())
 
     async def until_servers_have_left(self, deadline_s: float) -> bool:
         """Wait until no server is left, at most `deadline_s`; whether that came to be."""
@@ -125,6 +144,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             replica_count=settings.replica_count,
             min_in_sync=settings.min_in_sync,
             range_count=settings.range_count,
+            left_url=self.checkpointing.left_url,
         )
 
     @translated
@@ -284,6 +304,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with self._refusals_counted():
             session = wire.session_from_proto(request.session)
             part = part_from_proto(request)
+            self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
         return scheduler_pb2.ReportCheckpointPartResponse()
 

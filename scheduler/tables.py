@@ -20,6 +20,7 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
+from ps_core.imported import Imported
 from ps_core.keys import TableId
 from ps_core.tables import (
     Initializer,
@@ -133,12 +134,15 @@ class Tables:
         return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
 
     def _restored(self, spec: TableSpec) -> RestoredTable | None:
-        """The table of that name in the checkpoint that the cluster starts from.
+        """The table of that name in the checkpoint that the cluster starts from; of one that was
+        imported, a table of these tensors, whatever else it is.
 
         Raises:
-            InvalidCheckpoint: the table there is another one.
+            InvalidCheckpoint: the table there is another one, or its tensors are.
         """
         checkpoint = self._settings.restored
+        if checkpoint is not None and checkpoint.imported is not None:
+            return _begun(checkpoint.imported, spec)
         found = None if checkpoint is None else checkpoint.tables.get(spec.name)
         if checkpoint is None or found is None:
             return None
@@ -170,6 +174,18 @@ class Tables:
                 f"({len(spec.tensors)} tensors, {len(spec.initializer.inline)} bytes of inline "
                 f"values), which has room for {room_bytes} more of {view_size.MAX_VIEW_BYTES}"
             )
+
+
+def _begun(imported: Imported, spec: TableSpec) -> RestoredTable | None:
+    """A table that begins with what was imported; None if that is for others.
+
+    Raises:
+        InvalidCheckpoint: a tensor is not there, or is another one.
+    """
+    if not imported.is_for(spec.name):
+        return None
+    imported.places(spec)
+    return RestoredTable(spec, spec.consistency, clock=0)
 
 
 def comparable(spec: TableSpec) -> TableSpec:

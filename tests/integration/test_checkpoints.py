@@ -237,3 +237,29 @@ def test_values_that_are_damaged_are_never_trained_on(root: Path) -> None:
         with pytest.raises(ps.UpdateFailed, match=rf"{part.name}.*CRC"):
             client.pull(table, timeout_s=DEADLINE_S)
         client.close(leave=False)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_the_last_checkpoint_has_what_workers_had_that_have_left(
+    tmp_path: Path, consistency: str
+) -> None:
+    """Two runs, each with a checkpoint when its workers have left: under BSP as one that was never
+    stopped.
+    """
+    recipe = Recipe(amsgrad, consistency)
+    root = tmp_path / "checkpoints"
+    models: list[Any] = []
+    for servers, resume, end in ((1, "", 5), (3, str(root), END)):
+        work = functools.partial(train, recipe=recipe, until=end)
+        with ps.local_cluster(servers, 2, checkpoint_url=str(root), resume=resume) as cluster:
+            models = together(cluster.address, 2, work)
+            with ps.connect(cluster.address, role="reader") as client:
+                made = client.checkpoint("the end").wait(DEADLINE_S)
+        with resolve(made.url).reader as reader:
+            assert {t.clock for t in reader.manifest.tables} == {end} or consistency == "asp"
+            saved = [(w.rank, w.clock, bool(w.file)) for w in reader.manifest.workers]
+            assert saved == [(rank, end, True) for rank in range(2)]
+        assert [path.name for path in root.iterdir() if not path.name.startswith("0")] == []
+    if consistency == "bsp":
+        for name, tensors in all_state([*trained_models(tmp_path, recipe), *models]):
+            assert all(torch.equal(tensors[0], each) for each in tensors), name

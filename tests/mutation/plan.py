@@ -20,11 +20,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
     "ps_core.errors": ("tests/unit/test_errors.py", "tests/unit/test_runtime_errors.py"),
     "ps_core.failure_detector": ("tests/unit/test_failure_detector.py",),
+    "ps_core.imported": ("tests/unit/test_imported.py",),
     "ps_core.keys": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),
     "ps_core.limits": ("tests/unit/test_limits.py",),
     "ps_core.losses": ("tests/unit/test_losses.py",),
     "ps_core.manifest": ("tests/unit/test_manifest.py",),
+    "ps_core.part_report": ("tests/unit/test_cluster_checkpoints.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,

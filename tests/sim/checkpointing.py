@@ -24,6 +24,7 @@ from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import Fenced, InvalidConfig, NotOwner, StaleAssignment, WaitExpired
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_server.events import AnswerPull, Place, PullEvent, RefusePull
 from ps_server.schedule import checkpoint_cut
@@ -32,8 +33,6 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
-    Part,
-    Written,
 )
 from scheduler.cluster_state import Transition
 
@@ -59,7 +58,7 @@ class Captured:
     began_s: float
     is_broken: bool
     waiters: dict[int, Key] = field(default_factory=dict)
-    tables: dict[TableId, Written] = field(default_factory=dict)
+    tables: dict[TableId, ReportedTable] = field(default_factory=dict)
     is_asked: bool = False
 
 
@@ -222,7 +221,7 @@ class Checkpointer:
         part = Captured(number, server.now_s, self.draw.random() > NEVER_REFUSED)
         self._parts[server.node_id] = part
         if part.is_broken:
-            self._report(server, part, Part(problem="no space"))
+            self._report(server, part, PartReport(problem="no space"))
 
     def _check_held(self, server: SimServer, number: int) -> None:
         for key, machine in server.machine.parts.items():
@@ -235,8 +234,10 @@ class Checkpointer:
         """As `ParameterNode.read_at_cut`."""
         is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
         place = Place(*key, server.machine.assignment_epoch(key[1]))
-        written = part.tables.setdefault(key[0], Written(0, cut.after_clock))
-        part.tables[key[0]] = written if not is_torn else Written(*_counts(written), is_torn=True)
+        written = part.tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
+        part.tables[key[0]] = (
+            written if not is_torn else ReportedTable(*_counts(written), is_torn=True)
+        )
 
         def event(waiter: int) -> PullEvent:
             part.waiters[waiter] = key
@@ -261,7 +262,7 @@ class Checkpointer:
         for block in blocks:
             self._check_captured(server, table, block, None if is_torn else cut.after_clock)
         count, clock = _counts(part.tables[key[0]])
-        part.tables[key[0]] = Written(count + len(blocks), clock, is_torn)
+        part.tables[key[0]] = ReportedTable(count + len(blocks), clock, is_torn)
         self._ranges.setdefault(part.number, {})[key] = cut.after_clock
         self._report_if_done(server, part)
 
@@ -273,7 +274,7 @@ class Checkpointer:
         assert isinstance(error, WaitExpired) or is_moved or has_no_values, f"CUT: {error}"
         if isinstance(error, WaitExpired) and not server.came_late:  # else the cut may be over
             assert waited_s >= limits.CHECKPOINT_CUT_S - 1.0, f"CUT: after {waited_s}: {error}"
-        self._report(server, part, Part(problem=error.message))
+        self._report(server, part, PartReport(problem=error.message))
 
     def _check_captured(
         self, server: SimServer, table: Table, block: int, clock: int | None
@@ -290,9 +291,9 @@ class Checkpointer:
 
     def _report_if_done(self, server: SimServer, part: Captured) -> None:
         if part.is_asked and not part.waiters:
-            self._report(server, part, Part("file", 1, "ab", part.tables))
+            self._report(server, part, PartReport("file", 1, "ab", part.tables))
 
-    def _report(self, server: SimServer, part: Captured, said: Part) -> None:
+    def _report(self, server: SimServer, part: Captured, said: PartReport) -> None:
         """Again and again, while anybody wants it."""
 
         def arrive() -> None:
@@ -313,5 +314,5 @@ class Checkpointer:
         return self.simulation.layout.range_count
 
 
-def _counts(written: Written) -> tuple[int, int]:
+def _counts(written: ReportedTable) -> tuple[int, int]:
     return written.block_count, written.clock

@@ -31,12 +31,13 @@ class Compose:
         ]
 
     def __call__(
-        self, *arguments: str, timeout_s: float = RUN_TIMEOUT_S
+        self, *arguments: str, timeout_s: float = RUN_TIMEOUT_S, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a compose command to its end; its output is one text."""
         return subprocess.run(
             [*self._command, *arguments],
             cwd=ROOT,
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -82,6 +83,24 @@ def test_the_image_has_no_root_no_compiler_and_no_more_than_it_needs(compose: Co
 def test_the_cluster_trains_to_its_end_and_stops_by_itself(compose: Compose) -> None:
     run = compose("up", "--no-build", "--abort-on-container-failure")
     assert run.returncode == 0, run.stdout[-8000:]
+    reached = re.search(r"test accuracy (\d+\.\d+)%", run.stdout)
+    assert reached, run.stdout[-8000:]
+    assert float(reached[1]) >= 97.0
+
+
+@pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_what_was_trained_is_kept_and_the_next_run_goes_on_from_it(compose: Compose) -> None:
+    """The volume is the project's: the run before has left its last checkpoint there."""
+    listed = compose.shell("pushpull checkpoint list /checkpoints")
+    assert re.search(r"the end of training +good", listed), listed
+    verified = compose.shell("pushpull checkpoint verify /checkpoints")
+    assert "good" in verified
+    run = compose(
+        "up", "--no-build", "--abort-on-container-failure", PUSHPULL_RESUME="/checkpoints"
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert "event=checkpoint_chosen" in run.stdout
+    assert "epoch 1 of" not in run.stdout
     reached = re.search(r"test accuracy (\d+\.\d+)%", run.stdout)
     assert reached, run.stdout[-8000:]
     assert float(reached[1]) >= 97.0

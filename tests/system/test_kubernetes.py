@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from scheduler.__main__ import SchedulerConfig
 from tests.tidy.source import ROOT
 
 VERSIONS = ["1.27", "1.37"]
@@ -25,11 +26,14 @@ FIELDS = {"metadata.name": "pushpull-server-0", INDEX_ANNOTATION: "1"}
 """What the cluster would put into fields of a pod."""
 
 
+BASE, WITH_CHECKPOINTS = "deploy/kubernetes", "deploy/kubernetes-checkpoints"
+
+
 @cache
-def manifests() -> tuple[Manifest, ...]:
-    """What `kubectl apply -k deploy/kubernetes` would send."""
+def manifests(folder: str = BASE) -> tuple[Manifest, ...]:
+    """What `kubectl apply -k` would send of a folder."""
     run = subprocess.run(
-        ["kubectl", "kustomize", "deploy/kubernetes"],
+        ["kubectl", "kustomize", folder],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -38,32 +42,32 @@ def manifests() -> tuple[Manifest, ...]:
     return tuple(yaml.safe_load_all(run.stdout))
 
 
-def workloads() -> dict[str, Manifest]:
+def workloads(folder: str = BASE) -> dict[str, Manifest]:
     """Manifests that start pods, by the component that they run."""
     return {
         manifest["metadata"]["labels"]["app.kubernetes.io/component"]: manifest
-        for manifest in manifests()
+        for manifest in manifests(folder)
         if "template" in manifest["spec"]
     }
 
 
-def pod(component: str) -> Manifest:
+def pod(component: str, folder: str = BASE) -> Manifest:
     """The pod of a component."""
-    spec: Manifest = workloads()[component]["spec"]["template"]["spec"]
+    spec: Manifest = workloads(folder)[component]["spec"]["template"]["spec"]
     return spec
 
 
-def container(component: str) -> Manifest:
+def container(component: str, folder: str = BASE) -> Manifest:
     """Its only container."""
-    (only,) = pod(component)["containers"]
+    (only,) = pod(component, folder)["containers"]
     found: Manifest = only
     return found
 
 
-def environment(component: str) -> dict[str, str]:
+def environment(component: str, folder: str = BASE) -> dict[str, str]:
     """The container's variables as Kubernetes would set them."""
     found: dict[str, str] = {}
-    for variable in container(component)["env"]:
+    for variable in container(component, folder)["env"]:
         if "value" in variable:
             text: str = variable["value"]
             found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], text)
@@ -80,9 +84,10 @@ def test_the_base_runs_the_three_roles() -> None:
     assert kinds == {"scheduler": "Deployment", "server": "StatefulSet", "worker": "Job"}
 
 
+@pytest.mark.parametrize("folder", [BASE, WITH_CHECKPOINTS])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_manifests_match_the_schemas(version: str) -> None:
-    for manifest in manifests():
+def test_manifests_match_the_schemas(version: str, folder: str) -> None:
+    for manifest in manifests(folder):
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
@@ -115,19 +120,20 @@ def test_kubernetes_adds_no_variables_that_roles_refuse(component: str) -> None:
     assert pod(component)["enableServiceLinks"] is False
 
 
+@pytest.mark.parametrize("folder", [BASE, WITH_CHECKPOINTS])
 @pytest.mark.parametrize("component", ["scheduler", "server"])
-def test_the_role_accepts_its_settings(component: str) -> None:
-    command = [sys.executable, *container(component)["command"][1:], "--print-config"]
+def test_the_role_accepts_its_settings(component: str, folder: str) -> None:
+    command = [sys.executable, *container(component, folder)["command"][1:], "--print-config"]
     run = subprocess.run(
         command,
         cwd=ROOT,
-        env=plain_environment() | environment(component),
+        env=plain_environment() | environment(component, folder),
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    for name, value in environment(component).items():
+    for name, value in environment(component, folder).items():
         if name.startswith("PUSHPULL_"):
             assert value.strip('"') in run.stdout, f"{name} is not in {run.stdout}"
 
@@ -135,6 +141,26 @@ def test_the_role_accepts_its_settings(component: str) -> None:
 def test_a_server_drains_before_it_is_killed() -> None:
     grace_s = pod("server")["terminationGracePeriodSeconds"]
     assert float(environment("server")["PUSHPULL_DRAIN_GRACE_S"]) < grace_s
+
+
+def test_a_last_checkpoint_is_made_before_the_scheduler_is_killed() -> None:
+    grace_s = pod("scheduler")["terminationGracePeriodSeconds"]
+    assert SchedulerConfig(workers=1, servers=1).checkpoint_last_s + 1.0 < grace_s
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_all_have_the_same_place_for_checkpoints(component: str) -> None:
+    """And it is writable for the user that they run as."""
+    url = environment("scheduler", WITH_CHECKPOINTS)["PUSHPULL_CHECKPOINT_URL"]
+    found = pod(component, WITH_CHECKPOINTS)
+    assert found["securityContext"]["fsGroup"] == found["securityContext"]["runAsGroup"]
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    mounts = container(component, WITH_CHECKPOINTS)["volumeMounts"]
+    (mount,) = [each for each in mounts if each["mountPath"] == url]
+    claim = volumes[mount["name"]]["persistentVolumeClaim"]["claimName"]
+    (volume,) = [m for m in manifests(WITH_CHECKPOINTS) if m["kind"] == "PersistentVolumeClaim"]
+    assert volume["metadata"]["name"] == claim
+    assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_sizes_agree() -> None:

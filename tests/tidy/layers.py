@@ -133,6 +133,7 @@ EDGE_MODULES = {
     "ps_worker.lane",
     "ps_worker.links",
     "ps_worker.local_cluster",
+    "ps_worker.imported_model",
     "ps_worker.loop",
     "ps_worker.measures",
     "ps_worker.model_pull",

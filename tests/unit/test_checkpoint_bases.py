@@ -7,7 +7,8 @@ import pytest
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
-from scheduler.checkpoint_state import CheckpointWritten, Part, Written
+from ps_core.part_report import PartReport, ReportedTable
+from scheduler.checkpoint_state import CheckpointWritten
 from scheduler.cluster import Created
 from tests.unit.cluster_harness import Harness
 
@@ -44,7 +45,7 @@ class Saving(Harness):
             assert primary is not None
             blocks[primary] = blocks.get(primary, 0) + len(found)
         for server in self.servers:
-            part = Part("file", 10, "", {MODEL: Written(blocks[server.node_id], 5)})
+            part = PartReport("file", 10, "", {MODEL: ReportedTable(blocks[server.node_id], 5)})
             decision = self.cluster.report_part(server, number, part)
         assert [type(each) for each in decision.transitions] == [CheckpointWritten]
 

@@ -12,6 +12,9 @@ from ps_core.errors import InvalidConfig
 from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
 from scheduler.__main__ import SchedulerConfig, cluster_settings
 
+PLACE = ("--checkpoint-url=/place", "--checkpoint-last-s=0")
+"""Who starts a local cluster makes the last one."""
+
 
 @pytest.mark.parametrize(
     ("every", "argument"),
@@ -27,7 +30,7 @@ from scheduler.__main__ import SchedulerConfig, cluster_settings
 )
 def test_how_often_is_said_exactly(every: str, argument: str) -> None:
     told = CheckpointPlan("/place", every).scheduler_arguments
-    assert told == ("--checkpoint-url=/place", f"--checkpoint-every-{argument}")
+    assert told == (*PLACE, f"--checkpoint-every-{argument}")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +56,8 @@ def test_a_cluster_may_start_from_one_without_making_any() -> None:
 def test_the_scheduler_is_told_all_of_it() -> None:
     shape = ClusterShape(1, 2, checkpoints=CheckpointPlan("/place", "10", 3, "/place/00000001-c"))
     told = shape.scheduler_arguments
-    assert told[-4:] == (
-        "--checkpoint-url=/place", "--checkpoint-every-clocks=10", "--checkpoint-keep=3",
-        "--resume=/place/00000001-c",
+    assert told[-5:] == (
+        *PLACE, "--checkpoint-every-clocks=10", "--checkpoint-keep=3", "--resume=/place/00000001-c",
     )  # fmt: skip
     names = {argument.removeprefix("--").partition("=")[0].replace("-", "_") for argument in told}
     assert names <= SchedulerConfig.__dataclass_fields__.keys()
@@ -63,12 +65,12 @@ def test_the_scheduler_is_told_all_of_it() -> None:
 
 def test_how_many_are_full_reaches_the_scheduler() -> None:
     options = UpOptions(checkpoint_url="runs/7", checkpoint_every="5m", checkpoint_full_every=4)
-    assert options.checkpoints.scheduler_arguments == (
-        "--checkpoint-url=runs/7", "--checkpoint-every-s=300", "--checkpoint-full-every=4",
+    assert options.checkpoints.scheduler_arguments[2:] == (
+        "--checkpoint-every-s=300", "--checkpoint-full-every=4",
     )  # fmt: skip
     train = TrainOptions(script=Path("x.py"), checkpoint_full_every=4)
     assert train.checkpoints.full_every == 4
-    assert CheckpointPlan("runs/7").scheduler_arguments == ("--checkpoint-url=runs/7",)
+    assert CheckpointPlan("/place").scheduler_arguments == PLACE
     settings = cluster_settings(SchedulerConfig(workers=1, servers=1, checkpoint_full_every=4))
     assert settings.checkpoint_full_every == 4
 

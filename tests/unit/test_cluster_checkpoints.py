@@ -12,6 +12,7 @@ from ps_core.change import Change, Checkpoint, Join, TableCut
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime import wire
 from scheduler import view_size
@@ -21,8 +22,6 @@ from scheduler.checkpoint_state import (
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
-    Part,
-    Written,
 )
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster import Created
@@ -77,10 +76,10 @@ class Saving(Harness):
         self.answer(1, 5, 4)
         assert self.checkpoint == Checkpoint(7, f"{PLACE}/00000007-c-1", is_cut=True)
 
-    def report(self, session: Session, part: Part, number: int = 7) -> None:
+    def report(self, session: Session, part: PartReport, number: int = 7) -> None:
         self.note(self.cluster.report_part(session, number, part))
 
-    def written(self, server: int, *, fewer: int = 0) -> Part:
+    def written(self, server: int, *, fewer: int = 0) -> PartReport:
         """All that it has, as it should be."""
         view, node_id = self.cluster.view, self.servers[server].node_id
         owned = {r.range_id for r in view.ranges if r.primary == node_id}
@@ -92,13 +91,13 @@ class Saving(Harness):
             )
             for table in self.tables
         }
-        tables = {t: Written(count - fewer, 5) for t, count in counts.items()}
-        return Part(f"server-{node_id}", 100, "ab", tables)
+        tables = {t: ReportedTable(count - fewer, 5) for t, count in counts.items()}
+        return PartReport(f"server-{node_id}", 100, "ab", tables)
 
     def all_but_one_report(self) -> CheckpointWritten:
         for server in (0, 1):
             self.report(self.servers[server], self.written(server))
-        self.report(self.workers[0], Part("worker-0", 9, "cd"))
+        self.report(self.workers[0], PartReport("worker-0", 9, "cd"))
         return next(each for each in self.transitions if isinstance(each, CheckpointWritten))
 
     @property
@@ -259,10 +258,10 @@ def test_what_is_reported_of_a_table_that_was_not_cut_is_not_in_it() -> None:
     cluster = Saving()
     cluster.cut()
     for server, part in enumerate(map(cluster.written, (0, 1))):
-        strange = replace(part, tables={**part.tables, TableId(99): Written(1, 5)})
+        strange = replace(part, tables={**part.tables, TableId(99): ReportedTable(1, 5)})
         cluster.report(cluster.servers[server], strange)
     for worker in cluster.workers:
-        cluster.report(worker, Part())
+        cluster.report(worker, PartReport())
     found = cluster.happened(CheckpointWritten)[0].attempt.parts[cluster.servers[0].node_id]
     assert found.tables.keys() == {MODEL, OTHER}
 
@@ -295,11 +294,11 @@ def test_the_state_of_a_worker_that_ends_before_it_reports_is_lost(
 def test_what_a_worker_reported_before_it_left_counts() -> None:
     cluster = Saving()
     cluster.cut()
-    cluster.report(cluster.workers[1], Part("worker-1", 9, "cd"))
+    cluster.report(cluster.workers[1], PartReport("worker-1", 9, "cd"))
     cluster.leave(cluster.workers[1])
     for server in (0, 1):
         cluster.report(cluster.servers[server], cluster.written(server))
-    cluster.report(cluster.workers[0], Part(problem="a state that cannot be written"))
+    cluster.report(cluster.workers[0], PartReport(problem="a state that cannot be written"))
     (written,) = cluster.happened(CheckpointWritten)
     assert written.attempt.parts[cluster.workers[1].node_id].file == "worker-1"
     assert "cannot be" in written.attempt.parts[cluster.workers[0].node_id].problem
@@ -326,7 +325,7 @@ def test_one_is_complete_when_its_manifest_is_and_only_then() -> None:
         assert "waits for the files of" in reason
     for worker in (0, 1):
         assert not cluster.happened(CheckpointWritten)
-        cluster.report(cluster.workers[worker], Part(f"worker-{worker}", 9, "cd"))
+        cluster.report(cluster.workers[worker], PartReport(f"worker-{worker}", 9, "cd"))
     assert len(cluster.happened(CheckpointWritten)) == 1
     assert "waits for its manifest" in cluster.cluster.checkpoint_reason(cluster.now_s)
     assert cluster.cluster.checkpoint_problem(7) is None
@@ -345,11 +344,11 @@ def test_a_report_that_comes_again_while_the_manifest_is_written_changes_nothing
     for server in (0, 1):
         cluster.report(cluster.servers[server], cluster.written(server))
     for worker in (0, 1):
-        cluster.report(cluster.workers[worker], Part("worker", 9, "cd"))
+        cluster.report(cluster.workers[worker], PartReport("worker", 9, "cd"))
     (written,) = cluster.happened(CheckpointWritten)
     before = dict(written.attempt.parts)
-    cluster.report(cluster.workers[0], Part(problem="late"))
-    cluster.report(cluster.servers[0], Part(problem="late"))
+    cluster.report(cluster.workers[0], PartReport(problem="late"))
+    cluster.report(cluster.servers[0], PartReport(problem="late"))
     cluster.note(cluster.cluster.tick(cluster.now_s + 2 * limits.CHECKPOINT_WRITTEN_S))
     assert written.attempt.parts == before
     assert not cluster.happened(CheckpointFailed)
@@ -365,14 +364,14 @@ def test_blocks_that_nobody_wrote_are_missed() -> None:
     cluster.report(cluster.servers[0], cluster.written(0))
     cluster.report(cluster.servers[1], cluster.written(1, fewer=1))
     for worker in (0, 1):
-        cluster.report(cluster.workers[worker], Part("worker", 9, "cd"))
+        cluster.report(cluster.workers[worker], PartReport("worker", 9, "cd"))
     cluster.check_failed("15 of 16 blocks of 'model' were written")
 
 
 def test_a_server_that_cannot_write_fails_it_after_the_cut() -> None:
     cluster = Saving()
     cluster.cut()
-    cluster.report(cluster.servers[1], Part(problem="no space left on device"))
+    cluster.report(cluster.servers[1], PartReport(problem="no space left on device"))
     cluster.check_failed("server 2: no space left on device")
 
 
@@ -381,7 +380,7 @@ def test_a_server_that_cannot_write_fails_it_before_the_cut() -> None:
     cluster = Saving()
     cluster.begin()
     cluster.promise(0, 5, 4)
-    cluster.report(cluster.servers[1], Part(problem="permission denied"))
+    cluster.report(cluster.servers[1], PartReport(problem="permission denied"))
     cluster.check_failed("server 2: permission denied")
     assert len(cluster.happened(ChangeWithdrawn)) == 2
 
@@ -391,7 +390,7 @@ def test_a_report_of_another_checkpoint_changes_nothing() -> None:
     cluster.cut()
     before = cluster.cluster.view
     for number in (6, 8):
-        cluster.report(cluster.servers[0], Part(problem="other"), number)
+        cluster.report(cluster.servers[0], PartReport(problem="other"), number)
         cluster.answer(0, 99, 99, number=number)
     assert cluster.cluster.view == before
 
@@ -411,11 +410,12 @@ def test_who_has_no_part_in_it_is_told() -> None:
     cluster.cut()
     late, reader = cluster.worker(), cluster.join(Role.READER)
     report = cluster.cluster.report_part
+    part = PartReport("worker")
     refused(
         errors.InvalidConfig, "worker 2 is not in checkpoint 7",
-        by=lambda: report(late, 7, Part("worker")), of=cluster,
+        by=lambda: report(late, 7, part), of=cluster,
     )  # fmt: skip
-    refused(errors.NotPermitted, "reader", by=lambda: report(reader, 7, Part("r")), of=cluster)
+    refused(errors.NotPermitted, "reader", by=lambda: report(reader, 7, part), of=cluster)
     refused(
         errors.NotPermitted, "a server joins a checkpoint",
         by=lambda: cluster.cluster.join_checkpoint(cluster.servers[0], 7, {}, has_state=False),

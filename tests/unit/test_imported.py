@@ -1,82 +1,111 @@
-"""Imports that the garbage collector passes by."""
+"""Which values of an imported state dict a table begins with."""
 
 from __future__ import annotations
 
-import gc
-import sys
-from importlib import import_module
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from ps_runtime.imported import spare_import_of, spared
+from ps_core.errors import InvalidCheckpoint
+from ps_core.imported import Imported, imported_name
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 
-SAYS = """
-import gc
-collects = gc.isenabled()
-made = [[] for _ in range(1000)]
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+URL = "/runs/7/00000001-imported"
+SGD = OptimizerSpec(OptimizerKind.SGD)
 
 
-def test_what_is_made_inside_is_passed_by() -> None:
-    before = gc.get_freeze_count()
-    with spared():
-        assert not gc.isenabled()
-        made = [[None] for _ in range(1000)]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(made)
+def table(name: str, *tensors: TensorSpec, dtype: DType = DType.FLOAT32) -> TableSpec:
+    count = sum(tensor.element_count for tensor in tensors)
+    return TableSpec(name, dtype, count, SGD, 64, tensors).validated()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        with spared():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def tensors(**shapes: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    found, end = [], 0
+    for name, shape in shapes.items():
+        found.append(TensorSpec(name, shape, end))
+        end += found[-1].element_count
+    return tuple(found)
 
 
-def test_the_import_of_the_one_named_is_spared_and_no_other(folder: Path) -> None:
-    for name in ("spared_one", "not_named"):
-        (folder / f"{name}.py").write_text(SAYS)
-    finders = list(sys.meta_path)
-    spare_import_of("spared_one")
-    other = import_module("not_named")
-    assert other.collects
-    before = gc.get_freeze_count()
-    module = import_module("spared_one")
-    assert not module.collects
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(module.made)
-    assert sys.meta_path == finders
-    del sys.modules["spared_one"]
-    assert import_module("spared_one").collects, "once"
+def imported(prefix: str = "") -> Imported:
+    return Imported.of(
+        URL,
+        [
+            table(imported_name(prefix, DType.FLOAT32), *tensors(a=(2, 3), b=(5,), c=())),
+            table(
+                imported_name(prefix, DType.FLOAT64), *tensors(n=(1,), m=(2,)), dtype=DType.FLOAT64
+            ),
+        ],
+    )
 
 
-def test_one_that_fails_leaves_the_collector_on(folder: Path) -> None:
-    (folder / "spared_and_bad.py").write_text("raise ValueError('mine')")
-    spare_import_of("spared_and_bad")
-    with pytest.raises(ValueError, match="mine"):
-        import_module("spared_and_bad")
-    assert gc.isenabled()
+def test_tables_are_named_by_their_type() -> None:
+    assert imported_name("", DType.BFLOAT16) == "bfloat16"
+    assert imported_name("model", DType.FLOAT32) == "model/float32"
 
 
-def test_one_that_is_nowhere_is_said_to_be_nowhere(folder: Path) -> None:
-    finders = list(sys.meta_path)
-    spare_import_of("spared_and_absent")
-    with pytest.raises(ModuleNotFoundError, match="spared_and_absent"):
-        import_module("spared_and_absent")
-    assert sys.meta_path == finders
+def test_tensors_are_found_by_name_wherever_they_lie() -> None:
+    found = imported().places(table("model/0/float32", *tensors(c=(), b=(5,))))
+    assert found == {"c": ("float32", 11), "b": ("float32", 6)}
+    wide = table("model/buffers/integer", *tensors(m=(2,)), dtype=DType.FLOAT64)
+    assert imported("model").places(wide) == {"m": ("model/float64", 1)}
 
 
-def test_one_that_has_been_imported_needs_nothing() -> None:
-    finders = list(sys.meta_path)
-    spare_import_of("gc")
-    assert sys.meta_path == finders
+def test_a_tensor_without_elements_is_not_looked_for() -> None:
+    assert imported().places(table("t", *tensors(nothing=(0, 4), a=(2, 3)))).keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (
+            table("t", *tensors(a=(2, 3), x=(2,))),
+            (
+                f"tensor 'x' of table 't' is not in {URL}, which was imported for all tables; "
+                "expected all of the table's tensors, or an import with --prefix, the name of one "
+                "model"
+            ),
+        ),
+        (
+            table("t", *tensors(a=(3, 2))),
+            f"tensor 'a' of table 't' is (2, 3) of float32 in {URL}; expected (3, 2) of float32",
+        ),
+        (
+            table("t", *tensors(a=(2, 3)), dtype=DType.FLOAT16),
+            f"tensor 'a' of table 't' is (2, 3) of float32 in {URL}; expected (2, 3) of float16",
+        ),
+    ],
+)
+def test_what_is_not_there_or_is_another_is_refused(wanted: TableSpec, words: str) -> None:
+    with pytest.raises(InvalidCheckpoint) as refused:
+        imported().places(wanted)
+    assert refused.value.message == words
+
+
+def test_a_prefix_is_named_in_the_refusal() -> None:
+    with pytest.raises(InvalidCheckpoint, match="imported for the tables of 'model'; expected"):
+        imported("model").places(table("model/0", *tensors(x=(2,))))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "expected"),
+    [
+        ("", "anything", True),
+        ("model", "model", True),
+        ("model", "model/0/float32", True),
+        ("model", "models/0/float32", False),
+        ("model", "other/model/0", False),
+    ],
+)
+def test_it_is_for_the_tables_of_its_prefix(prefix: str, name: str, expected: bool) -> None:
+    assert imported(prefix).is_for(name) is expected
+    assert imported(prefix).prefix == prefix
+
+
+def test_what_nobody_knows_is_named() -> None:
+    assert list(imported().unknown(["a", "c", "m", "z"])) == ["b", "n"]
+
+
+def test_nothing_imported_has_no_prefix() -> None:
+    assert Imported.of(URL, []) == Imported(URL, "", {})
+    assert replace(imported(), prefix="x").is_for("x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_save_points import A, B, Resting, Worker, clocks_of
+from tests.unit.test_save_points import WAIT_S, A, B, Resting, Worker, clocks_of
 
 
 @pytest.fixture
@@ -76,3 +76,37 @@ def test_a_goodbye_is_no_step_that_it_has_taken(has_state: bool) -> None:
     worker.step()  # as the goodbye's seal does
     worker.propose()
     assert clocks_of(worker) == {A: 1, B: 0}
+
+
+def test_who_leaves_writes_what_it_has_then(worker: Worker) -> None:
+    worker.points.reach()
+    worker.step()
+    worker.points.leave_behind("left")
+    assert worker.copied == [], "it has not said that it goes no further"
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    worker.step()  # as the goodbye's seal does
+    worker.points.close(WAIT_S)
+    assert worker.copied == [(0, 1, {"clocks": {"value": (1, 0)}})]
+    ((number, part),) = worker.reported
+    assert (number, part.file) == (0, "worker-0")
+    assert {table: each.clock for table, each in part.tables.items()} == {A: 1, B: 0}
+
+
+def test_who_has_no_state_leaves_nothing_behind() -> None:
+    worker = Worker()
+    worker.model(A)
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    worker.points.close(WAIT_S)
+    assert (worker.copied, worker.reported) == ([], [])
+
+
+def test_a_state_that_cannot_be_left_behind_is_said(worker: Worker) -> None:
+    worker.problem = OSError("no space")
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    worker.points.close(WAIT_S)
+    ((number, part),) = worker.reported
+    assert (number, part.file) == (0, "")
+    assert "no space" in part.problem

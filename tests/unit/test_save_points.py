@@ -15,8 +15,8 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.checkpoint_calls import PartReport, ReportedTable
 from ps_worker.save_points import SavePoints
 from ps_worker.table_handle import TableHandle
 

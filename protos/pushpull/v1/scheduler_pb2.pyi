@@ -56,7 +56,7 @@ class CustomUpdate(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "range_count")
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "range_count", "left_url")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class RegisterNodeResponse(_message.Message):
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     RANGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_URL_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     worker_count: int
     heartbeat_interval_ms: int
@@ -75,7 +76,8 @@ class RegisterNodeResponse(_message.Message):
     replica_count: int
     min_in_sync: int
     range_count: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., range_count: _Optional[int] = ...) -> None: ...
+    left_url: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., range_count: _Optional[int] = ..., left_url: _Optional[str] = ...) -> None: ...
 
 class TableProgress(_message.Message):
     __slots__ = ("table_id", "clock")

@@ -1,0 +1,171 @@
+"""A scheduler that nobody watches over, as in a container, makes a last checkpoint when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ps_worker as ps
+from ps_runtime.checkpoint_store import CheckpointStore, resolve
+from ps_runtime.cluster_shape import ClusterShape
+from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_servers
+
+END_DEADLINE_S = 60.0
+WORKERS, SERVERS, COUNT = 2, 2, 500
+_STEP_S = 8.0
+"""A step whose servers have gone is given up then, and its worker ends."""
+
+
+@dataclass
+class Bare:
+    """A scheduler and servers, each on its own, and workers that are threads of this process."""
+
+    launcher: Launcher
+    address: str
+    root: Path
+
+    def role(self, kind: str) -> RoleProcess:
+        return next(each for each in self.launcher.processes if each.command.kind == kind)
+
+    def end_of(self, kind: str) -> str:
+        """Waits for it; what it said last."""
+        ended = self.role(kind).wait(END_DEADLINE_S)
+        assert ended is not None, f"the {kind} has not ended"
+        assert ended.returncode == 0, ended.fate
+        return "\n".join(self.role(kind).recent_lines)
+
+
+@contextlib.contextmanager
+def bare_cluster(root: Path, **settings: str) -> Iterator[Bare]:
+    named = {f"PUSHPULL_{name.upper()}": value for name, value in settings.items()}
+    environment = {"PUSHPULL_CHECKPOINT_URL": str(root), **named}
+    with Launcher() as launcher:
+        shape = ClusterShape(SERVERS, WORKERS, environment=environment)
+        scheduler = start_scheduler(launcher, shape)
+        for server in start_servers(launcher, shape, scheduler.address):
+            launcher.wait_ready(server)
+        yield Bare(launcher, scheduler.address, root)
+
+
+class Counted:
+    """A worker's own: how many steps it has taken."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+@contextlib.contextmanager
+def training(cluster: Bare, until: int = 0) -> Iterator[None]:
+    """Two workers that take steps, until the block ends; or so many, and then they leave."""
+    stop, begun = threading.Event(), threading.Barrier(WORKERS + 1)
+
+    def work(rank: int) -> None:
+        client = ps.connect(cluster.address, rank=rank)
+        try:
+            table = client.create_table(
+                "counted", COUNT, optimizer=ps.SGD(lr=1.0), reduction="sum", block_elements=64
+            )
+            counted = Counted()
+            client.attach_state("counted", counted, per_rank=True)
+            first = table.clock + 1
+            while not stop.is_set() and (not until or table.clock < until):
+                client.push_pull(table, np.ones(COUNT, np.float32), timeout_s=_STEP_S)
+                counted.steps += 1
+                assert counted.steps == table.clock
+                client.save_point()
+                if table.clock == first:
+                    begun.wait(END_DEADLINE_S)
+        finally:
+            client.close(leave=bool(until))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        working = [pool.submit(work, rank) for rank in range(WORKERS)]
+        begun.wait(END_DEADLINE_S)
+        try:
+            yield
+        finally:
+            if not until:
+                stop.set()
+        for each in working if until else ():
+            each.result(END_DEADLINE_S)
+
+
+def check_whole(root: Path, reason: str) -> int:
+    """Every block and both workers' states are of one clock, which is given back."""
+    with resolve(str(root)).reader as reader:
+        (table,) = reader.manifest.tables
+        for block in range(table.block_count):
+            values: Any = np.frombuffer(reader.read("counted", block), np.float32)
+            assert set(values) == {-WORKERS * table.clock}
+        saved = [(w.rank, w.clock, bool(w.file)) for w in reader.manifest.workers]
+        assert saved == [(rank, table.clock, True) for rank in range(WORKERS)]
+        assert reader.manifest.reason == reason
+        return table.clock
+
+
+def test_told_to_stop_it_makes_one_while_workers_train(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root) as cluster, training(cluster):
+        cluster.role("scheduler").send(signal.SIGTERM)
+        assert "checkpoint_complete" in cluster.end_of("scheduler")
+    assert check_whole(root, "stopped") >= 1
+
+
+def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, stop_when_done="1") as cluster:
+        with training(cluster, until=3):
+            pass
+        assert "reason=all workers and servers have left" in cluster.end_of("scheduler").replace(
+            '"', ""
+        )
+        cluster.end_of("server")
+    assert check_whole(root, "the end of training") == 3
+    with bare_cluster(root, stop_when_done="1", resume=str(root)) as cluster:
+        with training(cluster, until=5):
+            pass
+        cluster.end_of("scheduler")
+    assert check_whole(root, "the end of training") == 5
+
+
+@pytest.mark.parametrize("last_s", ["1", "0"])
+def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, checkpoint_last_s=last_s) as cluster, training(cluster):
+        server = cluster.role("server")
+        server.send(signal.SIGSTOP)
+        try:
+            cluster.role("scheduler").send(signal.SIGTERM)
+            said = cluster.end_of("scheduler")
+        finally:
+            server.send(signal.SIGCONT)
+        assert ("event=no_last_checkpoint" in said) == (last_s == "1")
+    assert CheckpointStore(str(root)).newest_good() is None
+
+
+def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
+    with bare_cluster(tmp_path / "checkpoints", stop_when_done="1") as cluster:
+        with training(cluster):
+            for role in cluster.launcher.processes:
+                if role.command.kind == "server":
+                    role.send(signal.SIGTERM)
+            cluster.end_of("server")
+        cluster.role("scheduler").send(signal.SIGTERM)
+        said = cluster.end_of("scheduler")
+        assert "event=no_last_checkpoint" in said
+        assert "no server is left" in said

@@ -1,0 +1,178 @@
+"""`pushpull checkpoint import`: what is written, what a table reads of it, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ps_cli.checkpoint_import import import_model
+from ps_cli.output import Output
+from ps_core.errors import InvalidConfig, InvariantViolation
+from ps_core.keys import TableId
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
+from ps_runtime.checkpoint_reader import CheckpointReader
+from ps_runtime.checkpoint_store import resolve
+from ps_runtime.restored_blocks import RestoredTables
+from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
+
+BLOCK = 640
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Tensors that begin and end in the middle of blocks, here and there."""
+    torch.manual_seed(0)
+    return {
+        "small": torch.randn(3, 5),
+        "large": torch.randn(70, 2_000),
+        "nothing": torch.empty(0, 3),
+        "one": torch.tensor(7.5),
+        "wide": torch.randn(999, dtype=torch.float64),
+        "count": torch.tensor(2**53),
+        "mask": torch.tensor([True, False]),
+        "low": torch.randn(1_000).to(torch.bfloat16),
+        "half": torch.randn(77).to(torch.float16),
+    }
+
+
+def imported(tmp_path: Path, found: Any, name: str = "model.pt", prefix: str = "") -> str:
+    file = tmp_path / name
+    if name.endswith(".pt"):
+        torch.save(found, file)
+    else:
+        safetensors.torch.save_file(found, file)
+    import_model(file, str(tmp_path / "root"), prefix, Output())
+    return str(tmp_path / "root")
+
+
+def table_of(dtype: DType, tensors: dict[str, torch.Tensor]) -> Table:
+    specs, end = [], 0
+    for name, tensor in tensors.items():
+        specs.append(TensorSpec(name, tuple(tensor.shape), end))
+        end += tensor.numel()
+    optimizer = OptimizerSpec(OptimizerKind.ADAM)
+    spec = TableSpec("t", dtype, end, optimizer, BLOCK, tuple(specs)).validated()
+    return Table(TableId(1), 0, spec)
+
+
+def values_of(reader: CheckpointReader, table: Table) -> torch.Tensor:
+    """All of a table, block by block, in an order in which ranges may ask."""
+    kept = torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
+    blocks = RestoredTables(reader).blocks_of(table)
+    found = torch.full((table.spec.element_count,), torch.nan, dtype=kept)
+    for block in (*range(1, table.block_count, 2), *range(0, table.block_count, 2)):
+        stored = blocks.stored(block)
+        assert (stored.version, stored.steps, stored.tensors) == (0, (0,), ("values",))
+        room = found[block * BLOCK :][: table.block_length(block)].numpy().data.cast("B")
+        blocks.read_into(block, "values", room)
+    return found
+
+
+ASKED = {
+    DType.FLOAT32: ("one", "large", "nothing", "small"),  # in another order than in the file
+    DType.FLOAT64: ("mask", "count", "wide"),
+    DType.BFLOAT16: ("low",),
+    DType.FLOAT16: ("half",),
+}
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("dtype", ASKED)
+def test_a_table_reads_its_tensors_wherever_they_lie(
+    tmp_path: Path, name: str, dtype: DType
+) -> None:
+    found = state()
+    url = imported(tmp_path, found, name)
+    tensors = {each: found[each] for each in ASKED[dtype]}
+    with resolve(url).reader as reader:
+        assert reader.manifest.is_imported
+        assert {(table.name, table.clock) for table in reader.manifest.tables} == {
+            (dtype.value, 0) for dtype in ASKED
+        }
+        values = values_of(reader, table_of(dtype, tensors))
+    expected = torch.cat([tensor.reshape(-1).to(values.dtype) for tensor in tensors.values()])
+    assert torch.equal(values, expected)
+
+
+def test_what_was_imported_has_values_only(tmp_path: Path) -> None:
+    table = table_of(DType.FLOAT32, {"small": torch.zeros(3, 5)})
+    with resolve(imported(tmp_path, state())).reader as reader:
+        blocks = RestoredTables(reader).blocks_of(table)
+        with pytest.raises(InvariantViolation, match="RB-1"):
+            blocks.read_into(0, "exp_avg", memoryview(bytearray(60)))
+
+
+def nested(path: Path) -> None:
+    torch.save({"model": {"layer.weight": torch.zeros(3)}, "epoch": 4}, path)
+
+
+BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "no torch file": ("model.pt", lambda p: p.write_text("hello"), "cannot be read: .*expected a"),
+    "no safetensors": ("m.safetensors", lambda p: p.write_bytes(b"x" * 30), "cannot be read: "),
+    "gone": ("model.pt", lambda _: None, "cannot be read: .*No such file"),
+    "code": (
+        "model.pt",
+        lambda p: torch.save({"w": torch.zeros(3), "when": Path("x")}, p),
+        "cannot be read: Weights only load failed",
+    ),
+    "a list": (
+        "model.pt",
+        lambda p: torch.save([torch.zeros(3)], p),
+        "is a list; expected a state",
+    ),
+    "more than tensors": (
+        "model.pt",
+        nested,
+        "'model' is a dict; expected names and tensors alone",
+    ),
+    "no table's type": (
+        "model.pt",
+        lambda p: torch.save({"z": torch.zeros(3, dtype=torch.complex64)}, p),
+        "tensor 'z' is torch.complex64 .*; expected a dense one of float32",
+    ),
+    "sparse": (
+        "model.pt",
+        lambda p: torch.save({"s": torch.eye(3).to_sparse()}, p),
+        r"tensor 's' is torch.float32 \(torch.sparse_coo\)",
+    ),
+    "large integers": (
+        "model.pt",
+        lambda p: torch.save({"n": torch.tensor(2**53 + 1)}, p),
+        "'n' has integers that float64",
+    ),
+    "nothing": ("model.pt", lambda p: torch.save({}, p), "has no tensor with elements"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path, what: str) -> None:
+    name, write, words = BAD_FILES[what]
+    write(tmp_path / name)
+    with pytest.raises(InvalidConfig) as refused:
+        import_model(tmp_path / name, str(tmp_path / "root"), "", Output())
+    assert re.search(words, refused.value.message), refused.value.message
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_place_that_has_checkpoints_is_refused(tmp_path: Path) -> None:
+    url = imported(tmp_path, state())
+    with pytest.raises(InvalidConfig, match="has checkpoints already, the newest 00000001-import"):
+        imported(tmp_path, state())
+    for one in (f"{url}/00000001-imported", f"{tmp_path}/00000007-none"):
+        with pytest.raises(InvalidConfig, match="is a checkpoint's own directory; expected a root"):
+            import_model(tmp_path / "model.pt", one, "", Output())
+    with pytest.raises(InvalidConfig, match="prefix is '/model'; expected a name"):
+        imported(tmp_path, state(), prefix="/model")
+
+
+def test_a_runs_own_checkpoint_counts_as_newer(tmp_path: Path) -> None:
+    url = imported(tmp_path, state())
+    with resolve(url).reader as reader:
+        write_checkpoint(reader.directory.sibling(f"00000002-{CLUSTER_ID[:8]}"), 2)
+    with resolve(url).reader as reader:
+        assert not reader.manifest.is_imported
