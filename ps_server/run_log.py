@@ -16,14 +16,14 @@ What it deliberately does not do: apply anything (`ps_server.replay` does).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from ps_core.consistency import Mode
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog, PushpullError
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.tables import Table
@@ -261,18 +261,17 @@ def _decision(record: Record, batch: Batch, *, is_assign: bool) -> Decision:
     clock = 0 if is_assign else record.clock
     return Decision(
         clock,
-        _is_bsp(batch.delta.facts, record.clock),
+        False,  # `_Chain` knows
         tuple(Part(c.rank, c.incarnation, c.skip) for c in contributors),
         record.gone_count,
         staleness,
     )
 
 
-def _is_bsp(facts: Facts, clock: int) -> bool:
+def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
     """As `Schedule.is_bsp`."""
-    settings = facts.settings
-    found = next((each for after, each in reversed(settings) if clock > after), settings[0][1])
-    return found.mode is Mode.BSP
+    after = max((after for after in settings if clock > after), default=min(settings))
+    return settings[after].mode is Mode.BSP
 
 
 def _base(copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]) -> _Event:
@@ -308,6 +307,7 @@ class _Chain:
         self._number: int | None = None  # of the newest batch; None: not all is there
         self._tenure = 0
         self._is_cut = False  # the tenure's begin is in no log
+        self._settings: dict[Place, dict[int, Consistency]] = {}
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their batch
         self._reached: dict[Place, list[tuple[int, int, Done]]] = {}
 
@@ -344,8 +344,17 @@ class _Chain:
         self._number = event.number
         place = read.table_id, self._range_id
         self._reached.setdefault(place, []).append((event.number, read.facts.clock, read.done))
+        settings = self._known_settings(place, read.facts)
+        decisions = [d._replace(is_bsp=_is_bsp(settings, d.clock)) for d in read.decisions]
         if read.has_changes:
-            self._add(event, place, Origin.BATCH, read.clock, read.decisions)
+            self._add(event, place, Origin.BATCH, read.clock, tuple(decisions))
+
+    def _known_settings(self, place: Place, facts: Facts) -> dict[int, Consistency]:
+        """By the clock after which each holds: those before the batch, too. It may be the last that
+        one of them was for, and have forgotten it.
+        """
+        before, self._settings[place] = self._settings.get(place, {}), dict(facts.settings)
+        return before | self._settings[place]
 
     def _base(self, event: _Event, read: _Base) -> None:
         before = self._number
@@ -367,6 +376,7 @@ class _Chain:
             place = table_id, self._range_id
             clock = max(facts.clock, facts.changed_clock)
             self._reached.setdefault(place, []).append((event.number, facts.clock, done))
+            self._settings[place] = dict(facts.settings)
             self._add(event, place, origin, clock, ())
 
     @property

@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from ps_server.update_log_frames import HEAD_BYTES, MAGIC, frame_bytes, head_at
+from ps_server.update_log_frames import (
+    HEAD_BYTES,
+    MAGIC,
+    FrameKind,
+    frame_bytes,
+    head_at,
+    packed,
+)
 from tests.integration.command_line import run
 from tests.integration.logged_run import (
+    BLOCK,
     CLOCKS,
     SAVED_CLOCK,
     SHAPES,
@@ -166,6 +174,30 @@ def test_a_damaged_log_is_an_error_that_says_where(logged: LoggedRun, tmp_path: 
     assert ended.returncode == 1
     where = f"{segment}: at byte {begin}"
     assert ended.stderr == f"pushpull: {where}: a frame is damaged: its checksum is another\n"
+
+
+def test_one_bit_of_one_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
+    """Of an update whose frame is intact: it is another run's."""
+    copied = Path(shutil.copytree(logged.logs, tmp_path / "logs"))
+    segment = max((copied / "server-1").glob("*.log"))
+    content = bytearray(segment.read_bytes())
+    offset = len(MAGIC)
+    while True:
+        head = head_at(memoryview(content), offset)
+        assert head is not None
+        payload = slice(offset + HEAD_BYTES, offset + HEAD_BYTES + head.length)
+        if head.kind is FrameKind.BATCH and head.length > 4 * BLOCK:
+            break
+        offset += frame_bytes(head.length)
+    content[payload.stop - 100] ^= 1
+    content[offset : offset + HEAD_BYTES] = packed(head, bytes(content[payload]))
+    segment.write_bytes(content)
+    ended = run("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
+    assert ended.returncode == 1
+    assert not ended.stderr
+    assert re.search(r"values differ in 1 of \d+ blocks \(\d+\)\n", ended.stdout), ended.stdout
+    assert "exp_avg differ in 1 of" in ended.stdout
+    assert "equal, bit for bit" in ended.stdout, "the other table"
 
 
 def test_one_servers_log_is_not_the_whole_table(logged: LoggedRun, tmp_path: Path) -> None:

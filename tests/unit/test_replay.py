@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId
 from ps_core.tables import Table
@@ -159,6 +160,25 @@ def test_a_clock_is_a_version_where_all_were_at_it(tmp_path: Path) -> None:
     assert "at clock 3 at the end of its log" in again.torn_at(4)
     again.go_to(1)
     assert values(again, expected, ASP) == expected
+
+
+def test_a_setting_that_ends_counts_for_its_last_clock(tmp_path: Path) -> None:
+    """ASP up to clock 1, then BSP: with the last step of clock 1 a range forgets that it was; whose
+    that is, is another in each.
+    """
+    log = WrittenLog(tmp_path, ASP)
+    bsp = Consistency(Mode.BSP)
+    for range_id, first, second in ((LEFT, 0, 1), (RIGHT, 1, 0)):
+        owner = Owner(range_id, ASP)
+        log.begun(owner)
+        log.batch(owner.update(1, (first,)))
+        for ranks, clock in (((second,), 1), ((0, 1), 2)):
+            batch = owner.update(clock, ranks)
+            facts = batch.delta.facts._replace(settings=((1, bsp),), clock=clock)
+            log.batch(batch._replace(delta=batch.delta._replace(facts=facts)))
+    again = replayed(tmp_path)
+    found = [(v.number, v.clock, v.ranks) for v in again.history.versions]
+    assert found == [(0, 0, ()), (1, 1, (1,)), (2, 1, (0,)), (3, 2, (0, 1))]
 
 
 # --- what is left of a log

@@ -163,11 +163,14 @@ class Owner:
 class WrittenLog:
     """One server's log."""
 
-    def __init__(self, path: Path, of: Table = MODEL, timeline: bytes = b"t" * 16) -> None:
+    def __init__(
+        self, path: Path, of: Table = MODEL, timeline: bytes = b"t" * 16, boot: str = ""
+    ) -> None:
         self.path = path
         self.now_s = 1000.0
         self._of = of
         self._timeline = timeline
+        self._boot = boot
         self._number = 0
         path.mkdir(parents=True, exist_ok=True)
         self.segment()
@@ -183,8 +186,14 @@ class WrittenLog:
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(HEADER)
         header.segment, header.timeline = self._number, self._timeline
+        header.boot_id = self._boot
         self._write(FrameKind.HEADER, [header.SerializeToString()])
         self._write(FrameKind.TABLE, [wire.table_to_proto(self._of).SerializeToString()])
+
+    def go_on_after(self, number: int) -> None:
+        """Begin another, with the number after that."""
+        self._number = number
+        self.segment()
 
     def begun(self, owner: Owner) -> None:
         self._mark(FrameKind.BEGUN, owner)
