@@ -17,6 +17,7 @@ from ps_server.update_log_frames import (
     HEAD_BYTES,
     MAGIC,
     FrameKind,
+    Head,
     frame_bytes,
     head_at,
     packed,
@@ -176,24 +177,26 @@ def test_a_damaged_log_is_an_error_that_says_where(logged: LoggedRun, tmp_path: 
     assert ended.stderr == f"pushpull: {where}: a frame is damaged: its checksum is another\n"
 
 
-def test_one_bit_of_one_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
-    """Of an update whose frame is intact: it is another run's."""
+def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
+    """The last one of a server, of which one element is another; its frame is intact."""
     copied = Path(shutil.copytree(logged.logs, tmp_path / "logs"))
     segment = max((copied / "server-1").glob("*.log"))
     content = bytearray(segment.read_bytes())
     offset = len(MAGIC)
-    while True:
-        head = head_at(memoryview(content), offset)
-        assert head is not None
-        payload = slice(offset + HEAD_BYTES, offset + HEAD_BYTES + head.length)
+    found: tuple[int, Head] | None = None
+    while (head := head_at(memoryview(content), offset)) is not None:
         if head.kind is FrameKind.BATCH and head.length > 4 * BLOCK:
-            break
+            found = offset, head
         offset += frame_bytes(head.length)
-    content[payload.stop - 100] ^= 1
+    assert found is not None
+    offset, head = found
+    payload = slice(offset + HEAD_BYTES, offset + HEAD_BYTES + head.length)
+    for byte in range(payload.stop - 104, payload.stop - 100):
+        content[byte] ^= 1
     content[offset : offset + HEAD_BYTES] = packed(head, bytes(content[payload]))
     segment.write_bytes(content)
     ended = run("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
-    assert ended.returncode == 1
+    assert ended.returncode == 1, ended.stdout
     assert not ended.stderr
     assert re.search(r"values differ in 1 of \d+ blocks \(\d+\)\n", ended.stdout), ended.stdout
     assert "exp_avg differ in 1 of" in ended.stdout
