@@ -18,6 +18,7 @@ from ps_cli.checkpoint_app import checkpoint_app
 from ps_cli.compare_options import CompareOptions
 from ps_cli.options import options_of
 from ps_cli.output import FILE_WIDTH, Output
+from ps_cli.replay_options import ReplayOptions
 from ps_cli.reported import guarded, reported
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
@@ -190,6 +191,25 @@ def tables_set(
         )
 
     reported(change)
+
+
+@app.command()
+@options_of(ReplayOptions)
+def replay(options: ReplayOptions) -> None:
+    """Show what a run did, version by version, from the update logs that its servers kept.
+
+    Under BSP a version is a clock. Else versions are counted in the order in which workers' steps
+    were done; each is what the servers had at that moment. The run may still be going on. Norms are
+    of the values, and of what a step gave the optimizer. docs/UPDATE_LOG.md has the rest.
+
+    Exit code: 0; 1 when the log is damaged, or differs from the checkpoint of --against.
+
+    Example: `pushpull replay runs/7-log --evaluate evaluate.py:loss --plot replay.svg`
+    """
+    # Here, so that the other commands start without torch.
+    from ps_cli.replay import replay as run_replay
+
+    reported(lambda output: run_replay(options, output))
 
 
 @app.command()

@@ -1,47 +1,28 @@
-"""`pushpull checkpoint export`: a checkpoint's model as one file that torch loads.
-
-Rules:
-    - Tensors are written as their blocks are read: no more than a block is in memory.
-    - Values are written in the table's own type; float16 and bfloat16 tables are kept in float32,
-      and are rounded as they are for a worker.
-    - Tables whose tensors follow each other without gap are one run of bytes, in the order of their
-      offsets; so is their run in the file.
-
-What it deliberately does not do: know the type of an integer buffer: its table holds float64.
+"""`pushpull checkpoint export`: a checkpoint's model as one file that torch loads, and beside it on
+demand what its optimizers keep.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from ps_cli.checkpoint import opened
 from ps_cli.output import Output
-from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_cli.tensor_file import Entry, replaced, wide_first, write_file, write_tables
+from ps_core.errors import InvalidCheckpoint
 from ps_core.tables import DType, OptimizerKind, Segment, Table
 from ps_runtime.checkpoint_reader import CheckpointReader
-from ps_runtime.part_file import ELEMENT_BYTES, LENGTH_BYTES, VALUES
+from ps_runtime.part_file import VALUES
 
 STATE_FORMAT = "pushpull-optimizer-state"
 STATE_VERSION = 1
-
-_STORED = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT64: "F64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file that is written: its name, its type and its shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
@@ -53,11 +34,7 @@ def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Out
     """
     with opened(url, output) as reader:
         tables = _chosen(reader, prefix, output)
-        entries = [_entries(table) for table in tables]
-        _check_names((e.name, t.spec.name) for t, e in _paired(tables, entries))
-        pieces = itertools.chain.from_iterable(_values(reader, table) for table in tables)
-        _write(out, [entry for found in entries for entry in found], pieces)
-        count = sum(map(len, entries))
+        count = write_tables(out, tables, functools.partial(_read, reader))
         output.say(f"{out}: {count} tensors of {reader.directory.url}")
         if optimizer is not None:
             _export_state(reader, tables, optimizer, output)
@@ -81,46 +58,11 @@ def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table
             f"{reader.directory.url} has no table to export whose name begins with '{prefix}'; its "
             f"tables: {names}"
         )
-    return sorted(found, key=lambda table: -ELEMENT_BYTES[_STORED[table.spec.dtype]])
+    return wide_first(found)
 
 
-def _entries(table: Table) -> list[Entry]:
-    dtype = _STORED[table.spec.dtype]
-    return [Entry(tensor.name, dtype, tensor.shape) for tensor in table.spec.tensors]
-
-
-def _paired(
-    tables: Sequence[Table], entries: Sequence[Sequence[Entry]]
-) -> Iterator[tuple[Table, Entry]]:
-    for table, found in zip(tables, entries, strict=True):
-        for entry in found:
-            yield table, entry
-
-
-def _check_names(named: Iterable[tuple[str, str]]) -> None:
-    tables: dict[str, str] = {}
-    for name, table in named:
-        other = tables.setdefault(name, table)
-        if other != table:
-            raise InvalidConfig(
-                f"tensor '{name}' is in table '{other}' and in '{table}'; expected one: choose the "
-                "tables of one model with --prefix"
-            )
-
-
-def _values(reader: CheckpointReader, table: Table) -> Iterator[bytes | bytearray]:
-    """The bytes of a table in its own type, a block at a time."""
-    for block in range(table.block_count):
-        taken = reader.read(table.spec.name, block)
-        if table.spec.dtype in (DType.FLOAT32, DType.FLOAT64):
-            yield taken
-            continue
-        # Here: numpy has no bfloat16, and other commands start without torch.
-        import torch
-
-        half = torch.float16 if table.spec.dtype is DType.FLOAT16 else torch.bfloat16
-        rounded = torch.frombuffer(taken, dtype=torch.float32).to(half)
-        yield rounded.view(torch.int16).numpy().tobytes()
+def _read(reader: CheckpointReader, table: Table, block: int) -> bytearray:
+    return reader.read(table.spec.name, block)
 
 
 # --- the optimizers' state
@@ -150,7 +92,7 @@ def _export_state(
             states.setdefault(name, {"slots": []})["step"] = max(steps)
             if len(set(steps)) > 1:
                 states[name]["steps"] = steps
-    _write(out, entries, itertools.chain.from_iterable(pieces))
+    write_file(out, entries, itertools.chain.from_iterable(pieces))
     document = {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
@@ -159,7 +101,7 @@ def _export_state(
         "state": states,
     }
     beside = out.with_suffix(".json")
-    with _replaced(beside) as file:
+    with replaced(beside) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     output.say(f"{out} and {beside}: the optimizers' state of {len(states)} tensors")
 
@@ -239,42 +181,3 @@ class _Slot:
         """What torch's optimizers begin with."""
         numbers = dict(self._table.spec.optimizer.hyperparameters)
         return numbers.get("initial_accumulator_value", 0.0) if self._slot == "sum" else 0.0
-
-
-# --- the file
-
-
-def _write(out: Path, entries: Sequence[Entry], pieces: Iterable[bytes | bytearray]) -> None:
-    """A safetensors file of `entries`, whose bytes are `pieces` in the same order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        begin = end
-        end += int(np.prod(entry.shape, dtype=np.int64)) * ELEMENT_BYTES[entry.dtype]
-        described = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
-        header[entry.name] = described
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    with _replaced(out) as file:
-        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        for piece in pieces:
-            file.write(piece)
-
-
-@contextlib.contextmanager
-def _replaced(out: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is whole.
-
-    Raises:
-        InvalidConfig: it cannot be written.
-    """
-    unfinished = out.with_name(f".{out.name}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(out)
-    except OSError as error:
-        raise InvalidConfig(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)

@@ -96,20 +96,24 @@ def ticks(low: float, high: float, count: int = _TICK_COUNT) -> list[float]:
     return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def line_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> str:
+def line_chart(
+    title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line], from_x: float = 0.0
+) -> str:
     """Curves over one pair of axes.
 
     Args:
         title: what the plot shows, for whoever cannot see it.
-        x_axis: the horizontal axis; begins at 0.
+        x_axis: the horizontal axis.
         y_axis: the vertical axis; from the lowest to the highest value.
         lines: the curves; a point each at least, or they are left out.
+        from_x: where the horizontal axis begins; no point is before it.
     """
     points = [point for line in lines for point in line.points]
     if not points:
         return _empty(title)
     frame = _Frame(
-        high_x=max(x for x, _ in points) or 1.0,
+        low_x=from_x,
+        high_x=max(max(x for x, _ in points), from_x + 1.0),
         low_y=min(y for _, y in points),
         high_y=max(y for _, y in points),
     )
@@ -122,12 +126,14 @@ def line_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) ->
 class _Frame:
     """Where values lie within a line chart."""
 
+    low_x: float
     high_x: float
     low_y: float
     high_y: float
 
     def x(self, value: float) -> float:
-        return _LEFT + value / self.high_x * (WIDTH - _LEFT - _RIGHT)
+        share = (value - self.low_x) / (self.high_x - self.low_x)
+        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         span = self.high_y - self.low_y or 1.0
@@ -139,7 +145,7 @@ class _Frame:
         for value in ticks(self.low_y, self.high_y):
             yield _rule(_LEFT, self.y(value), right, self.y(value), "grid")
             yield _text(_LEFT - 8, self.y(value) + 4, f"{value:g}", "number end")
-        for value in ticks(0.0, self.high_x):
+        for value in ticks(self.low_x, self.high_x):
             yield _rule(self.x(value), bottom, self.x(value), bottom + 5, "axis")
             yield _text(self.x(value), bottom + 19, f"{value:g}", "number middle")
         yield _rule(_LEFT, bottom, right, bottom, "axis")

@@ -113,6 +113,9 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
     nothing = KeptLog(directory, b"", {}, {}, sizes, kernel_fingerprint)
     try:
         contents = scan(paths)
+        for number in paths.keys() - contents.segments.keys():  # torn when it was begun: else it is
+            directory.disk.remove(directory.segment(number))  # damage when there are newer ones
+            del sizes[number]
         newest = contents.newest
         if newest is None:
             return nothing

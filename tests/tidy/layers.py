@@ -49,6 +49,7 @@ PURE_MODULES = {
     "ps_server.update_gate",
     "ps_server.update_log_frames",
     "ps_server.update_scales",
+    "ps_server.versions",
     "ps_worker.clipping",
     "ps_worker.counters",
     "ps_worker.cutting",
@@ -106,7 +107,9 @@ EDGE_MODULES = {
     "ps_server.replicated_ranges",
     "ps_server.replication_service",
     "ps_server.reads",
+    "ps_server.replay",
     "ps_server.restored_values",
+    "ps_server.run_log",
     "ps_server.servicer",
     "ps_server.snapshot_wire",
     "ps_server.sessions",
@@ -168,6 +171,9 @@ ENTRY_MODULES = {"__main__", "process"}
 
 ROLES = ("scheduler", "ps_server", "ps_worker")
 
+REPLAY = "ps_server.replay"
+"""What the command line may know of servers: it makes again what they made, and serves nobody."""
+
 IMPURE = {
     "asyncio", "ctypes", "datetime", "grpc", "google", "http", "io", "logging", "multiprocessing",
     "os", "pathlib", "prometheus_client", "pushpull", "queue", "secrets", "select", "shutil",
@@ -219,7 +225,7 @@ def _breaches(source: Source, layer: int, module: str, dotted: str) -> Iterator[
         yield f"role {source.package} imports role {root}"
     if source.package == "ps_runtime" and root in (*ROLES, "ps_cli"):
         yield f"the edge imports {root}, which stands above it"
-    if source.package == "ps_cli" and root in ("scheduler", "ps_server"):
+    if source.package == "ps_cli" and root in ("scheduler", "ps_server") and module != REPLAY:
         yield f"the command line imports {dotted}; it starts that role as a process"
     if source.package == "ps_cli" and module.startswith("ps_worker."):
         yield f"the command line imports {dotted}; it may know ps_worker's public names only"

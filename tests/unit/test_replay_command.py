@@ -1,0 +1,102 @@
+"""What `pushpull replay` says of logs that were made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_cli.output import Output
+from ps_cli.replay import replay
+from ps_cli.replay_options import ReplayOptions
+from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
+from tests.unit.written_logs import ASP, LEFT, RIGHT, Owner, WrittenLog
+
+CLOCKS = 100
+
+
+@pytest.fixture(scope="module")
+def bsp_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bsp")
+    owners = Owner(LEFT), Owner(RIGHT)
+    log = WrittenLog(path)
+    for owner in owners:
+        log.begun(owner)
+    for clock in range(1, CLOCKS + 1):
+        for owner in owners:
+            log.batch(owner.update(clock, (0, 2), skipped=(1,)))
+    return path
+
+
+def said(path: Path, **options: Any) -> str:
+    given: dict[str, Any] = {"table": "*", **options}
+    stream = io.StringIO()
+    with Output(stream) as output:
+        assert replay(ReplayOptions(path, **given), output) == 0
+    return stream.getvalue()
+
+
+def shown(path: Path, tmp_path: Path, **options: Any) -> list[int]:
+    said(path, json_path=tmp_path / "shown.json", **options)
+    document = json.loads((tmp_path / "shown.json").read_text())
+    return [version["version"] for version in document["versions"]]
+
+
+def test_a_line_says_who_and_how_far(bsp_log: Path) -> None:
+    text = said(bsp_log, last=2)
+    assert f"{bsp_log}: model; the log has versions 0 to 100\n" in text
+    lines = text.splitlines()
+    assert lines[1].split() == ["version", "time", "(UTC)", "from", "workers", "gradient",
+                                "parameters"]  # fmt: skip
+    assert re.fullmatch(r" *100  00:20:00\.000  0, 2, \(1 skipped\) +[\d.]+ +[\d.]+", lines[3])
+
+
+def test_many_versions_are_a_screen_with_both_ends(bsp_log: Path, tmp_path: Path) -> None:
+    found = shown(bsp_log, tmp_path)
+    assert found == [*range(0, 100, 3), 100]
+    assert shown(bsp_log, tmp_path, first=90, to=94) == [90, 91, 92, 93, 94]
+    assert shown(bsp_log, tmp_path, every=50) == [0, 50, 100]
+    assert shown(bsp_log, tmp_path, last=3) == [98, 99, 100]
+
+
+def test_under_asp_a_line_has_its_clock_and_what_it_missed(tmp_path: Path) -> None:
+    owner = Owner(LEFT, ASP)
+    log = WrittenLog(tmp_path, ASP)
+    log.begun(owner)
+    log.batch(owner.update(1, (0,)))
+    log.batch(owner.update(1, (1,), staleness=7))
+    lines = said(tmp_path).splitlines()
+    assert re.fullmatch(r" +2 +1 +00:16:42\.000 +1 +7 +[\d.]+ +[\d.]+", lines[4]), lines
+    picture = tmp_path / "replay.svg"
+    said(tmp_path, plot=picture)
+    assert "updates of others missed: 7 at 2 version" in picture.read_text()
+    with pytest.raises(InvalidUpdateLog, match="range 0 is at clock 1 at the end"):
+        said(tmp_path, export=tmp_path / "model", clock=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"export": Path("m"), "against": "c"}, "give one of them"),
+        ({"export": Path("m"), "last": 3}, "--export and --against show no versions"),
+        ({"at": 3}, "--at and --clock say which version --export writes"),
+        ({"export": Path("m"), "at": 3, "clock": 3}, "--at and --clock: give one of them"),
+        ({"export": Path("m"), "at": 300}, "there is no version 300; the log has versions 0 to 1"),
+        ({"first": 70, "to": 60}, "no version is from 70 to 60"),
+        ({"evaluate": "nothing"}, "expected MODULE:FUNCTION"),
+        ({"evaluate": "ps_core:nothing"}, "'ps_core:nothing': module 'ps_core' has no attribute"),
+        ({"evaluate": "nowhere.py:loss"}, "No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused(bsp_log: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidConfig, match=re.escape(problem)):
+        said(bsp_log, **options)
+
+
+def test_a_table_that_is_not_there_is_named_with_those_that_are(bsp_log: Path) -> None:
+    with pytest.raises(TableNotFound, match="no table with parameters is 'x'; the log has 'model'"):
+        said(bsp_log, table="x")

@@ -1,0 +1,229 @@
+"""Update logs as servers write them, made by hand: what is in them is known, frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from ps_core.consistency import Consistency, Mode
+from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
+from ps_core.ledger import Ending, Outcome
+from ps_core.tables import OptimizerKind, OptimizerSpec, Table
+from ps_runtime import wire
+from ps_server.changes import Assigned, Change, Elements, Kept, Put, SentTotal
+from ps_server.events import Contributor, Record
+from ps_server.lanes import SharedLanes
+from ps_server.part_copy import Delta, PartCopy, WorkerFacts, fresh_copy
+from ps_server.replication_messages import Batch, Snapshot
+from ps_server.replication_wire import batch_messages
+from ps_server.server_machine import PartAdded
+from ps_server.shards import Shards
+from ps_server.snapshot_wire import snapshot_messages
+from ps_server.update_log_frames import MAGIC, FrameKind, Head, packed, padding
+from ps_server.update_log_reader import FORMAT_VERSION
+from pushpull.v1 import update_log_pb2
+from tests.property.shard_twin import table
+
+RANGE_COUNT = 2
+LEFT, RIGHT = RangeId(0), RangeId(1)
+MOMENTUM = OptimizerSpec(OptimizerKind.SGD, (("lr", 0.5), ("momentum", 0.9)))
+MODEL = table([384], optimizer=MOMENTUM)
+BLOCKS = MODEL.blocks_by_range(RANGE_COUNT)
+ASP = replace(MODEL, spec=replace(MODEL.spec, consistency=Consistency(Mode.ASP)))
+HEADER = update_log_pb2.UpdateLogHeader(
+    format_version=FORMAT_VERSION, cluster_id="c", timeline=b"t" * 16, range_count=RANGE_COUNT
+)
+
+
+@dataclass
+class Owner:
+    """A server that has the values of a range: what it decides it makes, and writes."""
+
+    range_id: RangeId
+    of: Table = MODEL
+    tenure: int = 2
+    number: int = 0
+    shards: Shards = field(default_factory=lambda: Shards(SharedLanes(), {}))
+    held: tuple[Change, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.shards.add([PartAdded(self.of, self.range_id, BLOCKS[self.range_id])])
+        self._done = dict.fromkeys(range(2), 0)
+        self.copy: PartCopy = fresh_copy(self.of, BLOCKS[self.range_id])
+
+    def twin(self) -> Owner:
+        """Another server that has the same."""
+        found = Owner(self.range_id, self.of, self.tenure, self.number)
+        found.shards.stores[self.of.table_id, self.range_id].restore(self._store.snapshot())
+        found.copy = self.copy.twin()
+        return found
+
+    @property
+    def _store(self):  # type: ignore[no-untyped-def]
+        return self.shards.stores[self.of.table_id, self.range_id]
+
+    def values(self) -> dict[int, bytes]:
+        return {b: bytes(self._store.read(b, None, None)[0]) for b in BLOCKS[self.range_id]}
+
+    def update(
+        self,
+        clock: int,
+        ranks: Sequence[int] = (0,),
+        value: float = 1.0,
+        skipped: Sequence[int] = (),
+        staleness: int = 0,
+    ) -> Batch:
+        """An update of every block: `value`, summed over `ranks`."""
+        record = self._record(clock, ranks, skipped)
+        return self._decide(Put(record, self._total(value)), record, staleness)
+
+    def kept(self, clock: int, ranks: Sequence[int], value: float) -> Batch:
+        """A sum that waits for its scale."""
+        record = self._record(clock, ranks)
+        return self._decide(Kept(record, self._total(value)), record, is_counted=False)
+
+    def scaled(self, clock: int, ranks: Sequence[int], scale: float) -> Batch:
+        """The update that was kept, times a scale that rank 0 says."""
+        record = self._record(clock, ranks)
+        record = record._replace(
+            contributors=record.contributors[:1],
+            summed_by=record.contributors,
+            update_scale=scale,
+        )
+        return self._decide(Put(record, None), record)
+
+    def assigned(self, value: float) -> Batch:
+        """Initial values from rank 0."""
+        record = self._record(0, (0,))._replace(is_assign=True)
+        return self._decide(Assigned(record, self._total(value).blocks), record, is_counted=False)
+
+    def base(self) -> list[bytes]:
+        """All of the range as it is now."""
+        snapshot = Snapshot(
+            self.range_id,
+            AssignmentEpoch(self.tenure),
+            AssignmentEpoch(self.tenure),
+            self.number,
+            {self.of.table_id: self.copy},
+        )
+        return list(snapshot_messages(self.shards.copy(snapshot)))
+
+    def _record(self, clock: int, ranks: Sequence[int], skipped: Sequence[int] = ()) -> Record:
+        parts = [Contributor(r, Incarnation(10 + r), (clock * 10,), False) for r in ranks]
+        parts += [Contributor(r, Incarnation(10 + r), (clock * 10,), True) for r in skipped]
+        return Record(
+            self.of.table_id, self.range_id, self.number + 1, clock, False,
+            tuple(sorted(parts)), (), BLOCKS[self.range_id],
+        )  # fmt: skip
+
+    def _total(self, value: float) -> SentTotal:
+        rng = np.random.default_rng(int(value * 1000) + self.range_id)
+        return SentTotal(
+            tuple(
+                Elements(b, b"", rng.normal(value, 1.0, 64).astype("<f4").tobytes())
+                for b in BLOCKS[self.range_id]
+            )
+        )
+
+    def _decide(
+        self, change: Change, record: Record, staleness: int = 0, *, is_counted: bool = True
+    ) -> Batch:
+        is_bsp = self.of.spec.mode is Mode.BSP
+        formed = record.clock if is_bsp and is_counted else self.copy.facts.clock
+        if not is_bsp:
+            self._done |= {c.rank: record.clock for c in record.contributors}
+            formed = min(self._done.values())
+        changed = record.clock if is_counted else self.copy.facts.changed_clock
+        facts = self.copy.facts._replace(
+            clock=formed, formed_clock=formed, changed_clock=changed, initialized=True
+        )
+        parts = record.summed_by or record.contributors
+        workers = tuple(
+            WorkerFacts(c.incarnation, c.rank, record.clock, record.clock, None, 0, 0)
+            for c in parts
+        )
+        endings = tuple(
+            (c.incarnation, record.clock * 10, Ending(Outcome.APPLIED, staleness=staleness))
+            for c in parts
+        )
+        self.number += 1
+        delta = Delta(facts, workers, endings, (record,) if is_counted else ())
+        batch = Batch(
+            self.range_id, AssignmentEpoch(self.tenure), AssignmentEpoch(self.tenure),
+            self.number, self.of.table_id, delta, (change,),
+        )  # fmt: skip
+        assert self.shards.make(change) is None
+        self.copy.take(delta)
+        return batch
+
+
+class WrittenLog:
+    """One server's log."""
+
+    def __init__(
+        self, path: Path, of: Table = MODEL, timeline: bytes = b"t" * 16, boot: str = ""
+    ) -> None:
+        self.path = path
+        self.now_s = 1000.0
+        self._of = of
+        self._timeline = timeline
+        self._boot = boot
+        self._number = 0
+        path.mkdir(parents=True, exist_ok=True)
+        self.segment()
+
+    @property
+    def newest(self) -> Path:
+        return self.path / f"{self._number:08d}.log"
+
+    def segment(self) -> None:
+        """Begin another."""
+        self._number += 1
+        self.newest.write_bytes(MAGIC)
+        header = update_log_pb2.UpdateLogHeader()
+        header.CopyFrom(HEADER)
+        header.segment, header.timeline = self._number, self._timeline
+        header.boot_id = self._boot
+        self._write(FrameKind.HEADER, [header.SerializeToString()])
+        self._write(FrameKind.TABLE, [wire.table_to_proto(self._of).SerializeToString()])
+
+    def go_on_after(self, number: int) -> None:
+        """Begin another, with the number after that."""
+        self._number = number
+        self.segment()
+
+    def begun(self, owner: Owner) -> None:
+        self._mark(FrameKind.BEGUN, owner)
+
+    def taken_over(self, owner: Owner) -> None:
+        self._mark(FrameKind.TAKEN_OVER, owner)
+
+    def batch(self, batch: Batch, time_s: float | None = None) -> None:
+        self.now_s = self.now_s + 1 if time_s is None else time_s
+        self._write(FrameKind.BATCH, batch_messages(batch), batch.range_id, batch.number)
+
+    def base(self, owner: Owner) -> None:
+        self._write(FrameKind.BASE, owner.base(), owner.range_id, owner.number)
+
+    def _mark(self, kind: FrameKind, owner: Owner) -> None:
+        mark = update_log_pb2.UpdateLogRange(
+            range_id=owner.range_id, tenure=owner.tenure, assignment_epoch=owner.tenure,
+            number=owner.number,
+        )  # fmt: skip
+        self._write(kind, [mark.SerializeToString()], owner.range_id, owner.number)
+
+    def _write(
+        self,
+        kind: FrameKind,
+        payloads: Sequence[bytes],
+        range_id: RangeId = LEFT,
+        number: int = 0,
+    ) -> None:
+        with self.newest.open("ab") as file:
+            for index, payload in enumerate(payloads):
+                is_last = index == len(payloads) - 1
+                head = Head(len(payload), kind, is_last, range_id, 1, number, self.now_s)
+                file.write(packed(head, payload) + payload + padding(len(payload)))
