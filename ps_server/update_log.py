@@ -243,18 +243,27 @@ class _Writer(threading.Thread):
     def run(self) -> None:
         """The thread."""
         try:
-            is_last = False
-            while not is_last:
-                items = [self._source.get()]
-                while not self._source.empty():
-                    items.append(self._source.get())
-                is_last = items[-1] is None
-                self._say(self._write([item for item in items if item is not None]), "")
+            is_closed = False
+            while not is_closed:
+                items, is_closed = self._next()
+                self._say(self._write(items), "")
         except OSError as error:  # nothing that comes now counts as written
             self._say(None, f"{self._directory.path}: the update log cannot be written: {error}")
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)
+
+    def _next(self) -> tuple[list[Item | _NextSegment], bool]:
+        """What has come, at least one thing; and whether the log was closed behind that: what is
+        appended later is decided by a server that is ending, and seen by nobody.
+        """
+        items: list[Item | _NextSegment] = []
+        while not items or not self._source.empty():
+            item = self._source.get()
+            if item is None:
+                return items, True
+            items.append(item)
+        return items, False
 
     def _write(self, items: Sequence[Item | _NextSegment]) -> Written:
         """Write them, and sync."""

@@ -331,6 +331,7 @@ class ServerLink:
 
         Raises:
             InvalidConfig: this client insists, and it cannot be done.
+            Recovering: it insists, and the server ends or is busy.
         """
         self._drop_lane()
         if self._setting.lane == "grpc":
@@ -344,10 +345,13 @@ class ServerLink:
             )
         except (OSError, PushpullError) as reason:
             if self._setting.lane == "shm":
-                raise InvalidConfig(
+                words = (
                     f"lane is 'shm', and server {self.node.node_id} at {self.node.address} cannot "
                     f"share memory with this process: {reason}"
-                ) from reason
+                )
+                if isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired):
+                    raise Recovering(words) from reason  # it listens: it is ending, or busy
+                raise InvalidConfig(words) from reason
             # Nobody listens there: another host. All else is worth a look.
             is_odd = self._offer is not None and not isinstance(reason, ConnectionRefusedError)
             self._chose("grpc", str(reason), is_odd=is_odd)
