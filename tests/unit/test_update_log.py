@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import queue
 import random
 import shutil
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.disk import Disk
 from ps_server.kept_log import claimable
+from ps_server.update_log import Item, _Writer
 from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
 from tests.unit.logged_server import (
     KERNELS,
-    RANGES,
     LoggedServer,
     Setting,
     Values,
@@ -199,17 +199,14 @@ def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:
 
 
 class Failing(Disk):
-    """A disk that is full from some write on; one that says when it has synced; a slow one."""
+    """A disk that is full from some write on; and one that says when it has synced."""
 
     def __init__(self) -> None:
         self.is_full = False
-        self.goes_on = threading.Event()
-        self.goes_on.set()
         self.synced_bytes = 0
         self._written_bytes = 0
 
     def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
-        self.goes_on.wait()
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._written_bytes = offset + super().write_all(descriptor, pieces, offset)
@@ -254,23 +251,14 @@ def test_a_synced_log_answers_when_the_disk_has_it(tmp_path: Path) -> None:
 
 def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
     """Streams go on while a server ends."""
-
-    async def scene() -> None:
-        disk = Failing()
-        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
-        await server.push(1)
-        disk.goes_on.clear()
-        await server.push(2, waits=False)  # its thread writes that, and cannot
-        ending = asyncio.ensure_future(server.log.close())
-        begun = asyncio.Event()
-        asyncio.get_running_loop().call_soon(begun.set)
-        await begun.wait()
-        await server.push(3, waits=False)
-        disk.goes_on.set()
-        await asyncio.wait_for(ending, 30.0)
-        assert len(recovered(tmp_path).kept.replicas) == RANGES
-
-    ran(scene)
+    source: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+    source.put(None)
+    source.put(Item(FrameKind.ENDED, (b"",), RangeId(1)))
+    with LogDirectory(tmp_path) as directory:
+        writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
+        writer.start()
+        writer.join(30.0)
+        assert not writer.is_alive()
 
 
 # --- the directory
