@@ -1,4 +1,8 @@
-"""The deliberate bugs of the update log: what it must have first, and who goes on from it (S13)."""
+"""The deliberate bugs of the update log: what it must have first, and who goes on from it (S13).
+
+What takes two faults at once to show is seen by `tests/unit/test_logged_ranges.py` and
+`test_update_log_claims.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +42,6 @@ LOG_MUTANTS = (
         _LOGS,
     ),
     Mutant(
-        "what another was given stays a replica",
-        "S13",
-        _REPLICATION,
-        "        refused = sorted(self._recovered & others)",
-        "        refused = list[RangeId]()",
-        _LOGS,
-    ),
-    Mutant(
-        "the word of an older tenure counts",
-        "S13",
-        _LOGGED,
-        "            if primary is not None and primary.log.tenure == tenure:",
-        "            if primary is not None:",
-        _LOGS,
-    ),
-    Mutant(
         "a log that goes on does not say so",
         "S13",
         _LOGGED,
@@ -70,28 +58,11 @@ LOG_MUTANTS = (
         _LOGS,
     ),
     Mutant(
-        "what is not in the log begins anew, whoever had it",
-        "S13",
-        _CONFIGURATIONS,
-        "            has_all = old.range_id in claim.range_ids"
-        " or old.range_id not in self._state.failed_over",
-        "            has_all = True",
-        _LOGS,
-    ),
-    Mutant(
         "a claim gives nothing back",
         "S13",
         _CLUSTER,
         "        if claim.timeline == self.settings.timeline:",
         "        if False:",
-        _LOGS,
-    ),
-    Mutant(
-        "backups of the dead count as in sync",
-        "S13",
-        _CONFIGURATIONS,
-        "                self._commit(replace(old, primary=node.node_id, backups=(), joining=()))",
-        "                self._commit(replace(old, primary=node.node_id))",
         _LOGS,
     ),
 )

@@ -63,6 +63,17 @@ def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> 
     assert "no server is left that serves, and the values are lost" in last.message
 
 
+def test_a_server_with_an_update_log_is_started_again_as_often_as_it_has_served() -> None:
+    rules = ExitRules(worker_count=2, has_update_log=True)
+    for _ in range(3):
+        meaning = rules.judge(server(), 0)
+        assert meaning == StartAgain(
+            "server 1 was killed by SIGKILL; it goes on from its update log"
+        )
+    last = rules.judge(server(was_ready=False), 1)  # what kills it at once would do so for ever
+    assert isinstance(last, GoOn | Ending)
+
+
 def test_the_last_server_is_not_started_again_on_nothing() -> None:
     rules = ExitRules(worker_count=2, replica_count=2, max_restarts=5)
     assert isinstance(rules.judge(server(), 0), Ending)
