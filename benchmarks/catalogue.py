@@ -57,8 +57,10 @@ BENCHMARKS = {
 }
 
 
-REPLICATED = Benchmark("dense with replicas and without, GB/s", replicated, replicated_view)
-"""What `dense` is where ranges have replicas."""
+REPLICATED = Benchmark(
+    "dense with replicas or an update log and without, GB/s", replicated, replicated_view
+)
+"""What `dense` is where servers may die."""
 
 
 def find(name: str) -> Benchmark:
@@ -83,10 +85,12 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
         InvalidConfig: there is no such benchmark, or it does not run on the device.
     """
     benchmark = find(name)
-    if settings.replica_count > 1:
+    if settings.replica_count > 1 or settings.has_update_log:
         if name != "dense":
             raise InvalidConfig(
-                f"replicas is {settings.replica_count}; {name} runs with 1, and dense with more"
+                f"replicas is {settings.replica_count} and there is "
+                f"{'an' if settings.has_update_log else 'no'} update log; {name} runs with 1 and "
+                "without one, and only dense otherwise"
             )
         benchmark = REPLICATED
     if settings.device not in benchmark.devices:

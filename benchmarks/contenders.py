@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import ps_worker as ps
 from benchmarks.ceilings import TcpSender
 from benchmarks.child import Child, Done
+from ps_runtime.cluster_shape import NO_UPDATE_LOG, ClusterShape, UpdateLogPlan
+from ps_worker.local_cluster import LocalCluster
 
 ContenderT = TypeVar("ContenderT")
 
@@ -106,10 +107,13 @@ class Load:
 
 
 class Servers(NamedTuple):
-    """A cluster's servers, and on how many of them each range lies."""
+    """A cluster's servers, on how many of them each range lies, and whether they keep update logs:
+    in the system's folder for temporary files, whose disk is what is measured then.
+    """
 
     server_count: int = 1
     replica_count: int = 1
+    has_update_log: bool = False
 
 
 ONE_SERVER = Servers()
@@ -153,9 +157,14 @@ def cluster(
 ) -> Iterator[Cluster]:
     """A scheduler, servers, and workers that use the lane."""
     with ExitStack() as stack:
-        roles = stack.enter_context(
-            ps.local_cluster(servers.server_count, worker_count, replicas=servers.replica_count)
+        log = NO_UPDATE_LOG
+        if servers.has_update_log:
+            folder = tempfile.TemporaryDirectory(prefix="pushpull-bench-")
+            log = UpdateLogPlan(stack.enter_context(folder))
+        shape = ClusterShape(
+            servers.server_count, worker_count, replica_count=servers.replica_count, update_log=log
         )
+        roles = stack.enter_context(LocalCluster.of(shape))
         given = (str(load.byte_count), str(load.call_count), *load.names)
         workers = Child.start_all(
             *(

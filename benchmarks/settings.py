@@ -25,6 +25,7 @@ class BenchSettings:
         size_mb: size of the table in MiB; 0 means the benchmark's own.
         lanes: which lanes are measured.
         replica_count: dense: servers that hold each range, where more than one.
+        has_update_log: dense: with an update log, and without.
         device: where a training step computes: one of `benchmarks.devices.DEVICES`.
         on_progress: hears what is being measured.
     """
@@ -34,6 +35,7 @@ class BenchSettings:
     lanes: tuple[str, ...] = LANES
     device: str = CPU
     replica_count: int = 1
+    has_update_log: bool = False
     on_progress: Callable[[str], None] = _nobody
 
     @property

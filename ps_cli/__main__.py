@@ -231,6 +231,7 @@ def bench(options: BenchOptions) -> None:
             lanes=chosen_lanes(options.lane),
             device=options.device,
             replica_count=options.replicas,
+            has_update_log=options.update_log,
         )
         run_bench(options.name, settings, options.json_path)
         return 0

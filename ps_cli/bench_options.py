@@ -37,6 +37,10 @@ class BenchOptions:
         int,
         typer.Option(min=1, help="dense: hold each range on so many servers, and compare with 1."),
     ] = 1
+    update_log: Annotated[
+        bool,
+        typer.Option("--update-log", help="dense: keep an update log, and compare with none."),
+    ] = False
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
     ] = False

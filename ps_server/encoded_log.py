@@ -57,9 +57,8 @@ class EncodedLog:
         """See `LogWriter`."""
         self._mark(FrameKind.BEGUN, log)
 
-    def taken_over(self, log: RangeLog, segment: int) -> None:
+    def taken_over(self, log: RangeLog) -> None:
         """See `LogWriter`."""
-        self._log.goes_on(log.range_id, segment)
         self._mark(FrameKind.TAKEN_OVER, log)
 
     def base(self, snapshot: Snapshot) -> None:

@@ -67,7 +67,7 @@ class KeptLog:
             boot_id=boot_id(),
             is_synced=setting.is_synced,
         )
-        return UpdateLog(self.directory, header, setting, self.sizes)
+        return UpdateLog(self.directory, header, setting, self.sizes, self.segments)
 
 
 async def open_log(

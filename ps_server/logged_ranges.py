@@ -44,10 +44,8 @@ class LogWriter(Protocol):
     def begun(self, log: RangeLog) -> None:
         """The range has nothing yet."""
 
-    def taken_over(self, log: RangeLog, segment: int) -> None:
-        """This server goes on with the range from where the log is, which has it since that
-        segment.
-        """
+    def taken_over(self, log: RangeLog) -> None:
+        """This server goes on with the range from where the log is."""
 
     def base(self, snapshot: Snapshot) -> None:
         """All of the range is this, with the values of this moment."""
@@ -72,18 +70,19 @@ class LoggedRanges:
         self._writer = writer
         self._replication = replication
         self._output = output
-        self._recovered: dict[RangeId, int] = {}
+        self._recovered: set[RangeId] = set()
         self._tenures: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
 
-    def recover(self, segments: Mapping[RangeId, int]) -> None:
-        """These ranges were read from the log; each begins in that segment."""
-        self._recovered = dict(segments)
+    def recover(self, range_ids: Iterable[RangeId]) -> None:
+        """These ranges were read from the log."""
+        self._recovered = set(range_ids)
 
     def observe(self, lost: Iterable[RangeId]) -> None:
         """Nothing of these ranges is here any more, by a newer view."""
         for range_id in lost:
             was_here = self._tenures.pop(range_id, None) is not None
-            if self._recovered.pop(range_id, None) is not None or was_here:
+            if was_here or range_id in self._recovered:
+                self._recovered.discard(range_id)
                 self._writer.ended(range_id)
 
     def look(self) -> None:
@@ -111,11 +110,11 @@ class LoggedRanges:
         if self._tenures.get(log.range_id) == log.tenure:
             return
         self._tenures[log.range_id] = log.tenure
-        segment = self._recovered.pop(log.range_id, None)
-        if segment is None:
-            self._writer.begun(log)
+        if log.range_id in self._recovered:
+            self._recovered.discard(log.range_id)
+            self._writer.taken_over(log)
         else:
-            self._writer.taken_over(log, segment)
+            self._writer.begun(log)
 
     def written(self, numbers: RangeNumbers) -> list[RangeId]:
         """So much is in the log; the ranges of which more may be released."""

@@ -286,7 +286,7 @@ def _replicate(
     replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
     stack.push_async_callback(replicas.close)
     if kept is not None:
-        replicas.recover(kept.replicas.values(), kept.segments)
+        replicas.recover(kept.replicas)
 
 
 def _keep_checkpoints(

@@ -112,16 +112,12 @@ class ReplicatedRanges:
         self._missing: tuple[RangeId, ...] = ()
         self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
-    def recover(self, replicas: Iterable[Replica], segments: Mapping[RangeId, int]) -> None:
-        """What the update log had when the server started, which is in the stores; before the first
-        view.
-
-        Args:
-            replicas: the ranges that it has all of.
-            segments: the segment in which each of these begins.
+    def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
+        """What the update log had all of when the server started, which is in the stores; before
+        the first view.
         """
-        self.replication.recover(replicas)
-        self._logged.recover(segments)
+        self.replication.recover(replicas.values())
+        self._logged.recover(replicas)
 
     # --- views
 

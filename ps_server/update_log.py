@@ -20,7 +20,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +90,7 @@ class UpdateLog:
         header: of its segments; the segment's number is put in.
         setting: see there.
         sizes: the segments that there are, by number, in bytes.
+        starts: the ranges that they have all of, and in which segment each begins.
 
     Attributes:
         on_written: called on the loop with what counts as written since the last time.
@@ -103,7 +104,8 @@ class UpdateLog:
         directory: LogDirectory,
         header: update_log_pb2.UpdateLogHeader,
         setting: LogSetting,
-        sizes: dict[int, int],
+        sizes: Mapping[int, int],
+        starts: Mapping[RangeId, int],
     ) -> None:
         self.on_written: Callable[[Written], None] = _nothing
         self.failure: InvalidUpdateLog | None = None
@@ -113,7 +115,8 @@ class UpdateLog:
         self._header = header
         self._setting = setting
         self._sizes = dict(sizes)
-        self._starts: dict[RangeId, int] = {}  # the segment in which each range begins
+        self._starts = dict(starts)
+        self._live = set(starts)  # ranges that have begun in the log, and not ended
         self._on_its_way: set[RangeId] = set()  # bases that are appended and not written
         self._tables: list[bytes] = []
         self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
@@ -131,14 +134,13 @@ class UpdateLog:
         self.appended_bytes += size_bytes
         self._sizes[self.segment] += size_bytes
         self._queue.put(item)
+        if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
+            self._live.add(item.range_id)
         if item.kind is FrameKind.BASE:
             self._on_its_way.add(item.range_id)
         elif item.kind is FrameKind.ENDED:
+            self._live.discard(item.range_id)
             self._starts.pop(item.range_id, None)
-
-    def goes_on(self, range_id: RangeId, segment: int) -> None:
-        """A range that was taken over: all of it begins in that segment."""
-        self._starts[range_id] = segment
 
     def add_table(self, raw: bytes) -> None:
         """A table, in this segment and all later ones."""
@@ -207,7 +209,7 @@ class UpdateLog:
             logs.error("update_log_failed", reason=problem)
             return
         self.queued_bytes -= written.byte_count
-        self._starts |= written.starts
+        self._starts |= {r: at for r, at in written.starts.items() if r in self._live}
         self._on_its_way -= written.starts.keys()
         self.on_written(written)
 
@@ -286,8 +288,9 @@ class _Writer(threading.Thread):
         return written
 
     def _begin(self, segment: _NextSegment) -> None:
-        if self._descriptor is not None:
-            self._disk.sync(self._descriptor)
+        if self._descriptor is not None:  # all of it is synced, if that is asked for
+            if self._is_synced:
+                self._disk.sync(self._descriptor)
             self._disk.close(self._descriptor)
             self._descriptor = None
         self._descriptor = self._disk.create(self._directory.segment(segment.number))

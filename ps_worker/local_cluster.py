@@ -47,6 +47,16 @@ class LocalCluster:
     ) -> None:
         checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
         shape = ClusterShape(servers, workers, replica_count=replicas, checkpoints=checkpoints)
+        self._start(shape, ready_deadline_s)
+
+    @classmethod
+    def of(cls, shape: ClusterShape, ready_deadline_s: float = READY_DEADLINE_S) -> Self:
+        """A cluster of any shape; blocks and raises as the class."""
+        made = cls.__new__(cls)
+        made._start(shape, ready_deadline_s)
+        return made
+
+    def _start(self, shape: ClusterShape, ready_deadline_s: float) -> None:
         self._launcher = Launcher()
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)

@@ -122,6 +122,17 @@ def test_dense_with_replicas_is_held_against_one_replica(tmp_path: Path) -> None
             assert ratio[f"{move}_over_one_replica"] == pytest.approx(expected, rel=0.02)
 
 
+def test_dense_with_an_update_log_is_held_against_none(tmp_path: Path) -> None:
+    document = bench("dense", "--update-log", "--lane", "shm", "--size-mb", "1", cwd=tmp_path)
+    rows = {(r["optimizer"], r["update_log"]): rates(r) for r in document["rows"]}
+    assert rows.keys() == {(o, kept) for o in ("sgd", "adam") for kept in (False, True)}
+    assert all(map(all_positive, rows.values()))
+    for ratio in document["compared"]:
+        for move in MOVES:
+            expected = rows[ratio["optimizer"], True][move] / rows[ratio["optimizer"], False][move]
+            assert ratio[f"{move}_over_one_replica"] == pytest.approx(expected, rel=0.02)
+
+
 def test_only_dense_has_replicas(tmp_path: Path) -> None:
     run = run_cli("latency", "--quick", "--replicas", "2", cwd=tmp_path)
     assert run.returncode == 2

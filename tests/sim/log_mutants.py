@@ -45,7 +45,7 @@ LOG_MUTANTS = (
         "a log that goes on does not say so",
         "S13",
         _LOGGED,
-        "            self._writer.taken_over(log, segment)",
+        "            self._writer.taken_over(log)",
         "            pass",
         _LOGS,
     ),

@@ -67,8 +67,7 @@ class SimLog:
     def begun(self, log: RangeLog) -> None:
         self._append("begun", log.range_id, log.tenure, log.assignment_epoch, log.released)
 
-    def taken_over(self, log: RangeLog, segment: int) -> None:
-        self.starts[log.range_id] = segment
+    def taken_over(self, log: RangeLog) -> None:
         self._append("taken over", log.range_id, log.tenure, log.assignment_epoch, log.released)
 
     def base(self, snapshot: Snapshot) -> None:
@@ -224,7 +223,7 @@ class LoggedServer(ReplicatedServer):
                 )  # fmt: skip
         self.world.counts["ranges read from a log"] += len(replicas)
         self.replication.recover(replicas.values())
-        self.logged.recover({r: self.log.frames[at].segment for r, at in begins.items()})
+        self.logged.recover(begins)
 
     def heard_of_log(self, numbers: dict[tuple[RangeId, AssignmentEpoch], int], kind: str) -> None:
         """The log's thread has written something: the loop hears of it in its turn."""

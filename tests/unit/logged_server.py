@@ -75,7 +75,7 @@ class LoggedServer:
         log_setting = LogSetting(setting.bound_bytes, setting.is_synced)
         self.log: UpdateLog = self.kept.begin(session, RANGES, log_setting)
         replicas = self.node.replicate(ReplicationSetting(3.0), self.log)
-        replicas.recover(self.kept.replicas.values(), self.kept.segments)
+        replicas.recover(self.kept.replicas)
         self._release = self.log.on_written
         self.log.on_written = self._written
         self._news = asyncio.Event()
@@ -135,6 +135,12 @@ class LoggedServer:
             seal = SealEvent(place, sender, self._next(range_id), SealTerms(clock, ()))
             self.node.entries(self.stream, [seal])
         while waits and len(self.answered) < expected:
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 30.0)
+
+    async def written(self) -> None:
+        """Until all that was appended is written."""
+        while self.log.queued_bytes:
             self._news.clear()
             await asyncio.wait_for(self._news.wait(), 30.0)
 

@@ -124,6 +124,20 @@ def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None
     assert sum(each.stat().st_size for each in tmp_path.glob("*.log")) < 120_000
 
 
+def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        server.log.append(Item(FrameKind.BASE, (b"",), RangeId(0)))
+        server.log.append(Item(FrameKind.ENDED, (b"",), RangeId(0)))
+        await server.written()
+        server.log._next_segment()
+        assert server.log.lagging == [RangeId(1)]
+        await server.end()
+
+    ran(scene)
+
+
 # --- what does not
 
 
