@@ -17,7 +17,7 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.disk import Disk
 from ps_server.kept_log import claimable
-from ps_server.update_log import Item, _Writer
+from ps_server.update_log import Item, Written, _Writer
 from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
@@ -130,6 +130,7 @@ def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_pat
         await server.push(1)
         server.log.append(Item(FrameKind.BASE, (b"",), RangeId(0)))
         server.log.append(Item(FrameKind.ENDED, (b"",), RangeId(0)))
+        server.log._heard(Written(starts={RangeId(0): 1}), "")  # of the base, in a group of its own
         await server.written()
         server.log._next_segment()
         assert server.log.lagging == [RangeId(1)]
