@@ -25,10 +25,11 @@ class LogSimulation(FailoverSimulation):
     """One seed in which every server keeps a log, and whoever is killed comes back."""
 
     often: ClassVar[frozenset[str]] = frozenset({
-        "fault: killed", "servers restarted", "ranges read from a log", "bases", "frames lost",
+        "fault: killed", "servers restarted", "ranges read from a log", "bases",
         "frames let go", "ranges ended in a log", "lost", "duplicated", "checkpoints",
         "came back without its ranges", "came back with its ranges", "gone",
     })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({"frames lost"})
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
