@@ -101,6 +101,7 @@ class ServerLink:
         self._stream: EntryStream | None = None
         self._offer: parameters_pb2.SameHostOffer | None = None
         self._lane: SharedLane | None = None
+        self._unheard_count = 0
         self._lane_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._trouble = ""
@@ -349,13 +350,19 @@ class ServerLink:
                     f"lane is 'shm', and server {self.node.node_id} at {self.node.address} cannot "
                     f"share memory with this process: {reason}"
                 )
-                if isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired):
-                    raise Recovering(words) from reason  # it listens: it is ending, or busy
+                is_unheard = isinstance(reason, ConnectionRefusedError)
+                self._unheard_count += is_unheard
+                # It may have died since it said where; one that says so again lives.
+                is_unheard_once = is_unheard and self._unheard_count == 1
+                is_ending = isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired)
+                if is_ending or is_unheard_once:
+                    raise Recovering(words) from reason
                 raise InvalidConfig(words) from reason
             # Nobody listens there: another host. All else is worth a look.
             is_odd = self._offer is not None and not isinstance(reason, ConnectionRefusedError)
             self._chose("grpc", str(reason), is_odd=is_odd)
             return None
+        self._unheard_count = 0
         self._chose("shm", "same host")
         return self._lane
 
