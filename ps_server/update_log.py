@@ -96,7 +96,6 @@ class UpdateLog:
         on_written: called on the loop with what counts as written since the last time.
         failure: why it cannot be written any more, if so.
         queued_bytes: what is not written yet.
-        appended_bytes: since it was opened.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class UpdateLog:
         self.on_written: Callable[[Written], None] = _nothing
         self.failure: InvalidUpdateLog | None = None
         self.queued_bytes = 0
-        self.appended_bytes = 0
         self._directory = directory
         self._header = header
         self._setting = setting
@@ -131,7 +129,6 @@ class UpdateLog:
         """These frames, behind all that were appended before."""
         size_bytes = _size(item)
         self.queued_bytes += size_bytes
-        self.appended_bytes += size_bytes
         self._sizes[self.segment] += size_bytes
         self._queue.put(item)
         if item.kind in (FrameKind.BASE, FrameKind.BEGUN):

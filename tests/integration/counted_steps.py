@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,39 @@ class Load:
     def stop(self) -> None:
         """Push no more."""
         self._stop.set()
+
+
+@contextmanager
+def under_load(
+    counted: Counted, made: list[tuple[ps.Client, ps.TableHandle]], step_s: float, end_s: float
+) -> Iterator[list[Load]]:
+    """Every worker pushes and reads; in the end each step that it took is there, once.
+
+    Args:
+        counted: the kind of table.
+        made: a worker each, and its table.
+        step_s: within it every worker gets on, before and after.
+        end_s: within it every worker ends.
+    """
+    loads = [Load(counted, client, table) for client, table in made]
+    with ThreadPoolExecutor(len(loads)) as threads:
+        runs: list[Future[int]] = [threads.submit(load.run) for load in loads]
+        try:
+            progress(loads, step_s)
+            yield loads
+            progress(loads, step_s)
+        finally:
+            for load in loads:
+                load.stop()
+        taken = [run.result(end_s) for run in runs]
+    for client, table in made:
+        counted.check(client.pull(table), taken)
+
+
+def progress(loads: list[Load], step_s: float, count: int = 5) -> None:
+    """Each worker commits so many more steps."""
+    for load in loads:
+        load.more(count, step_s)
 
 
 def _ignore(begun_s: float, ended_s: float) -> None:

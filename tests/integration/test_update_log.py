@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 
 import ps_worker as ps
 from ps_runtime.cluster_shape import UpdateLogPlan
+from tests.integration import counted_steps
 from tests.integration.counted_steps import BLOCK, Counted, Load
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import (
@@ -83,29 +83,14 @@ def scene(
         yield scene
 
 
-@contextmanager
-def under_load(scene: Scene) -> Iterator[list[Load]]:
-    """Every worker pushes and reads; in the end each step that it took is there, once."""
-    made = scene.create(COUNTED.create)
-    loads = [Load(COUNTED, client, table) for client, table in made]
-    with ThreadPoolExecutor(len(loads)) as threads:
-        runs: list[Future[int]] = [threads.submit(load.run) for load in loads]
-        try:
-            progress(loads)
-            yield loads
-            progress(loads)
-        finally:
-            for load in loads:
-                load.stop()
-        taken = [run.result(DEADLINE_S) for run in runs]
-    for client, table in made:
-        COUNTED.check(client.pull(table), taken)
+def under_load(scene: Scene) -> AbstractContextManager[list[Load]]:
+    """See `counted_steps.under_load`, with a table of its own."""
+    return counted_steps.under_load(COUNTED, scene.create(COUNTED.create), DEADLINE_S, DEADLINE_S)
 
 
 def progress(loads: list[Load], count: int = 5) -> None:
     """Each worker commits so many more steps."""
-    for load in loads:
-        load.more(count, DEADLINE_S)
+    counted_steps.progress(loads, DEADLINE_S, count)
 
 
 def test_a_killed_server_comes_back_with_all_that_was_committed(scene: Scene) -> None:
