@@ -11,7 +11,9 @@ Rules:
     - From its answer until the cut is settled a worker does not leave the save point that it has
       named: the state that belongs to the cut would be gone.
     - The answer is given on the background thread, whatever the script does meanwhile; a script
-      that waits for other workers in a step holds nobody up.
+      that waits for other workers in a step holds nobody up. So it is a guess, where the script is
+      in a step: that it takes as many steps to its next save point as it took to its last. A guess
+      that is too high makes the cut a later one; one that is too low, its state (a log line says).
     - What cannot be written is reported as lost, and training goes on.
     - Who leaves in order writes its state as of its last step: it has no later one.
 
@@ -106,8 +108,8 @@ class SavePoints:
         self._writing: set[Future[None]] = set()
         self._attached: dict[str, HasState] = {}
         self._models: list[Trained] = []
-        self._passed: dict[TableId, int] = {}
-        self._stepped: dict[TableId, bool] = {}
+        self._passed: dict[TableId, int] = {}  # where the last save point was
+        self._took: dict[TableId, int] = {}  # steps from the one before it to there
         self._view: ClusterView | None = None
         self._asked = 0  # the newest checkpoint that was answered
         self._saved = 0  # the newest that was written, or lost
@@ -175,11 +177,11 @@ class SavePoints:
         clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
         if self._is_resting or not self._attached:
             return clocks
-        for trained in self._models:
-            for handle, is_awake in trained():
-                table_id, passed = handle.table.table_id, self._passed.get(handle.table.table_id, 0)
-                steps = is_awake and self._stepped.get(table_id, True)
-                clocks[table_id] = max(handle.clock, passed + steps)
+        awake = {h.table.table_id: is_awake for t in self._models for h, is_awake in t()}
+        for table_id, clock in clocks.items():
+            steps = self._took.get(table_id, int(table_id in awake))
+            if awake.get(table_id, True):
+                clocks[table_id] = max(clock, self._passed.get(table_id, clock) + steps)
         return clocks
 
     def end(self, reason: object = None) -> None:
@@ -266,17 +268,22 @@ class SavePoints:
         self._save(Checkpoint(_LEAVING, url), clocks)
 
     def _arrive(self) -> None:
-        handles = [handle for trained in self._models for handle, _ in trained()]
-        moved = {h.table.table_id: h.clock != self._passed.get(h.table.table_id) for h in handles}
-        if any(moved.values()):  # else no step lies between this save point and the last
-            for table_id, has_moved in moved.items():
-                if has_moved or self._is_explicit:
-                    self._stepped[table_id] = has_moved
+        took = {h.table.table_id: self._steps_since(h) for h in self._handles()}
+        if any(took.values()):  # else no step lies between this save point and the last
+            for table_id, steps in took.items():
+                if steps or self._is_explicit:
+                    self._took[table_id] = steps
         self._is_resting = True
 
+    def _steps_since(self, handle: TableHandle) -> int:
+        """How many steps lie between the last save point and this one."""
+        passed = self._passed.get(handle.table.table_id)
+        if passed is None:  # this is its first; it may have begun at any clock
+            return int(handle.clock > (handle.table.restored_clock or 0))
+        return handle.clock - passed
+
     def _go_on(self) -> None:
-        for trained in self._models:
-            self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+        self._passed |= {handle.table.table_id: handle.clock for handle in self._handles()}
         self._is_resting = False
 
     def _is_settled(self) -> bool:
@@ -314,15 +321,17 @@ class SavePoints:
             return None
         if checkpoint.number != self._asked or checkpoint.number == self._saved:
             return None
-        if any(
-            handle.clock < cut_clock(view, handle, checkpoint.number)
-            for trained in self._models
-            for handle, _ in trained()
-        ):
+        cuts = {h: cut_clock(view, h, checkpoint.number) for h in self._handles()}
+        if any(handle.clock < (cut or 0) for handle, cut in cuts.items()):
             return None
-        clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+        for handle, cut in cuts.items():
+            if cut is not None and handle.clock > cut:
+                logs.warning(
+                    "checkpoint_state_late",
+                    number=checkpoint.number, table=handle.name, cut=cut, state=handle.clock,
+                )  # fmt: skip
         self._saved = checkpoint.number
-        return checkpoint, clocks
+        return checkpoint, {handle.table.table_id: handle.clock for handle in cuts}
 
     def _save(self, checkpoint: Checkpoint, clocks: dict[TableId, int]) -> None:
         tables = {table_id: ReportedTable(0, clock) for table_id, clock in clocks.items()}
@@ -359,13 +368,13 @@ class SavePoints:
         self._scheduler.report_part(checkpoint.number, PartReport(problem=said))
 
 
-def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int:
-    """The clock that a worker must have reached to write its state: that of the table's cut; 0
-    where it is not cut, or by each range at a moment of its own.
+def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:
+    """The clock that a worker's state belongs to: that of the table's cut; None where it is not
+    cut, or by each range at a moment of its own.
     """
     table = view.tables_by_id.get(handle.table.table_id)
     if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
-        return 0
+        return None
     after_clock, change = table.cut.after_clock, table.change
     is_newest = change is None or after_clock > change.after_clock
-    return 0 if is_newest and table.consistency.mode is Mode.ASP else after_clock
+    return None if is_newest and table.consistency.mode is Mode.ASP else after_clock
