@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_save_points import WAIT_S, A, B, Resting, Worker, clocks_of
+from tests.unit.saving_worker import WAIT_S, A, B, Resting, Worker, clocks_of
 
 
 @pytest.fixture
