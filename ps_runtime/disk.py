@@ -84,6 +84,17 @@ class Disk:
         """
         os.fsync(descriptor)
 
+    def let_go(self, descriptor: int, offset: int, byte_count: int) -> None:
+        """Nobody reads this part of the file soon: what of it the disk has goes out of memory, and
+        the rest begins to be written to it.
+
+        Blocking: not for the disk, as long as it keeps up.
+
+        Raises:
+            OSError: the descriptor is none.
+        """
+        os.posix_fadvise(descriptor, offset, byte_count, os.POSIX_FADV_DONTNEED)
+
     def close(self, descriptor: int) -> None:
         """Give the descriptor back."""
         os.close(descriptor)

@@ -8,6 +8,9 @@ Rules:
     - A segment that is large enough is followed by another. The oldest go when the log is above its
       bound, and every range begins in a later one.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
+    - What is written goes to the disk, and out of the system's memory, window by window: that
+      memory is taken again for what follows. Elsewhere the system would look for new pages, until
+      it has too many that the disk does not have.
 
 Everything belongs to one event loop, but for the thread.
 
@@ -33,6 +36,9 @@ from ps_server.update_log_frames import MAGIC, FrameKind, Head, frame_bytes, pac
 from pushpull.v1 import update_log_pb2
 
 _SEGMENTS_A_BOUND = 4
+_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_COUNT = 4
+"""So many windows behind what is written, the disk has had its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +242,7 @@ class _Writer(threading.Thread):
         self._say = said
         self._descriptor: int | None = None
         self._offset = 0
+        self._let_go_of = 0  # windows of the segment
         self._segment = 0
         self._group = 0
 
@@ -292,7 +299,7 @@ class _Writer(threading.Thread):
             self._descriptor = None
         self._descriptor = self._disk.create(self._directory.segment(segment.number))
         self._disk.write(self._descriptor, MAGIC, 0)
-        self._segment, self._offset = segment.number, len(MAGIC)
+        self._segment, self._offset, self._let_go_of = segment.number, len(MAGIC), 0
         for item in segment.first:
             self._put(item)
         if self._is_synced:
@@ -316,6 +323,15 @@ class _Writer(threading.Thread):
             pieces += packed(head, payload), payload, padding(len(payload))
         if self._descriptor is not None:
             self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
+            self._let_go(self._descriptor)
+
+    def _let_go(self, descriptor: int) -> None:
+        """Of each window twice: when it is written, and when the disk should have it."""
+        while (self._let_go_of + 1) * _WINDOW_BYTES <= self._offset:
+            for window in (self._let_go_of, self._let_go_of - _WINDOW_COUNT):
+                if window >= 0:
+                    self._disk.let_go(descriptor, window * _WINDOW_BYTES, _WINDOW_BYTES)
+            self._let_go_of += 1
 
 
 def _size(item: Item) -> int:
