@@ -56,6 +56,7 @@ class SchedulerLink:
         lease_s: a node that is not heard for so long counts as silent.
         token_key: servers: what session tokens are checked with. Otherwise empty.
         view: the newest view that came, or None before the first.
+        before_view: awaited with each newer view, before it is taken; those that follow wait.
         on_view: called on the loop with each newer view, in order of addition; a callback that is
             added late is not called for views of before.
         on_fenced: called once on the loop when the link has ended: the scheduler said that this
@@ -77,6 +78,7 @@ class SchedulerLink:
         self.token_key: bytes = answer.token_key
         self.cluster_features: tuple[str, ...] = tuple(answer.features)
         self.view: ClusterView | None = None
+        self.before_view: Callable[[ClusterView], Awaitable[None]] | None = None
         self.on_view: list[Callable[[ClusterView], None]] = []
         self.on_fenced: list[Callable[[PushpullError], None]] = []
         self.fenced = asyncio.Event()
@@ -322,7 +324,7 @@ class SchedulerLink:
             ended_by = "the scheduler"
             try:
                 async for response in self._addresses.stub().WatchCluster(request):
-                    self._take(wire.view_from_proto(response.view))
+                    await self._take(wire.view_from_proto(response.view))
                     backoff.reset()
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure)
@@ -373,10 +375,12 @@ class SchedulerLink:
             self._fence(error)
         return error
 
-    def _take(self, view: ClusterView) -> None:
+    async def _take(self, view: ClusterView) -> None:
         self._heard()
         if self.view is not None and view.view_number <= self.view.view_number:
             return
+        if self.before_view is not None:
+            await self.before_view(view)
         self.view = view
         self._wake()
         for callback in tuple(self.on_view):

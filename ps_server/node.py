@@ -106,6 +106,7 @@ class ParameterNode:
         self._reads: dict[int, Read] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
@@ -306,7 +307,7 @@ class ParameterNode:
     def _arm(self) -> None:
         """Tick when an update may form by time alone: it should not wait for `tick`'s next turn."""
         wake_s = self.machine.wake_s
-        if wake_s is not None and self._timer is None:
+        if wake_s is not None and self._timer is None and not self._is_closed:
             delay_s = max(wake_s - self.now(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
@@ -314,6 +315,13 @@ class ParameterNode:
         self._timer = None
         self.tick()
         self._arm()
+
+    def close(self) -> None:
+        """Nothing happens here by time any more: it is a server's of a timeline that has ended."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # --- effects
 

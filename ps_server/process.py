@@ -167,8 +167,10 @@ async def _serve(settings: ServerConfig) -> None:
                     raise
                 logs.info("registering_again", reason=error.message)
                 servicer.drain()
+                gc.unfreeze()  # what it had before is of no use any more
             else:
                 return
+            gc.collect()
 
     running = asyncio.create_task(run())
     try:
@@ -200,6 +202,7 @@ async def _run(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
         )
         stack.callback(promises.close)
+        link.before_view = partial(node.shards.homes.reserve, node_id=link.session.node_id)
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: promises.stand(node.promises))
@@ -245,6 +248,7 @@ async def _registered(
         custom_updates=installed.to_proto(),
     )
     shards = Shards(SharedLanes(), installed.updates)
+    stack.callback(shards.homes.close)
     stack.callback(shards.lanes.close)
     if settings.lane != "grpc":
         _open_lanes(shards.lanes, must=settings.lane == "shm")
@@ -260,6 +264,7 @@ async def _registered(
     node = ParameterNode(
         link.session, link.token_key, link.worker_count, metrics, clock.now_s, shards
     )
+    stack.callback(node.close)
     _replicate(link, node, kept, settings, stack)
     return link, node
 

@@ -52,7 +52,7 @@ def answered(
     codec_number = wire.codec_to_proto(codec)
     answer: list[AnswerPart] = []
     byte_count = 0
-    lent = shards.lent_to(read.session, place, codec) if read.shared else None
+    lent = shards.homes.lent_to(read.session, place, codec) if read.shared else None
     try:
         for block in read.blocks or state.blocks:
             version = effect.versions.get(block)

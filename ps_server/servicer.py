@@ -269,7 +269,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         is_lent = (
             request.shared
             and not problems
-            and node.shards.lends(session, TableId(request.table_id), _codec_of(request))
+            and node.shards.homes.lends(session, TableId(request.table_id), _codec_of(request))
         )
         batch_count = len(pulls) if request.consistent or is_lent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):

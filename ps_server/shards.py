@@ -11,14 +11,11 @@ What it deliberately does not do: decide what happens to them, or count and time
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from ps_core.cluster_view import Session
 from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
 from ps_core.keys import RangeId, TableId
-from ps_core.tables import NATIVE_CODEC, Codec
+from ps_core.tables import Codec
 from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
 from ps_server.captures import Captures
@@ -27,23 +24,15 @@ from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.lanes import SharedLanes
-from ps_server.lent_values import LentValues, lent_values
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import RangeCopy
 from ps_server.sums import Total
+from ps_server.value_homes import ValueHomes
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
-
-
-@dataclass(slots=True, eq=False)
-class _Home:
-    """The memory of ranges that were added at once, where it is lent."""
-
-    lent: LentValues | None
-    range_ids: set[RangeId]
 
 
 class Shards:
@@ -58,6 +47,7 @@ class Shards:
         received_bytes: payload bytes that came, wherever they lay.
         lanes: the sessions on this host.
         captures: what has to be written for a checkpoint before it changes, if anything.
+        homes: where values lie that are lent.
     """
 
     def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
@@ -67,10 +57,7 @@ class Shards:
         self.lanes = lanes
         self._updates = updates
         self._pool = BufferPool()
-        self._lent: dict[_Key, LentValues] = {}
-        self._homes: dict[TableId, list[_Home]] = {}
-        self._native_codec: dict[TableId, Codec] = {}
-        self._segment_ids = itertools.count(1)
+        self.homes = ValueHomes(lanes)
 
     @property
     def state_bytes(self) -> int:
@@ -85,38 +72,20 @@ class Shards:
         parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
         if not parts:
             return
-        lent = None
-        if self.lanes.is_open:
-            blocks = [block for part in parts for block in part.blocks]
-            lent = lent_values(table, next(self._segment_ids), blocks)
-        new = _Home(lent, {part.range_id for part in parts})
-        self._homes.setdefault(table.table_id, []).append(new)
-        self._native_codec[table.table_id] = NATIVE_CODEC[table.spec.dtype]
         update = self._updates.get(table.spec.optimizer.custom_update)
-        home = None if lent is None else lent.values
+        homes = self.homes.add(parts)
         for part in parts:
-            key = (table.table_id, part.range_id)
-            self.stores[key] = ShardStore(table, part.blocks, self._pool, home, update)
-            if lent is not None:
-                self._lent[key] = lent
+            lent = homes[part.range_id]
+            home = None if lent is None else lent.values
+            self.stores[table.table_id, part.range_id] = ShardStore(
+                table, part.blocks, self._pool, home, update
+            )
 
     def remove(self, range_id: RangeId) -> None:
-        """Nothing of the range is here any more, of any table. What sessions on this host have
-        mapped stays readable for them.
-        """
+        """Nothing of the range is here any more, of any table."""
         for key in [key for key in self.stores if key[1] == range_id]:
             del self.stores[key]
-            self._lent.pop(key, None)
-        for table_id, homes in list(self._homes.items()):
-            for home in list(homes):
-                home.range_ids.discard(range_id)
-                if home.range_ids:
-                    continue
-                homes.remove(home)
-                if home.lent is not None:
-                    home.lent.segment.close()
-            if not homes:
-                del self._homes[table_id]
+        self.homes.remove(range_id)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
         """What a custom update keeps of each element, by name; nothing if it is not here."""
@@ -182,7 +151,7 @@ class Shards:
         """
         failure = None
         key = record.table_id, record.range_id
-        store, lent = self.stores[key], self._lent.get(key)
+        store, lent = self.stores[key], self.homes.find(key)
         if total is None:
             total = store.take(record.clock)
         self._begin_change(key, record.blocks)
@@ -204,7 +173,7 @@ class Shards:
         """Initial values."""
         record = effect.record
         key = record.table_id, record.range_id
-        lent = self._lent.get(key)
+        lent = self.homes.find(key)
         self._begin_change(key, record.blocks)
         self.stores[key].assign(_contributions(effect.parts))
         if lent is not None:
@@ -214,7 +183,7 @@ class Shards:
         """These blocks are about to change."""
         if self.captures is not None:
             self.captures.before_change(key, blocks)
-        lent = self._lent.get(key)
+        lent = self.homes.find(key)
         if lent is not None:
             lent.begin_change(blocks)
 
@@ -275,7 +244,7 @@ class Shards:
         for table_id, each in copy.stores.items():
             self._store(table_id, range_id).check(each)
         for table_id, each in copy.stores.items():
-            lent = self._lent.get((table_id, range_id))
+            lent = self.homes.find((table_id, range_id))
             blocks = [block.block for block in each.blocks]
             self._begin_change((table_id, range_id), blocks)
             self.stores[table_id, range_id].restore(each)
@@ -293,29 +262,6 @@ class Shards:
         for (owner, _), store in self.stores.items():
             if owner == table_id:
                 store.abandon()
-
-    # --- values that are lent
-
-    def lends(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
-        """Whether the session takes all of the table's values, as `codec`, from where they lie."""
-        homes = self._homes.get(table_id)
-        if homes is None:
-            return False
-        codec = codec or self._native_codec[table_id]
-        return all(
-            home.lent is not None and codec is home.lent.codec and self._is_lent(session, home.lent)
-            for home in homes
-        )
-
-    def lent_to(self, session: Session, key: _Key, codec: Codec) -> LentValues | None:
-        """The range's values as `codec`, if the session takes them from where they lie."""
-        lent = self._lent.get(key)
-        if lent is None or codec is not lent.codec or not self._is_lent(session, lent):
-            return None
-        return lent
-
-    def _is_lent(self, session: Session, lent: LentValues) -> bool:
-        return self.lanes.lend(session.incarnation, lent.segment_id, lent.segment)
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:

@@ -201,7 +201,9 @@ class Stage:
         shard = self.node.shards.stores[place]
         held = shard._states[block]
         slots = [slot[0].item() for slot in held.slots.values()]
-        stamp = self.node.shards._lent[place].place(block)[1]  # raises while the block changes
+        stamp = self.node.shards.homes._lent[place].place(block)[
+            1
+        ]  # raises while the block changes
         return (
             [held.values[0].item(), *slots],
             shard.version(block),

@@ -103,3 +103,26 @@ def test_what_is_no_good_checkpoint_changes_nothing(tmp_path: Path) -> None:
             with pytest.raises(ps.InvalidCheckpoint, match=r"no good|no manifest"):
                 client.restore(url)
         assert np.array_equal(np.asarray(client.push_pull(table, ONES)), -2 * ONES)
+
+
+def test_nothing_of_the_timeline_before_stays_in_memory(tmp_path: Path) -> None:
+    """What is shared has no name: only whoever has it can let go of it."""
+    with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "checkpoints")) as cluster:
+        client = connect(cluster, 0, "shm")
+        server = cluster.process_ids["server 0"]
+        both_step([client], [counting_table(client)], 1)
+        client.checkpoint().wait()
+        before = shared_segments(server)
+        for _ in range(2):
+            client = client.restore()
+            both_step([client], [counting_table(client)], 1)
+            assert shared_segments(server) == before
+        client.close()
+
+
+def shared_segments(process_id: int) -> tuple[int, int]:
+    """How many a process has open, and mapped."""
+    links = [str(each.readlink()) for each in Path(f"/proc/{process_id}/fd").iterdir()]
+    maps = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
+    name = "memfd:pushpull"
+    return sum(name in link for link in links), sum(name in each for each in maps)

@@ -166,6 +166,31 @@ def test_a_worker_gets_its_identity_and_the_view() -> None:
     run(main())
 
 
+def test_a_view_is_taken_when_all_is_ready_for_it() -> None:
+    async def main() -> None:
+        async with opened() as (_, address), linked(address) as link:
+            view = await link.view_at_least(1, DEADLINE_S)
+            asked, ready = asyncio.Event(), asyncio.Event()
+            seen: list[int] = []
+
+            async def prepare(newer: ClusterView) -> None:
+                seen.append(-newer.view_number)
+                asked.set()
+                await ready.wait()
+
+            link.before_view = prepare
+            link.on_view.append(lambda newer: seen.append(newer.view_number))
+            async with linked(address, register=SERVER):
+                await asked.wait()
+                assert link.view is view
+                assert len(seen) == 1
+                ready.set()
+                newer = await link.view_at_least(view.view_number + 1, DEADLINE_S)
+                assert seen[:2] == [-newer.view_number, newer.view_number]
+
+    run(main())
+
+
 def test_a_scheduler_that_comes_late_is_waited_for_with_one_line(lines: Lines) -> None:
     async def main() -> None:
         scheduler, address = Scheduler(), unused_address()

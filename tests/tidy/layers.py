@@ -97,6 +97,7 @@ EDGE_MODULES = {
     "ps_server.encoded_log",
     "ps_server.log_follower",
     "ps_server.lent_values",
+    "ps_server.value_homes",
     "ps_server.node",
     "ps_server.shards",
     "ps_server.promises",

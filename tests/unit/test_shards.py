@@ -149,7 +149,7 @@ def lending() -> Iterator[Shards]:
 
 
 def test_the_memory_that_is_lent_goes_with_the_last_of_its_ranges(lending: Shards) -> None:
-    (home,) = lending._homes[TABLE]
+    (home,) = lending.homes._homes[TABLE]
     assert home.lent is not None
     segment = home.lent.segment
     lending.make(Put(record(), SUM))
@@ -157,7 +157,7 @@ def test_the_memory_that_is_lent_goes_with_the_last_of_its_ranges(lending: Shard
     assert segment.fd >= 0
     lending.remove(RIGHT)
     assert segment.fd < 0
-    assert not lending.lends(WORKER, TABLE, None)
+    assert not lending.homes.lends(WORKER, TABLE, None)
     lending.add(PARTS)
     assert value(lending) == 0.0
 

@@ -1,0 +1,197 @@
+"""Memory for values, reserved before it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_server.lanes import SharedLanes
+from ps_server.lent_values import LentValues
+from ps_server.server_machine import PartAdded
+from ps_server.value_homes import ValueHomes
+
+HERE, ELSEWHERE = NodeId(1), NodeId(2)
+TABLE = TableId(1)
+WORKER = Session("cluster", b"t" * 16, NodeId(3), Incarnation(11), Role.WORKER)
+RANGE_COUNT = 4
+
+
+def table(element_count: int = 4096) -> Table:
+    spec = TableSpec(
+        "t", DType.FLOAT32, element_count, OptimizerSpec(OptimizerKind.SGD), block_elements=64
+    )
+    return Table(TABLE, 0, spec.validated())
+
+
+MODEL = table()
+PARTS = [
+    PartAdded(MODEL, range_id, blocks)
+    for range_id, blocks in MODEL.blocks_by_range(RANGE_COUNT).items()
+]
+
+
+def view(*primaries: NodeId, model: Table = MODEL, backup: NodeId | None = None) -> ClusterView:
+    """A cluster in which these are the ranges' primaries."""
+    backups = () if backup is None else (backup,)
+    ranges = tuple(
+        RangeAssignment(RangeId(number), slots, AssignmentEpoch(1), primary, backups)
+        for number, (primary, slots) in enumerate(
+            zip(primaries, key_ranges(RANGE_COUNT), strict=True)
+        )
+    )
+    return ClusterView(1, "c", 1, 1, (), ranges, (model,))
+
+
+def segment_count() -> int:
+    """How many shared segments of tables this process has open."""
+    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum("pushpull-table" in str(link) for link in links)
+
+
+def ran(scene: Callable[[ValueHomes], Awaitable[None]]) -> None:
+    async def main() -> None:
+        before = segment_count()
+        lanes = SharedLanes()
+        lanes.open()
+        homes = ValueHomes(lanes)
+        try:
+            await scene(homes)
+        finally:
+            homes.close()
+            lanes.close()
+        assert segment_count() == before
+
+    asyncio.run(main())
+
+
+def reserved(homes: ValueHomes) -> LentValues:
+    ((home,),) = homes._homes.values()
+    assert home.lent is not None
+    return home.lent
+
+
+def test_what_was_reserved_is_what_a_range_gets() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE)
+        lent = reserved(homes)
+        assert not homes.lends(WORKER, TABLE, None), "nothing of it is here yet"
+        found = homes.add(PARTS[:2]) | homes.add(PARTS[3:])
+        assert list(found) == [0, 1, 3]
+        assert all(each is lent for each in found.values())
+        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE)
+        assert reserved(homes) is lent
+
+    ran(scene)
+
+
+def test_backups_have_memory_too() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT, backup=HERE), HERE)
+        lent = reserved(homes)
+        assert set(homes.add(PARTS).values()) == {lent}
+
+    ran(scene)
+
+
+def test_what_nobody_reserved_is_there_as_well() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        await homes.reserve(view(HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), HERE)
+        first = reserved(homes)
+        found = homes.add(PARTS)
+        assert found[RangeId(0)] is first
+        (other,) = {found[part.range_id] for part in PARTS[1:]}
+        assert other is not None
+        assert other is not first
+
+    ran(scene)
+
+
+def test_memory_of_a_range_that_does_not_come_is_given_back() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE)
+        lent = reserved(homes)
+        await homes.reserve(view(ELSEWHERE, HERE, HERE, HERE), HERE)
+        assert lent.segment.fd >= 0
+        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT), HERE)
+        assert lent.segment.fd < 0
+        assert homes._homes == {}
+
+    ran(scene)
+
+
+def test_what_one_range_had_is_never_anothers() -> None:
+    """Nor its own, when it comes again."""
+
+    async def scene(homes: ValueHomes) -> None:
+        here = view(*[HERE] * RANGE_COUNT)
+        await homes.reserve(here, HERE)
+        first = reserved(homes)
+        homes.add(PARTS)
+        first.values(PARTS[0].blocks[0]).fill_(7.0)
+        homes.remove(RangeId(0))
+        assert homes.find((TABLE, RangeId(0))) is None
+        await homes.reserve(here, HERE)
+        second = homes.add(PARTS[:1])[RangeId(0)]
+        assert second is not None
+        assert second is not first
+        assert not second.values(PARTS[0].blocks[0]).any()
+
+    ran(scene)
+
+
+def test_a_range_that_came_meanwhile_needs_none() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE))
+        await asyncio.sleep(0)  # it has begun
+        found = homes.add(PARTS)
+        await reserving
+        assert set(found.values()) == {reserved(homes)}
+
+    ran(scene)
+
+
+def test_a_loop_that_reserves_goes_on() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        large = table(64 * 1024 * 1024)
+        reserving = asyncio.create_task(
+            homes.reserve(view(HERE, HERE, HERE, HERE, model=large), HERE)
+        )
+        turns = 0
+        while not reserving.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 100
+        assert reserved(homes).segment.byte_count >= 256 * 1024 * 1024
+
+    ran(scene)
+
+
+def test_a_server_that_ends_while_it_reserves_leaves_nothing() -> None:
+    async def scene(homes: ValueHomes) -> None:
+        loop = asyncio.get_running_loop()
+        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE))
+        await asyncio.sleep(0)
+        reserving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reserving
+        await loop.shutdown_default_executor()
+        await asyncio.sleep(0)  # what the thread has said is heard
+        assert homes._homes == {}
+
+    ran(scene)
+
+
+def test_a_server_that_lends_nothing_reserves_nothing() -> None:
+    async def scene() -> None:
+        homes = ValueHomes(SharedLanes())
+        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE)
+        assert homes._homes == {}
+        assert set(homes.add(PARTS).values()) == {None}
+
+    asyncio.run(scene())
