@@ -115,7 +115,7 @@ class UpdateLog:
         self._sizes = dict(sizes)
         self._starts = dict(starts)
         self._live = set(starts)  # ranges that have begun in the log, and not ended
-        self._on_its_way: set[RangeId] = set()  # bases that are appended and not written
+        self._on_its_way: set[RangeId] = set()  # those that begin in what is not written yet
         self._tables: list[bytes] = []
         self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -133,10 +133,10 @@ class UpdateLog:
         self._queue.put(item)
         if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
             self._live.add(item.range_id)
-        if item.kind is FrameKind.BASE:
             self._on_its_way.add(item.range_id)
         elif item.kind is FrameKind.ENDED:
             self._live.discard(item.range_id)
+            self._on_its_way.discard(item.range_id)
             self._starts.pop(item.range_id, None)
 
     def add_table(self, raw: bytes) -> None:

@@ -23,6 +23,7 @@ from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
 from tests.unit.logged_server import (
     KERNELS,
+    RANGES,
     LoggedServer,
     Setting,
     Values,
@@ -134,6 +135,48 @@ def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_pat
         await server.written()
         server.log._next_segment()
         assert server.log.lagging == [RangeId(1)]
+        await server.end()
+
+    ran(scene)
+
+
+def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Both are written in one group: nobody hears that the base is there."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        for range_id in map(RangeId, range(RANGES)):
+            server.log.append(Item(FrameKind.BASE, (b"",), range_id))
+            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+        await server.written()
+        newest = server.log.segment
+        server.log._sizes[newest] += 1_000_000_000
+        server.log.turn(state_bytes=0)
+        assert server.log.segment == newest + 1
+        await server.end()
+
+    ran(scene)
+
+
+def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) -> None:
+    """Nothing else begins anywhere, and the log is above its bound."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        for range_id in map(RangeId, range(RANGES)):
+            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+        await server.written()
+        server.log.append(Item(FrameKind.BEGUN, (b"",), RangeId(0)))
+        begins_in = server.log.segment
+        server.log._sizes[begins_in] += 1_000_000_000
+        server.log.turn(state_bytes=0)
+        server.log.turn(state_bytes=0)
+        await server.written()
+        assert (tmp_path / f"{begins_in:08d}.log").exists()
         await server.end()
 
     ran(scene)
