@@ -340,6 +340,10 @@ def test_a_directory_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "log_id").write_text("what")
     with pytest.raises(InvalidUpdateLog, match="log_id"):
         LogDirectory(tmp_path)
+    (tmp_path / "log_id").unlink()
+    (tmp_path / "log_id").mkdir()
+    with pytest.raises(InvalidUpdateLog, match="log_id"):
+        LogDirectory(tmp_path)
 
 
 def test_a_segment_of_something_else_is_refused_by_name(tmp_path: Path) -> None:

@@ -164,14 +164,19 @@ class WrittenLog:
     """One server's log."""
 
     def __init__(
-        self, path: Path, of: Table = MODEL, timeline: bytes = b"t" * 16, boot: str = ""
+        self,
+        path: Path,
+        of: Table = MODEL,
+        timeline: bytes = b"t" * 16,
+        boot: str = "",
+        after: int = 0,
     ) -> None:
         self.path = path
         self.now_s = 1000.0
         self._of = of
         self._timeline = timeline
         self._boot = boot
-        self._number = 0
+        self._number = after
         path.mkdir(parents=True, exist_ok=True)
         self.segment()
 
