@@ -161,7 +161,9 @@ class Owner:
 
 
 class WrittenLog:
-    """One server's log."""
+    """One server's log. `group` is that of the frames that come."""
+
+    is_synced = False
 
     def __init__(
         self,
@@ -173,6 +175,7 @@ class WrittenLog:
     ) -> None:
         self.path = path
         self.now_s = 1000.0
+        self.group = 1
         self._of = of
         self._timeline = timeline
         self._boot = boot
@@ -191,7 +194,7 @@ class WrittenLog:
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(HEADER)
         header.segment, header.timeline = self._number, self._timeline
-        header.boot_id = self._boot
+        header.boot_id, header.is_synced = self._boot, self.is_synced
         self._write(FrameKind.HEADER, [header.SerializeToString()])
         self._write(FrameKind.TABLE, [wire.table_to_proto(self._of).SerializeToString()])
 
@@ -230,5 +233,11 @@ class WrittenLog:
         with self.newest.open("ab") as file:
             for index, payload in enumerate(payloads):
                 is_last = index == len(payloads) - 1
-                head = Head(len(payload), kind, is_last, range_id, 1, number, self.now_s)
+                head = Head(len(payload), kind, is_last, range_id, self.group, number, self.now_s)
                 file.write(packed(head, payload) + payload + padding(len(payload)))
+
+
+class SyncedLog(WrittenLog):
+    """One that outlives a power cut, but for its last group."""
+
+    is_synced = True
