@@ -246,8 +246,9 @@ class _Writer(threading.Thread):
             while not is_closed:
                 items, is_closed = self._next()
                 self._say(self._write(items), "")
-        except OSError as error:  # nothing that comes now counts as written
-            self._say(None, f"{self._directory.path}: the update log cannot be written: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
+            said = str(error) or type(error).__name__
+            self._say(None, f"{self._directory.path}: the update log cannot be written: {said}")
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)

@@ -292,6 +292,14 @@ class Failing(Disk):
         self.synced_bytes = self._written_bytes
 
 
+async def ended(server: LoggedServer) -> None:
+    """The log's thread has, and what it said last is heard."""
+    await asyncio.to_thread(server.log._writer.join)
+    heard = asyncio.Event()
+    asyncio.get_running_loop().call_soon(heard.set)
+    await heard.wait()
+
+
 def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
     async def scene() -> None:
         disk = Failing()
@@ -300,13 +308,32 @@ def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> No
         answered = list(server.answered)
         disk.is_full = True
         await server.push(2, waits=False)
-        await asyncio.to_thread(server.log._writer.join)
-        heard = asyncio.Event()  # what the thread said last
-        asyncio.get_running_loop().call_soon(heard.set)
-        await heard.wait()
+        await ended(server)
         with pytest.raises(InvalidUpdateLog, match=r"cannot be written.*No space left"):
             server.node.tick()
         assert server.answered == answered
+        await server.end()
+
+    ran(scene)
+
+
+def test_whatever_ends_the_thread_ends_the_server(tmp_path: Path) -> None:
+    """Else everybody would wait for a log that nobody writes."""
+
+    class Broken(Failing):
+        def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+            if self.is_full:
+                raise MemoryError
+            return super().write_all(descriptor, pieces, offset)
+
+    async def scene() -> None:
+        disk = Broken()
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        disk.is_full = True
+        await server.push(1, waits=False)
+        await ended(server)
+        with pytest.raises(InvalidUpdateLog, match=r"cannot be written: MemoryError"):
+            server.node.tick()
         await server.end()
 
     ran(scene)

@@ -24,7 +24,7 @@ from ps_server.shards import Shards
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.update_log_frames import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log_reader import FORMAT_VERSION
-from pushpull.v1 import update_log_pb2
+from pushpull.v1 import replication_pb2, update_log_pb2
 from tests.property.shard_twin import table
 
 RANGE_COUNT = 2
@@ -213,6 +213,17 @@ class WrittenLog:
         self.now_s = self.now_s + 1 if time_s is None else time_s
         self._write(FrameKind.BATCH, batch_messages(batch), batch.range_id, batch.number)
 
+    def torn_batch(self, batch: Batch) -> None:
+        """Its first block in a frame alone; the process died before the next."""
+        request = replication_pb2.ReplicateRequest()
+        request.batch.more_follow = True
+        (change,) = batch.changes
+        assert isinstance(change, Put)
+        block = change.total.blocks[0]
+        request.batch.blocks.add(block=block.block, payload=bytes(block.payload))
+        raw = request.SerializeToString()
+        self._write(FrameKind.BATCH, [raw], batch.range_id, batch.number, is_torn=True)
+
     def base(self, owner: Owner) -> None:
         self._write(FrameKind.BASE, owner.base(), owner.range_id, owner.number)
 
@@ -229,10 +240,12 @@ class WrittenLog:
         payloads: Sequence[bytes],
         range_id: RangeId = LEFT,
         number: int = 0,
+        *,
+        is_torn: bool = False,
     ) -> None:
         with self.newest.open("ab") as file:
             for index, payload in enumerate(payloads):
-                is_last = index == len(payloads) - 1
+                is_last = index == len(payloads) - 1 and not is_torn
                 head = Head(len(payload), kind, is_last, range_id, self.group, number, self.now_s)
                 file.write(packed(head, payload) + payload + padding(len(payload)))
 
