@@ -196,7 +196,11 @@ class WrittenLog:
         header.segment, header.timeline = self._number, self._timeline
         header.boot_id, header.is_synced = self._boot, self.is_synced
         self._write(FrameKind.HEADER, [header.SerializeToString()])
-        self._write(FrameKind.TABLE, [wire.table_to_proto(self._of).SerializeToString()])
+        self.table(self._of)
+
+    def table(self, of: Table) -> None:
+        """There is another table."""
+        self._write(FrameKind.TABLE, [wire.table_to_proto(of).SerializeToString()])
 
     def go_on_after(self, number: int) -> None:
         """Begin another, with the number after that."""
