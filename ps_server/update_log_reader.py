@@ -220,9 +220,10 @@ def _goes_on(segment: Segment, offset: int, group: int) -> bool:
         group: that of the frame before.
     """
     header = segment.header
-    behind = {head.group for head in intact_behind(segment.mapped, offset, header.range_count)}
+    found = intact_behind(segment.mapped, offset, header.range_count)
     if not header.is_synced:
-        return bool(behind)
+        return next(found, None) is not None
+    behind = {head.group for head in found}
     own = group_at(segment.mapped, offset)
     if own in (group, group + 1):
         return bool(behind - {own})
