@@ -103,29 +103,32 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
+    with contextlib.ExitStack() as stack:
+        try:
+            if file.suffix == ".safetensors":
+                opened = stack.enter_context(safe_open(file, framework="pt"))
                 # One by one: the types of tensors are known when they are read.
-                yield [
+                sources = [
                     _source(file, name, opened.get_tensor(name), _reading(opened, name))
                     for name in opened.keys()  # noqa: SIM118 - it is no mapping
                 ]
-            return
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError) as error:
-        raise InvalidConfig(f"{file} cannot be read: {error}") from None
-    except PushpullError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever is in a file that is none
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise InvalidConfig(
-            f"{file} cannot be read: {said}; expected a .safetensors file, or what torch.save "
-            "makes of a state dict"
-        ) from None
-    if not isinstance(found, Mapping):
-        raise InvalidConfig(f"{file} is a {type(found).__name__}; expected a state dict")
-    yield [_source(file, name, value, _kept(value)) for name, value in found.items()]
+            else:
+                found = torch.load(file, map_location="cpu", weights_only=True)
+                if not isinstance(found, Mapping):
+                    said = type(found).__name__
+                    raise InvalidConfig(f"{file} is a {said}; expected a state dict")
+                sources = [_source(file, name, each, _kept(each)) for name, each in found.items()]
+        except (OSError, SafetensorError) as error:
+            raise InvalidConfig(f"{file} cannot be read: {error}") from None
+        except PushpullError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever is in a file that is none
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise InvalidConfig(
+                f"{file} cannot be read: {said}; expected a .safetensors file, or what torch.save "
+                "makes of a state dict"
+            ) from None
+        yield sources
 
 
 def _reading(opened: Any, name: str) -> Callable[[], torch.Tensor]:
@@ -200,7 +203,7 @@ def _write(
         if problems:
             raise InvalidCheckpoint(f"what was written is not good: {problems[0]}")
         directory.write_manifest(manifest)
-    except PushpullError:
+    except BaseException:  # also Ctrl-C: the next import would take it for a checkpoint
         with contextlib.suppress(PushpullError):
             directory.remove()
         raise

@@ -25,10 +25,14 @@ def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output) -> i
     """
     are_other = []
     with opened(url, output) as reader:
-        chosen = [table for table in tables if table.spec.name in reader.tables]
-        if not chosen:
-            raise InvalidUpdateLog(f"{reader.directory.url} has none of the log's tables")
-        for table in chosen:
+        where = reader.directory.url
+        if not any(table.spec.name in reader.tables for table in tables):
+            raise InvalidUpdateLog(f"{where} has none of the log's tables")
+        for table in tables:
+            if table.spec.name not in reader.tables:
+                output.say(f"{table.spec.name}: it is not in {where}")
+                are_other.append(True)
+                continue
             saved = reader.manifest.table(table.spec.name)
             again = Replay(run, [table], by_clock=True)
             how, problems = _brought(again, table, saved, reader)

@@ -5,7 +5,7 @@
 Rules:
     - What may be claimed is of one timeline, the newest, and has outlived whatever befell its
       writer: a log that is not synced claims nothing in another boot of the machine.
-    - A damaged log claims nothing; it stays where it is, as history.
+    - A damaged log claims nothing; it is set aside, and another begins.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
     """Read what a log has, and may be gone on with, into stores, which are empty.
 
     Blocking: reads what is needed of it.
+
+    Raises:
+        InvalidUpdateLog: it is damaged, and cannot be set aside.
     """
     begun_s = clock.now_s()
     paths = directory.segments()
@@ -127,7 +130,8 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
         logs.error("update_log_damaged", reason=error.message)
         for range_id in {range_id for _, range_id in shards.stores}:
             shards.remove(range_id)
-        return nothing
+        directory.set_aside()
+        return replace(nothing, sizes={})
     if starts is None:
         reason = "it is of another boot and was not synced, or other kernels wrote it"
         logs.warning("update_log_not_claimed", reason=reason)

@@ -121,7 +121,7 @@ class UpdateLog:
         self._sizes = dict(sizes)
         self._starts = dict(starts)
         self._live = set(starts)  # ranges that have begun in the log, and not ended
-        self._on_its_way: set[RangeId] = set()  # bases that are appended and not written
+        self._on_its_way: set[RangeId] = set()  # those that begin in what is not written yet
         self._tables: list[bytes] = []
         self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -139,10 +139,10 @@ class UpdateLog:
         self._queue.put(item)
         if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
             self._live.add(item.range_id)
-        if item.kind is FrameKind.BASE:
             self._on_its_way.add(item.range_id)
         elif item.kind is FrameKind.ENDED:
             self._live.discard(item.range_id)
+            self._on_its_way.discard(item.range_id)
             self._starts.pop(item.range_id, None)
 
     def add_table(self, raw: bytes) -> None:
@@ -253,8 +253,9 @@ class _Writer(threading.Thread):
             while not is_closed:
                 items, is_closed = self._next()
                 self._say(self._write(items), "")
-        except OSError as error:  # nothing that comes now counts as written
-            self._say(None, f"{self._directory.path}: the update log cannot be written: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
+            said = str(error) or type(error).__name__
+            self._say(None, f"{self._directory.path}: the update log cannot be written: {said}")
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)

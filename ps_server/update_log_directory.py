@@ -3,6 +3,7 @@
     DIR/lock        held with flock by the server that writes, for as long as it lives
     DIR/log_id      32 hexadecimal digits
     DIR/00000001.log, ...   segments, by number
+    DIR/00000001.damaged, ...   those of a log that was damaged
 
 Invariants:
     LOG-3  One process at most has a directory open.
@@ -12,7 +13,6 @@ What it deliberately does not do: know what is in a segment.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -24,7 +24,9 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_runtime.disk import DISK, Disk
 
 _SEGMENT = re.compile(r"([0-9]{8,})\.log")
+_LOG_ID = "log_id"
 _ID_BYTES = 16
+_SET_ASIDE = ".damaged"
 _RETRY_MS = 200
 
 
@@ -52,28 +54,36 @@ class LogDirectory:
             raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.log_id = self._id()
+            self.log_id = self._known_id() or self._drawn_id()
         except BlockingIOError:
             os.close(self._lock)
             raise Recovering(
                 f"{path}: another server writes this update log; it is free when that one ends",
                 retry_after_ms=_RETRY_MS,
             ) from None
+        except OSError as error:
+            os.close(self._lock)
+            raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
         except BaseException:
             os.close(self._lock)
             raise
 
-    def _id(self) -> bytes:
-        name = self.path / "log_id"
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                found = bytes.fromhex(name.read_text(encoding="ascii").strip())
-            except ValueError:
-                found = b""
-            if len(found) != _ID_BYTES:
-                raise InvalidUpdateLog(f"{name}: expected {2 * _ID_BYTES} hexadecimal digits")
-            return found
-        drawn = secrets.token_bytes(_ID_BYTES)
+    def _known_id(self) -> bytes:
+        """The id that the directory has; empty: none."""
+        name = self.path / _LOG_ID
+        try:
+            found = bytes.fromhex(name.read_text(encoding="ascii").strip())
+        except FileNotFoundError:
+            return b""
+        except ValueError:
+            found = b""
+        if len(found) != _ID_BYTES:
+            raise InvalidUpdateLog(f"{name}: expected {2 * _ID_BYTES} hexadecimal digits")
+        return found
+
+    def _drawn_id(self) -> bytes:
+        """Another id, which the directory has from now on."""
+        name, drawn = self.path / _LOG_ID, secrets.token_bytes(_ID_BYTES)
         beside = name.with_suffix(".tmp")
         descriptor = self.disk.create(beside)
         try:
@@ -85,6 +95,23 @@ class LogDirectory:
         self.disk.sync_directory(self.path)
         return drawn
 
+    def set_aside(self) -> None:
+        """What is there is damaged: another log begins here. Its id comes first: no range is given
+        to that as to one that has all of it. Of those that are set aside the newest is left.
+
+        Raises:
+            InvalidUpdateLog: it cannot be.
+        """
+        try:
+            self.log_id = self._drawn_id()
+            for old in self.path.glob(f"*{_SET_ASIDE}"):
+                self.disk.remove(old)
+            for segment in self.segments().values():
+                self.disk.rename(segment, segment.with_suffix(_SET_ASIDE))
+            self.disk.sync_directory(self.path)
+        except OSError as error:
+            raise InvalidUpdateLog(f"{self.path}: it cannot be set aside: {error}") from error
+
     def segments(self) -> dict[int, Path]:
         """The segments that there are, by number, ascending."""
         return segments_in(self.path)
@@ -94,8 +121,16 @@ class LogDirectory:
         return self.path / f"{number:08d}.log"
 
     def cut(self, number: int, size_bytes: int) -> None:
-        """What is behind that byte of a segment was torn when it was written: nobody saw it."""
-        os.truncate(self.segment(number), size_bytes)
+        """What is behind that byte of a segment was torn when it was written: nobody saw it.
+
+        Blocking: until the disk has it; within the log it would be damage.
+        """
+        descriptor = os.open(self.segment(number), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            self.disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Another may have it. Idempotent."""

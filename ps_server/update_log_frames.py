@@ -17,7 +17,10 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from ps_core.errors import InvalidUpdateLog
 
@@ -108,6 +111,29 @@ def head_at(written: memoryview, offset: int) -> Head | None:
             f"at byte {offset}: a frame of kind {kind}; expected 1 to {max(FrameKind)}"
         ) from None
     return Head(length, known, bool(flags & _IS_LAST), range_id, group, number, time_s)
+
+
+def group_at(written: memoryview, offset: int) -> int | None:
+    """The group that a frame's head names, whatever else is in it; None if so much is not there."""
+    is_there = offset + HEAD_BYTES <= len(written)
+    return _HEAD.unpack_from(written, offset)[4] if is_there else None
+
+
+def intact_behind(written: memoryview, offset: int, range_count: int) -> Iterator[Head]:
+    """Intact frames behind a broken one that begins at `offset`, wherever they lie: its length may
+    be what is broken.
+
+    Blocking: looks through all of it.
+    """
+    begin = min(offset + _ALIGNMENT, len(written))
+    count = max(0, len(written) - begin) // _ALIGNMENT
+    pieces = np.frombuffer(written, np.uint8, count * _ALIGNMENT, begin).reshape(count, _ALIGNMENT)
+    is_known = (pieces[:, 4] >= min(FrameKind)) & (pieces[:, 4] <= max(FrameKind))
+    for index in np.flatnonzero(is_known & (pieces[:, 5] <= _IS_LAST)):
+        at = begin + int(index) * _ALIGNMENT
+        head = head_at(written, at)
+        if head is not None and head.range_id < range_count and is_intact(written, at, head):
+            yield head
 
 
 def payload_at(written: memoryview, offset: int, head: Head) -> memoryview:

@@ -4,8 +4,9 @@
 
 Rules:
     - What is torn at the end of the newest segment ends the log there: nobody saw what it was to
-      hold. A process that dies leaves a short frame at most; a power cut may leave anything in what
-      was not synced. Whatever else is broken is damage.
+      hold. A process that dies leaves a short frame at most; a power cut may leave anything in the
+      last group of what is synced. Whatever else is broken is damage; so is a length that is wrong,
+      which looks like an end but for what lies behind it.
 
 Invariants:
     ULR-1  What `frames` gives is intact.
@@ -30,13 +31,18 @@ from ps_server.update_log_frames import (
     FrameKind,
     Head,
     frame_bytes,
+    group_at,
     head_at,
+    intact_behind,
     is_intact,
     payload_at,
 )
 from pushpull.v1 import update_log_pb2
 
 FORMAT_VERSION = 1
+
+_RANGES = 2**16
+"""More than any cluster has: without a header nobody knows."""
 
 
 class Start(NamedTuple):
@@ -128,10 +134,13 @@ def _mapped(number: int, path: Path) -> Segment | None:
         if not file.seek(0, 2):
             return None
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    if bytes(mapped[: len(MAGIC)]) != MAGIC[: len(mapped)]:
+    magic = bytes(mapped[: len(MAGIC)])
+    if magic != MAGIC[: len(mapped)] and any(magic):  # after a power cut there may be zeros
         raise InvalidUpdateLog(f"{path}: it is no segment of an update log of this version")
-    head = head_at(mapped, len(MAGIC))
-    if head is None or not is_intact(mapped, len(MAGIC), head):
+    head = _header_at(mapped)
+    if head is None:
+        if any(each.kind is not FrameKind.TABLE for each in intact_behind(mapped, 0, _RANGES)):
+            raise InvalidUpdateLog(f"{path}: its header is damaged")
         return None
     try:
         payload = payload_at(mapped, len(MAGIC), head)
@@ -145,8 +154,17 @@ def _mapped(number: int, path: Path) -> Segment | None:
     return Segment(number, path, header, mapped)
 
 
+def _header_at(mapped: memoryview) -> Head | None:
+    """The first frame, if it is intact."""
+    try:
+        head = head_at(mapped, len(MAGIC))
+    except InvalidUpdateLog:
+        return None
+    return head if head is not None and is_intact(mapped, len(MAGIC), head) else None
+
+
 def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: bool) -> None:
-    mapped, offset = segment.mapped, len(MAGIC)
+    mapped, offset, group = segment.mapped, len(MAGIC), 0
     base: Start | None = None
     while True:
         try:
@@ -168,37 +186,45 @@ def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: 
             starts[range_id] = here
         elif head.kind is FrameKind.ENDED:
             starts.pop(range_id, None)
-        offset += frame_bytes(head.length)
+        offset, group = offset + frame_bytes(head.length), head.group
     segment.end, segment.is_torn = offset, offset < len(mapped)
-    if segment.is_torn and not is_newest:
+    if segment.is_torn and not (is_newest and not _goes_on(segment, offset, group)):
         raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: it ends within a frame")
 
 
 def _frames(segment: Segment, *, is_newest: bool) -> Iterator[Frame]:
-    mapped, offset = segment.mapped, len(MAGIC)
+    mapped, offset, group = segment.mapped, len(MAGIC), 0
     while offset < segment.end:
         head = head_at(mapped, offset)
         if head is None:
             break
         if not is_intact(mapped, offset, head):
             is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
-            if is_torn and not _goes_on(segment, offset, head.group):
+            if is_torn and not _goes_on(segment, offset, group):
                 segment.end, segment.is_torn = offset, True
                 return
             raise InvalidUpdateLog(
                 f"{segment.path}: at byte {offset}: a frame is damaged: its checksum is another"
             )
         yield Frame(segment.number, offset, head, payload_at(mapped, offset, head))
-        offset += frame_bytes(head.length)
+        offset, group = offset + frame_bytes(head.length), head.group
 
 
 def _goes_on(segment: Segment, offset: int, group: int) -> bool:
-    """Whether anything behind a broken frame was written after it was synced."""
-    while offset < segment.end:
-        head = head_at(segment.mapped, offset)
-        if head is None:
-            return False
-        if head.group != group and is_intact(segment.mapped, offset, head):
-            return True
-        offset += frame_bytes(head.length)
-    return False
+    """Whether anything behind a broken frame was written after that was synced; without syncs,
+    whether there is anything: a process that dies leaves nothing behind what it wrote in part.
+
+    Args:
+        segment: the newest.
+        offset: where the broken frame begins.
+        group: that of the frame before.
+    """
+    header = segment.header
+    found = intact_behind(segment.mapped, offset, header.range_count)
+    if not header.is_synced:
+        return next(found, None) is not None
+    behind = {head.group for head in found}
+    own = group_at(segment.mapped, offset)
+    if own in (group, group + 1):
+        return bool(behind - {own})
+    return len(behind) > 1 or not behind <= {group, group + 1}  # zeros, or anything

@@ -240,7 +240,7 @@ class Checkpoints:
 
     def _left(self, attempt: Attempt) -> dict[int, PartReport]:
         """What those have in it that have left, and wrote nothing for it themselves."""
-        members, parts = self._state.members, attempt.parts
+        holders, parts = self._state.workers_by_rank(), attempt.parts
         own = {
             place.rank
             for node_id, place in attempt.workers.items()
@@ -248,8 +248,10 @@ class Checkpoints:
         }
         found = {}
         for rank, left in self._state.left_parts.items():
-            member = members.get(left.node_id)
-            has_left = member is None or member.node.state is NodeState.LEFT
+            holder = holders.get(rank)  # another may have been given the rank
+            has_left = holder is None or (
+                holder.node_id == left.node_id and holder.state is NodeState.LEFT
+            )
             if has_left and rank not in own and _is_before(left.part, attempt.cuts):
                 found[rank] = left.part
         return found

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ps_cli.checkpoint_import import import_model
+from ps_cli.checkpoint_import import _empty_store, _opened, _Source, _write, import_model
 from ps_cli.output import Output
 from ps_core.errors import InvalidConfig, InvariantViolation
 from ps_core.keys import TableId
@@ -176,3 +176,23 @@ def test_a_runs_own_checkpoint_counts_as_newer(tmp_path: Path) -> None:
         write_checkpoint(reader.directory.sibling(f"00000002-{CLUSTER_ID[:8]}"), 2)
     with resolve(url).reader as reader:
         assert not reader.manifest.is_imported
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_what_goes_wrong_elsewhere_is_not_the_files_fault(tmp_path: Path, name: str) -> None:
+    imported(tmp_path, {"a": torch.ones(3)}, name)
+    with pytest.raises(RuntimeError, match="no memory"), _opened(tmp_path / name):
+        raise RuntimeError("no memory")
+
+
+def test_an_import_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    """Not even a directory, which the next one would take for a checkpoint."""
+
+    def broken_off() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    store = _empty_store(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        _write(store, [_Source("a", DType.FLOAT32, (3,), broken_off)], "", "imported")
+    assert not list(tmp_path.iterdir())
+    _empty_store(str(tmp_path))

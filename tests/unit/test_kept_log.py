@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import shutil
 from pathlib import Path
 
-from ps_server.kept_log import KeptLog, open_log
+from ps_runtime.disk import Disk
+from ps_server.kept_log import KeptLog, open_log, read_log
 from ps_server.lanes import SharedLanes
+from ps_server.run_log import read_run
 from ps_server.shards import Shards
-from ps_server.update_log_directory import boot_id
-from tests.unit.written_logs import LEFT, Owner, WrittenLog
+from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
+from ps_server.update_log_frames import MAGIC
+from tests.unit.written_logs import LEFT, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
 
@@ -22,12 +28,14 @@ def opened(path: Path) -> KeptLog:
 
 
 def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: Path) -> None:
-    """Its server was killed before the segment had a header; so was the next one, in the next."""
+    """Its server was killed before the segment had a header; so was the next one, in the next. A
+    power cut leaves zeros.
+    """
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path, boot=boot_id())
     log.begun(owner)
     log.batch(owner.update(1))
-    for torn in (b"", b"pushpull"):
+    for torn in (b"", b"pushpull", bytes(100), MAGIC + bytes(100)):
         number = len(list(tmp_path.glob("*.log"))) + 1
         (tmp_path / f"{number:08d}.log").write_bytes(torn)
         kept = opened(tmp_path)
@@ -35,4 +43,91 @@ def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: 
         log.go_on_after(max(kept.sizes))
         log.taken_over(owner)
         log.batch(owner.update(owner.number + 1))
-    assert opened(tmp_path).replicas[LEFT].number == 3
+    assert opened(tmp_path).replicas[LEFT].number == owner.number == 5
+
+
+def damaged(log: WrittenLog) -> None:
+    """A power cut: what was not synced is zeros."""
+    with log.newest.open("ab") as file:
+        file.write(bytes(4096))
+
+
+def test_what_is_written_after_damage_is_gone_on_with(tmp_path: Path) -> None:
+    """Under another id: what was lost is never taken for what nobody has seen."""
+    owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
+    log.begun(owner)
+    log.batch(owner.update(1))
+    damaged(log)
+    with LogDirectory(tmp_path) as directory:
+        before = directory.log_id
+    kept = opened(tmp_path)
+    assert (kept.replicas, kept.timeline) == ({}, b"")
+    again, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id(), after=max(kept.sizes, default=0))
+    log.begun(again)
+    log.batch(again.update(1))
+    found = opened(tmp_path)
+    assert found.replicas[LEFT].number == 1
+    assert found.directory.log_id == kept.directory.log_id != before
+    assert len(read_run(tmp_path).changes) == 1
+
+
+def test_of_damaged_logs_the_newest_is_left(tmp_path: Path) -> None:
+    ids = set()
+    for count in (3, 1):
+        log = WrittenLog(tmp_path, boot=boot_id())
+        for _ in range(count - 1):
+            log.segment()
+        damaged(log)
+        ids.add(opened(tmp_path).directory.log_id)
+    assert len(ids) == 2
+    assert [each.name for each in tmp_path.glob("*.damaged")] == ["00000001.damaged"]
+    assert not segments_in(tmp_path)
+
+
+def test_a_power_cut_takes_nothing_that_was_synced(tmp_path: Path) -> None:
+    """Whatever it leaves of the last group, which was not."""
+    owner, log = Owner(LEFT), SyncedLog(tmp_path / "log", boot="another")
+    log.begun(owner)
+    for clock in range(1, 8):
+        if clock in (2, 4):
+            synced_bytes, log.group = log.newest.stat().st_size, log.group + 1
+        log.batch(owner.update(clock))
+    whole, chooser = log.newest.read_bytes(), random.Random(2)
+    found = set()
+    for _ in range(100):
+        left = bytearray(whole[: chooser.randint(synced_bytes, len(whole))])
+        for at in range(synced_bytes, len(left), 64):
+            if chooser.random() < 0.03:
+                left[at : at + 64] = bytes(len(left[at : at + 64]))
+        copy = tmp_path / "copy"
+        shutil.copytree(log.path, copy)
+        (copy / log.newest.name).write_bytes(left)
+        found.add(opened(copy).replicas[LEFT].number)
+        shutil.rmtree(copy)
+    assert min(found) == 3
+    assert len(found) > 1
+
+
+class Synced(Disk):
+    """A disk that notes how long a file is when it is synced."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self.sizes.append(os.fstat(descriptor).st_size)
+
+
+def test_a_torn_end_is_off_the_disk_before_another_segment_is_on_it(tmp_path: Path) -> None:
+    """Else a power cut brings it back, where it is no end any more."""
+    owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
+    log.begun(owner)
+    whole_bytes = log.newest.stat().st_size
+    with log.newest.open("ab") as file:
+        file.write(bytes(5))
+    disk = Synced()
+    with LogDirectory(tmp_path, disk) as directory:
+        disk.sizes.clear()
+        read_log(directory, Shards(SharedLanes(), {}), "")
+    assert disk.sizes == [whole_bytes] == [log.newest.stat().st_size]

@@ -106,6 +106,29 @@ def test_who_has_not_left_has_its_state_as_of_the_cut_or_none() -> None:
     assert attempt.parts[cluster.workers[0].node_id] == lost
 
 
+def test_a_rank_has_nothing_of_whoever_had_it_before() -> None:
+    """It was given to another, whose state is lost: that is said, and no older one put in its
+    place.
+    """
+    cluster = Saving(max_workers=3)
+    before = cluster.worker()
+    for server in (0, 1):  # the change with which it joins
+        cluster.promise(server, 1, 1)
+    cluster.report(before, left_behind(), LEAVING)
+    cluster.leave(before)
+    cluster.begin()
+    cluster.workers.append(cluster.worker())
+    assert cluster.workers[2].rank == before.rank == 2
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    for worker in (2, 0, 1):
+        cluster.answer(worker, 5, 4)
+    lost, whole = PartReport(problem="it cannot be written"), PartReport("worker", 9, "cd")
+    attempt = complete(cluster, *zip(cluster.workers, (whole, whole, lost), strict=True)).attempt
+    assert attempt.left == {}
+    assert attempt.parts[cluster.workers[2].node_id] == lost
+
+
 # --- files
 
 

@@ -13,7 +13,11 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId
 from ps_core.tables import Table
+from ps_server.kept_log import read_log
+from ps_server.lanes import SharedLanes
 from ps_server.replay import Replay, Version, read_run
+from ps_server.shards import Shards
+from ps_server.update_log_directory import LogDirectory, boot_id
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 
 
@@ -321,6 +325,28 @@ def test_a_damaged_frame_is_an_error_that_says_where(tmp_path: Path) -> None:
     log.write_bytes(content)
     with pytest.raises(InvalidUpdateLog, match=r"00000001.log: at byte [0-9]+: a frame is damaged"):
         read_run(tmp_path)
+
+
+def test_a_batch_that_was_torn_between_its_frames_is_dropped_by_the_next_segment(
+    tmp_path: Path,
+) -> None:
+    """By who goes on from the log, and by who reads it afterwards: the next has its number."""
+    owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
+    log.begun(owner)
+    log.batch(owner.update(1))
+    log.torn_batch(owner.twin().update(2, (1,), 9.0))
+    log.segment()
+    owner.tenure = 4
+    log.taken_over(owner)
+    log.batch(owner.update(2, (0,), 2.0))
+    shards = Shards(SharedLanes(), {})
+    with LogDirectory(tmp_path) as directory:
+        assert read_log(directory, shards, "").replicas[LEFT].number == 2
+    store = shards.stores[MODEL.table_id, LEFT]
+    assert {b: bytes(store.read(b, None, None)[0]) for b in owner.values()} == owner.values()
+    again = replayed(tmp_path)
+    check_all(again, owner)
+    assert numbers(again) == [0, 1, 2]
 
 
 def test_a_half_base_at_the_end_is_none(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from ps_cli.output import Output
 from ps_cli.replay import replay
 from ps_cli.replay_options import ReplayOptions
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
-from tests.unit.written_logs import ASP, LEFT, RIGHT, Owner, WrittenLog
+from ps_core.keys import TableId
+from ps_runtime.checkpoint_directory import locate
+from ps_runtime.checkpoint_store import CheckpointStore
+from ps_runtime.part_writer import PartWriter, PlannedTable
+from tests.unit.checkpoint_files import CLUSTER_ID, saved
+from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 
 CLOCKS = 100
 
@@ -100,3 +107,51 @@ def test_what_cannot_be_is_refused(bsp_log: Path, options: dict[str, Any], probl
 def test_a_table_that_is_not_there_is_named_with_those_that_are(bsp_log: Path) -> None:
     with pytest.raises(TableNotFound, match="no table with parameters is 'x'; the log has 'model'"):
         said(bsp_log, table="x")
+
+
+# --- against a checkpoint
+
+
+def checkpoint_of(root: Path, owners: Sequence[Owner], clock: int) -> str:
+    """A checkpoint of what they have."""
+    name, file = MODEL.spec.name, "server-1.safetensors"
+    directory = CheckpointStore(locate(str(root))).directory(1, CLUSTER_ID)
+    directory.create()
+    path = directory.begin(file)
+    slots = ("values", "momentum_buffer")
+    writer = PartWriter(path, [PlannedTable(name, MODEL.block_count, slots)])
+    for owner in owners:
+        for block in owner.values():
+            found = owner.shards.stores[MODEL.table_id, owner.range_id].saved(block)
+            for tensor, payload in found.tensors:
+                writer.append(name, block, tensor, bytes(payload), "F32")
+            writer.note_block(name, block, version=found.version, steps=found.steps)
+    written = writer.finish(1, CLUSTER_ID)
+    directory.commit(file, path)
+    manifest = saved([MODEL.spec], file, written, {name: MODEL.block_count})
+    tables = tuple(replace(table, clock=clock) for table in manifest.tables)
+    directory.write_manifest(replace(manifest, tables=tables))
+    return directory.url
+
+
+def test_a_table_that_the_checkpoint_does_not_have_is_not_equal(tmp_path: Path) -> None:
+    """It may be of later; nobody is told that it was compared."""
+    owners = Owner(LEFT), Owner(RIGHT)
+    log = WrittenLog(tmp_path / "log")
+    for owner in owners:
+        log.begun(owner)
+        log.batch(owner.update(1))
+    url = checkpoint_of(tmp_path / "saved", owners, 1)
+    stream = io.StringIO()
+    with Output(stream) as output:
+        assert replay(ReplayOptions(log.path, against=url), output) == 0
+        later = replace(MODEL, table_id=TableId(9), spec=replace(MODEL.spec, name="later"))
+        log.table(later)
+        assert replay(ReplayOptions(log.path, against=url), output) == 1
+        assert replay(ReplayOptions(log.path, table="model", against=url), output) == 0
+    assert stream.getvalue().splitlines() == [
+        "model: equal, bit for bit, at clock 1",
+        "model: equal, bit for bit, at clock 1",
+        f"later: it is not in {url}",
+        "model: equal, bit for bit, at clock 1",
+    ]

@@ -23,6 +23,7 @@ from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
 from tests.unit.logged_server import (
     KERNELS,
+    RANGES,
     LoggedServer,
     Setting,
     Values,
@@ -139,12 +140,56 @@ def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_pat
     ran(scene)
 
 
+def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Both are written in one group: nobody hears that the base is there."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        for range_id in map(RangeId, range(RANGES)):
+            server.log.append(Item(FrameKind.BASE, (b"",), range_id))
+            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+        await server.written()
+        newest = server.log.segment
+        server.log._sizes[newest] += 1_000_000_000
+        server.log.turn(state_bytes=0)
+        assert server.log.segment == newest + 1
+        await server.end()
+
+    ran(scene)
+
+
+def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) -> None:
+    """Nothing else begins anywhere, and the log is above its bound."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        for range_id in map(RangeId, range(RANGES)):
+            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+        await server.written()
+        server.log.append(Item(FrameKind.BEGUN, (b"",), RangeId(0)))
+        begins_in = server.log.segment
+        server.log._sizes[begins_in] += 1_000_000_000
+        server.log.turn(state_bytes=0)
+        server.log.turn(state_bytes=0)
+        await server.written()
+        assert (tmp_path / f"{begins_in:08d}.log").exists()
+        await server.end()
+
+    ran(scene)
+
+
 # --- what does not
 
 
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool) -> None:
-    """Never values that nobody ever had; without a power cut nothing is taken for torn."""
+    """Never values that nobody ever had; and it ends the log at its end only: there all or nothing
+    is claimed.
+    """
     states: list[Values] = []
 
     async def scene() -> None:
@@ -156,9 +201,16 @@ def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool
         await server.end()
 
     ran(scene)
-    whole, chooser = (tmp_path / "log" / "00000001.log").read_bytes(), random.Random(1)
-    for _ in range(80):
-        place, bit = chooser.randrange(len(MAGIC), len(whole)), 1 << chooser.randrange(8)
+    segment = tmp_path / "log" / "00000001.log"
+    whole, chooser = segment.read_bytes(), random.Random(1)
+    frames = heads(segment)
+    groups = {group_of(whole, at): at for at, _ in reversed(frames)}
+    end = groups[max(groups) - 1] if is_synced else frames[-1][0]
+    batches = [at for at, kind in frames if kind is FrameKind.BATCH and at < end]
+    places = [at + byte for at in (len(MAGIC), batches[1], batches[-1]) for byte in range(32)]
+    places += [chooser.randrange(len(MAGIC), len(whole)) for _ in range(60)]
+    for place in places:
+        bit = 1 << chooser.randrange(8)
         copy = tmp_path / "copy"
         shutil.copytree(tmp_path / "log", copy)
         broken = bytearray(whole)
@@ -167,7 +219,15 @@ def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool
         found = recovered(copy)
         for block, value in found.values.items():
             assert any(value == state.get(block) for state in states), (place, bit, block)
+        assert place >= end or found.values in ({}, states[-1]), (place, bit)
         shutil.rmtree(copy)
+
+
+def group_of(raw: bytes, at: int) -> int:
+    """Of the frame that begins there."""
+    head = head_at(memoryview(raw), at)
+    assert head is not None
+    return head.group
 
 
 def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -> None:
@@ -232,6 +292,14 @@ class Failing(Disk):
         self.synced_bytes = self._written_bytes
 
 
+async def ended(server: LoggedServer) -> None:
+    """The log's thread has, and what it said last is heard."""
+    await asyncio.to_thread(server.log._writer.join)
+    heard = asyncio.Event()
+    asyncio.get_running_loop().call_soon(heard.set)
+    await heard.wait()
+
+
 def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
     async def scene() -> None:
         disk = Failing()
@@ -240,13 +308,32 @@ def test_nothing_is_answered_that_a_full_disk_did_not_take(tmp_path: Path) -> No
         answered = list(server.answered)
         disk.is_full = True
         await server.push(2, waits=False)
-        await asyncio.to_thread(server.log._writer.join)
-        heard = asyncio.Event()  # what the thread said last
-        asyncio.get_running_loop().call_soon(heard.set)
-        await heard.wait()
+        await ended(server)
         with pytest.raises(InvalidUpdateLog, match=r"cannot be written.*No space left"):
             server.node.tick()
         assert server.answered == answered
+        await server.end()
+
+    ran(scene)
+
+
+def test_whatever_ends_the_thread_ends_the_server(tmp_path: Path) -> None:
+    """Else everybody would wait for a log that nobody writes."""
+
+    class Broken(Failing):
+        def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+            if self.is_full:
+                raise MemoryError
+            return super().write_all(descriptor, pieces, offset)
+
+    async def scene() -> None:
+        disk = Broken()
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        disk.is_full = True
+        await server.push(1, waits=False)
+        await ended(server)
+        with pytest.raises(InvalidUpdateLog, match=r"cannot be written: MemoryError"):
+            server.node.tick()
         await server.end()
 
     ran(scene)
@@ -335,6 +422,10 @@ def test_a_directory_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidUpdateLog, match="file"):
         LogDirectory(file)
     (tmp_path / "log_id").write_text("what")
+    with pytest.raises(InvalidUpdateLog, match="log_id"):
+        LogDirectory(tmp_path)
+    (tmp_path / "log_id").unlink()
+    (tmp_path / "log_id").mkdir()
     with pytest.raises(InvalidUpdateLog, match="log_id"):
         LogDirectory(tmp_path)
 

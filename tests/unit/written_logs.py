@@ -24,7 +24,7 @@ from ps_server.shards import Shards
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.update_log_frames import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log_reader import FORMAT_VERSION
-from pushpull.v1 import update_log_pb2
+from pushpull.v1 import replication_pb2, update_log_pb2
 from tests.property.shard_twin import table
 
 RANGE_COUNT = 2
@@ -161,17 +161,25 @@ class Owner:
 
 
 class WrittenLog:
-    """One server's log."""
+    """One server's log. `group` is that of the frames that come."""
+
+    is_synced = False
 
     def __init__(
-        self, path: Path, of: Table = MODEL, timeline: bytes = b"t" * 16, boot: str = ""
+        self,
+        path: Path,
+        of: Table = MODEL,
+        timeline: bytes = b"t" * 16,
+        boot: str = "",
+        after: int = 0,
     ) -> None:
         self.path = path
         self.now_s = 1000.0
+        self.group = 1
         self._of = of
         self._timeline = timeline
         self._boot = boot
-        self._number = 0
+        self._number = after
         path.mkdir(parents=True, exist_ok=True)
         self.segment()
 
@@ -186,9 +194,13 @@ class WrittenLog:
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(HEADER)
         header.segment, header.timeline = self._number, self._timeline
-        header.boot_id = self._boot
+        header.boot_id, header.is_synced = self._boot, self.is_synced
         self._write(FrameKind.HEADER, [header.SerializeToString()])
-        self._write(FrameKind.TABLE, [wire.table_to_proto(self._of).SerializeToString()])
+        self.table(self._of)
+
+    def table(self, of: Table) -> None:
+        """There is another table."""
+        self._write(FrameKind.TABLE, [wire.table_to_proto(of).SerializeToString()])
 
     def go_on_after(self, number: int) -> None:
         """Begin another, with the number after that."""
@@ -204,6 +216,17 @@ class WrittenLog:
     def batch(self, batch: Batch, time_s: float | None = None) -> None:
         self.now_s = self.now_s + 1 if time_s is None else time_s
         self._write(FrameKind.BATCH, batch_messages(batch), batch.range_id, batch.number)
+
+    def torn_batch(self, batch: Batch) -> None:
+        """Its first block in a frame alone; the process died before the next."""
+        request = replication_pb2.ReplicateRequest()
+        request.batch.more_follow = True
+        (change,) = batch.changes
+        assert isinstance(change, Put)
+        block = change.total.blocks[0]
+        request.batch.blocks.add(block=block.block, payload=bytes(block.payload))
+        raw = request.SerializeToString()
+        self._write(FrameKind.BATCH, [raw], batch.range_id, batch.number, is_torn=True)
 
     def base(self, owner: Owner) -> None:
         self._write(FrameKind.BASE, owner.base(), owner.range_id, owner.number)
@@ -221,9 +244,17 @@ class WrittenLog:
         payloads: Sequence[bytes],
         range_id: RangeId = LEFT,
         number: int = 0,
+        *,
+        is_torn: bool = False,
     ) -> None:
         with self.newest.open("ab") as file:
             for index, payload in enumerate(payloads):
-                is_last = index == len(payloads) - 1
-                head = Head(len(payload), kind, is_last, range_id, 1, number, self.now_s)
+                is_last = index == len(payloads) - 1 and not is_torn
+                head = Head(len(payload), kind, is_last, range_id, self.group, number, self.now_s)
                 file.write(packed(head, payload) + payload + padding(len(payload)))
+
+
+class SyncedLog(WrittenLog):
+    """One that outlives a power cut, but for its last group."""
+
+    is_synced = True
