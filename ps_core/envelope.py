@@ -76,23 +76,23 @@ def join(
     return b"".join((outer, rest, padding, head, view))
 
 
-def join_several(
+def pieces_of_several(
     outer_field: int,
     rest: bytes,
     inner_field: int,
     parts: Sequence[tuple[bytes, bytes | memoryview]],
     payload_field: int,
     padding_field: int,
-) -> bytes:
+) -> list[bytes | memoryview]:
     """The outer message whose field `outer_field` holds `rest` and, behind it, one message for each
-    of `parts`.
+    of `parts`; in pieces, which are to be joined or written one behind the other.
 
     Args:
         outer_field: the number of the field that holds it all.
         rest: its other fields, serialized.
         inner_field: the number of the repeated field that holds the parts.
-        parts: of each the fields beside the payload, serialized, and the payload, which is copied
-            once, into the result.
+        parts: of each the fields beside the payload, serialized, and the payload, which is not
+            copied: a piece of the result is a view of it.
         payload_field: the number of the payload in a part.
         padding_field: as in `join`; at most 15.
     """
@@ -111,7 +111,7 @@ def join_several(
         pieces += inner, beside, _head(padding_field, missing), bytes(missing), tail, view
         at += len(inner) + length + missing
     pieces[0] = _head(outer_field, at - begin)
-    return b"".join(pieces)
+    return pieces
 
 
 def _head(field: int, size: int) -> bytes:

@@ -56,8 +56,9 @@ class Disk:
             count = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
 
-    def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
-        """All of `pieces`, one behind the other, from `offset` on; how many bytes that were.
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+        """All of `pieces`, of bytes each, one behind the other, from `offset` on; how many bytes
+        that were.
 
         Blocking: the write.
 

@@ -9,6 +9,7 @@ from ps_core.tables import Table
 from ps_runtime import wire
 from ps_server.range_log import RangeLog
 from ps_server.replication_messages import Batch, Snapshot
+from ps_server.replication_wire import Pieces
 from ps_server.shards import Shards
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.update_log import Item, UpdateLog
@@ -25,11 +26,12 @@ class EncodedLog:
     Args:
         log: the file.
         shards: where the values of bases are.
-        messages: a batch as backups are told it.
+        messages: a batch as backups are told it, in pieces that stay as they are until all of it
+            is written.
     """
 
     def __init__(
-        self, log: UpdateLog, shards: Shards, messages: Callable[[Batch], Sequence[bytes]]
+        self, log: UpdateLog, shards: Shards, messages: Callable[[Batch], Sequence[Pieces]]
     ) -> None:
         self._log = log
         self._shards = shards
@@ -63,7 +65,7 @@ class EncodedLog:
 
     def base(self, snapshot: Snapshot) -> None:
         """See `LogWriter`."""
-        messages = list(snapshot_messages(self._shards.copy(snapshot)))
+        messages = [(each,) for each in snapshot_messages(self._shards.copy(snapshot))]
         range_id, number = snapshot.range_id, snapshot.number
         self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.tenure))
 
@@ -77,7 +79,7 @@ class EncodedLog:
     def ended(self, range_id: RangeId) -> None:
         """See `LogWriter`."""
         mark = update_log_pb2.UpdateLogRange(range_id=range_id)
-        self._log.append(Item(FrameKind.ENDED, (mark.SerializeToString(),), range_id))
+        self._log.append(Item(FrameKind.ENDED, ((mark.SerializeToString(),),), range_id))
 
     def _mark(self, kind: FrameKind, log: RangeLog) -> None:
         """The range at its first moment under this primary: nothing is released yet."""
@@ -88,4 +90,4 @@ class EncodedLog:
             number=log.released,
         )
         raw = mark.SerializeToString()
-        self._log.append(Item(kind, (raw,), log.range_id, log.released, log.tenure))
+        self._log.append(Item(kind, ((raw,),), log.range_id, log.released, log.tenure))

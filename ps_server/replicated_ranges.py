@@ -20,6 +20,7 @@ from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_runtime import logs, wire
+from ps_server.changes import Put
 from ps_server.encoded_log import EncodedLog
 from ps_server.events import Effect
 from ps_server.logged_ranges import LoggedRanges
@@ -29,9 +30,15 @@ from ps_server.peer_links import PeerLinks
 from ps_server.replica import Replica
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant
-from ps_server.replication_wire import answers_from, batch_messages, beat_message
+from ps_server.replication_wire import (
+    Pieces,
+    answers_from,
+    batch_messages,
+    batch_pieces,
+    beat_message,
+)
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
-from ps_server.shards import Shards, for_backup
+from ps_server.shards import Shards, fixed_for_backup, for_backup
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.store_copy import RangeCopy
 from ps_server.update_log import UpdateLog, Written
@@ -94,7 +101,7 @@ class ReplicatedRanges:
         self.output = OutputCommit(machine, self.replication, shards, self._send, write)
         self.update_log = update_log
         if update_log is not None:
-            self._encoded_log = EncodedLog(update_log, shards, self._messages)
+            self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
         self.do: Callable[[Sequence[Deed]], None] = _nothing
@@ -249,6 +256,18 @@ class ReplicatedRanges:
             told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
             self._encoded = batch, batch_messages(told)
         return self._encoded[1]
+
+    def _logged_messages(self, batch: Batch) -> Sequence[Pieces]:
+        """A sum is applied, and its memory used again, only when it is in the log (LOG-1): it is
+        written from where it lies. Whatever else has values, as it is now.
+        """
+        if self._encoded is not None and self._encoded[0] is batch:
+            return [(message,) for message in self._encoded[1]]
+        told = tuple(
+            for_backup(change) if isinstance(change, Put) else fixed_for_backup(change)
+            for change in batch.changes
+        )
+        return batch_pieces(batch._replace(changes=told))
 
     # --- values that are loaded
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ps_core import limits
-from ps_core.envelope import join, join_several, split, split_several, wrap
+from ps_core.envelope import join, pieces_of_several, split, split_several, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, InvariantViolation
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
@@ -45,6 +45,8 @@ from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from pushpull.v1 import replication_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
+Pieces = Sequence[bytes | memoryview]
+"""A serialized message, one piece behind the other."""
 
 SERVICE = "pushpull.v1.ReplicationService"
 METHOD = f"/{SERVICE}/Replicate"
@@ -131,29 +133,34 @@ def batch_messages(batch: Batch) -> list[bytes]:
         batch: its changes as backups are told them (`ps_server.shards.for_backup`); payloads are
             copied.
     """
+    return [b"".join(pieces) for pieces in batch_pieces(batch)]
+
+
+def batch_pieces(batch: Batch) -> list[Pieces]:
+    """As `batch_messages`, each in pieces: those that are payloads are views of them."""
     head, blocks = _head(batch)
     parts = [(_beside(block), block.payload) for block in blocks]
     rest = wrap(_HEAD, head.SerializeToString())
-    messages: list[bytes] = []
+    messages: list[Pieces] = []
     begin = size = 0
     for end, (beside, payload) in enumerate(parts):
         length = len(beside) + len(payload) + _FRAME_BYTES
         size += length
         if end > begin and size > limits.REPLICATION_MESSAGE_BYTES:
-            messages.append(_joined(_MORE_FOLLOW, parts[begin:end]))
+            messages.append(_around(_MORE_FOLLOW, parts[begin:end]))
             begin, size = end, length
     if begin < len(parts) and size + len(rest) + _FRAME_BYTES > limits.MAX_MESSAGE_BYTES:
-        messages.append(_joined(_MORE_FOLLOW, parts[begin:]))
+        messages.append(_around(_MORE_FOLLOW, parts[begin:]))
         begin = len(parts)
-    messages.append(_joined(rest, parts[begin:]))
+    messages.append(_around(rest, parts[begin:]))
     return messages
 
 
 _MORE_FOLLOW = replication_pb2.ReplicatedBatch(more_follow=True).SerializeToString()
 
 
-def _joined(rest: bytes, parts: Sequence[tuple[bytes, bytes | memoryview]]) -> bytes:
-    return join_several(_BATCH, rest, _BLOCKS, parts, _PAYLOAD, _PADDING)
+def _around(rest: bytes, parts: Sequence[tuple[bytes, bytes | memoryview]]) -> Pieces:
+    return pieces_of_several(_BATCH, rest, _BLOCKS, parts, _PAYLOAD, _PADDING)
 
 
 def elements_message(block: Elements) -> bytes:

@@ -227,7 +227,7 @@ class Shards:
         them.
         """
         range_id = snapshot.range_id
-        held = tuple(_fixed(for_backup(change)) for change in snapshot.held)
+        held = tuple(fixed_for_backup(change) for change in snapshot.held)
         stores = {
             table_id: self.stores[table_id, range_id].snapshot() for table_id in snapshot.copies
         }
@@ -286,7 +286,9 @@ def for_backup(change: Change) -> Change:
     return change
 
 
-def _fixed(change: Change) -> Change:
+def fixed_for_backup(change: Change) -> Change:
+    """As `for_backup`, in memory that does not change."""
+    change = for_backup(change)
     if isinstance(change, Put | Kept) and change.total is not None:
         return change._replace(total=change.total.fixed())
     if isinstance(change, Assigned):

@@ -55,12 +55,13 @@ class LogSetting:
 
 
 class Item(NamedTuple):
-    """Frames that belong together: of one kind, range and number. `tenure` is that of the batches'
-    primary; it is not written.
+    """Frames that belong together: of one kind, range and number. A payload comes in pieces, which
+    must stay as they are until they are written. `tenure` is that of the batches' primary; it is
+    not written.
     """
 
     kind: FrameKind
-    payloads: Sequence[bytes]
+    payloads: Sequence[Sequence[bytes | memoryview]]
     range_id: RangeId = RangeId(0)
     number: int = 0
     tenure: AssignmentEpoch = AssignmentEpoch(0)
@@ -148,7 +149,7 @@ class UpdateLog:
     def add_table(self, raw: bytes) -> None:
         """A table, in this segment and all later ones."""
         self._tables.append(raw)
-        self.append(Item(FrameKind.TABLE, (raw,)))
+        self.append(Item(FrameKind.TABLE, ((raw,),)))
 
     # --- segments
 
@@ -193,8 +194,8 @@ class UpdateLog:
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(self._header)
         header.segment = number
-        first = [Item(FrameKind.HEADER, (header.SerializeToString(),))]
-        first += [Item(FrameKind.TABLE, (raw,)) for raw in self._tables]
+        first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
+        first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables]
         self._sizes[number] = len(MAGIC) + sum(map(_size, first))
         self._queue.put(_NextSegment(number, first))
 
@@ -308,20 +309,12 @@ class _Writer(threading.Thread):
             self._disk.sync_directory(self._directory.path)
 
     def _put(self, item: Item) -> None:
-        time_s = time.time()
-        pieces: list[bytes] = []
+        time_s, group = time.time(), self._group % 2**32
+        pieces: list[bytes | memoryview] = []
         for index, payload in enumerate(item.payloads):
-            is_last = index == len(item.payloads) - 1
-            head = Head(
-                len(payload),
-                item.kind,
-                is_last,
-                item.range_id,
-                self._group % 2**32,
-                item.number,
-                time_s,
-            )
-            pieces += packed(head, payload), payload, padding(len(payload))
+            length, is_last = sum(map(len, payload)), index == len(item.payloads) - 1
+            head = Head(length, item.kind, is_last, item.range_id, group, item.number, time_s)
+            pieces += packed(head, *payload), *payload, padding(length)
         if self._descriptor is not None:
             self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
             self._let_go(self._descriptor)
@@ -336,7 +329,7 @@ class _Writer(threading.Thread):
 
 
 def _size(item: Item) -> int:
-    return sum(frame_bytes(len(payload)) for payload in item.payloads)
+    return sum(frame_bytes(sum(map(len, payload))) for payload in item.payloads)
 
 
 def _nothing(written: Written) -> None:

@@ -84,13 +84,16 @@ def padding(length: int) -> bytes:
     return bytes(frame_bytes(length) - HEAD_BYTES - length)
 
 
-def packed(head: Head, payload: bytes | memoryview) -> bytes:
-    """The head as it is written before its payload."""
+def packed(head: Head, *payload: bytes | memoryview) -> bytes:
+    """The head as it is written before its payload, which may be given in pieces, of bytes each."""
     flags = _IS_LAST if head.is_last else 0
     raw = _HEAD.pack(
-        len(payload), head.kind, flags, head.range_id, head.group, head.number, head.time_s, 0
+        head.length, head.kind, flags, head.range_id, head.group, head.number, head.time_s, 0
     )[:-_CHECKSUM_BYTES]
-    return raw + zlib.crc32(payload, zlib.crc32(raw)).to_bytes(_CHECKSUM_BYTES, "little")
+    checksum = zlib.crc32(raw)
+    for piece in payload:
+        checksum = zlib.crc32(piece, checksum)
+    return raw + checksum.to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def head_at(written: memoryview, offset: int) -> Head | None:

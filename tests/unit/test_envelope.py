@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ps_core.envelope import (
     ALIGNMENT_BYTES,
     join,
-    join_several,
+    pieces_of_several,
     split,
     split_several,
     varint,
@@ -81,7 +81,9 @@ def test_several_joined_are_what_protobuf_would_write(head: bytes, payloads: lis
     batch.head.range_id = len(head)
     blocks = [replication_pb2.BlockElements(block=n, presence=head) for n in range(len(payloads))]
     parts = [(b.SerializeToString(), p) for b, p in zip(blocks, payloads, strict=True)]
-    joined = join_several(BATCH, batch.SerializeToString(), BLOCKS, parts, PAYLOAD, PADDING)
+    joined = b"".join(
+        pieces_of_several(BATCH, batch.SerializeToString(), BLOCKS, parts, PAYLOAD, PADDING)
+    )
     found = split_several(joined, BATCH, BLOCKS, PAYLOAD)
     parsed = replication_pb2.ReplicateRequest.FromString(joined).batch
     for block, payload in zip(parsed.blocks, payloads, strict=True):
@@ -195,7 +197,7 @@ def test_with_padding_a_payload_begins_where_its_receiver_can_compute_on_it(
 )
 def test_of_several_payloads_each_begins_there(size: int, count: int) -> None:
     parts = [(b"\x08" + bytes((n,)), bytes((200 + n,)) * size) for n in range(count)]
-    joined = join_several(BATCH, b"\x08\x01", BLOCKS, parts, PAYLOAD, PADDING)
+    joined = b"".join(pieces_of_several(BATCH, b"\x08\x01", BLOCKS, parts, PAYLOAD, PADDING))
     for _, payload in parts:
         assert _offset(joined, payload) % ALIGNMENT_BYTES == 0
     assert len(joined) < count * (size + ALIGNMENT_BYTES + 16) + 8

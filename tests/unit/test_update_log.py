@@ -129,8 +129,8 @@ def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_pat
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
-        server.log.append(Item(FrameKind.BASE, (b"",), RangeId(0)))
-        server.log.append(Item(FrameKind.ENDED, (b"",), RangeId(0)))
+        server.log.append(Item(FrameKind.BASE, ((b"",),), RangeId(0)))
+        server.log.append(Item(FrameKind.ENDED, ((b"",),), RangeId(0)))
         server.log._heard(Written(starts={RangeId(0): 1}), "")  # of the base, in a group of its own
         await server.written()
         server.log._next_segment()
@@ -149,8 +149,8 @@ def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ev
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.BASE, (b"",), range_id))
-            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+            server.log.append(Item(FrameKind.BASE, ((b"",),), range_id))
+            server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
         await server.written()
         newest = server.log.segment
         server.log._sizes[newest] += 1_000_000_000
@@ -168,9 +168,9 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.ENDED, (b"",), range_id))
+            server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
         await server.written()
-        server.log.append(Item(FrameKind.BEGUN, (b"",), RangeId(0)))
+        server.log.append(Item(FrameKind.BEGUN, ((b"",),), RangeId(0)))
         begins_in = server.log.segment
         server.log._sizes[begins_in] += 1_000_000_000
         server.log.turn(state_bytes=0)
@@ -281,7 +281,7 @@ class Failing(Disk):
         self.synced_bytes = 0
         self._written_bytes = 0
 
-    def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._written_bytes = offset + super().write_all(descriptor, pieces, offset)
@@ -321,7 +321,9 @@ def test_whatever_ends_the_thread_ends_the_server(tmp_path: Path) -> None:
     """Else everybody would wait for a log that nobody writes."""
 
     class Broken(Failing):
-        def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        def write_all(
+            self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int
+        ) -> int:
             if self.is_full:
                 raise MemoryError
             return super().write_all(descriptor, pieces, offset)
@@ -355,7 +357,7 @@ def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
     """Streams go on while a server ends."""
     source: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
     source.put(None)
-    source.put(Item(FrameKind.ENDED, (b"",), RangeId(1)))
+    source.put(Item(FrameKind.ENDED, ((b"",),), RangeId(1)))
     with LogDirectory(tmp_path) as directory:
         writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
         writer.start()
@@ -375,7 +377,7 @@ class Memory(Disk):
         self.written_bytes = 0
         return super().create(path)
 
-    def write_all(self, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
         self.written_bytes = offset + super().write_all(descriptor, pieces, offset)
         return self.written_bytes - offset
 
@@ -393,7 +395,7 @@ def test_what_is_written_is_let_go_of_when_it_is_there_and_when_the_disk_should_
     for segment in (1, 2):
         source.put(_NextSegment(segment, ()))
         for payload in (bytes(100), bytes(3 * _WINDOW_BYTES), *[bytes(_WINDOW_BYTES)] * 4):
-            source.put(Item(FrameKind.BATCH, (payload,), RangeId(1), 1))
+            source.put(Item(FrameKind.BATCH, ((payload,),), RangeId(1), 1))
     source.put(None)
     disk = Memory()
     with LogDirectory(tmp_path, disk) as directory:
