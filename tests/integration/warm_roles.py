@@ -31,7 +31,9 @@ from tests.integration.warm_processes import warm_context
 MODULES = ("ps_server", "scheduler")
 
 _PR_SET_CHILD_SUBREAPER = 36
-_OURS = ("PUSHPULL_", "PYTEST_")
+_IGNORED = ("PUSHPULL_", "PYTEST_", "TORCHINDUCTOR_")
+"""Ours are read when a role runs. The others' are set while tests run, and read by no role."""
+
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class WarmRoles:
 
 
 def _foreign(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are not ours."""
-    return {k: v for k, v in environment.items() if not k.startswith(_OURS)}
+    """The variables that may be read by an import."""
+    return {k: v for k, v in environment.items() if not k.startswith(_IGNORED)}
 
 
 def fork_on_demand(orders: Connection) -> None:
