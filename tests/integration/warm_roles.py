@@ -35,7 +35,6 @@ _IGNORED = ("PUSHPULL_", "PYTEST_", "TORCHINDUCTOR_")
 """Ours are read when a role runs. The others' are set while tests run, and read by no role."""
 
 
-
 @dataclass(frozen=True)
 class ForkedRole:
     """A child of this process that it did not fork."""
