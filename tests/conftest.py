@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from ps_runtime.imported import spared
 from ps_runtime.role_starts import begin_by
-from tests.integration.warm_roles import WarmRoles
+from tests.integration.warm_roles import FORKER, begin_warm
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
 settings.register_profile("pushpull", deadline=None)
@@ -45,10 +45,9 @@ def sim_seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_roles() -> Iterator[WarmRoles]:
+def warm_roles() -> Iterator[None]:
     """Schedulers and servers that a test starts begin with all imported."""
-    warm = WarmRoles()
-    before = begin_by(warm.begin)
-    yield warm
+    before = begin_by(begin_warm)
+    yield
     begin_by(before)
-    warm.close()
+    FORKER.close()
