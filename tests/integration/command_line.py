@@ -6,13 +6,17 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Self
+
+from tests.integration.warm_roles import FORKER, Order
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 100.0
@@ -132,6 +136,28 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_DEADLINE_S,
         check=False,
     )  # fmt: skip
+
+
+def run_warm(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a fork of a process that has imported torch.
+
+    For commands that import it. What a command forgets to import is seen by a test that uses `run`:
+    each command has one.
+    """
+    order = Order("ps_cli", arguments, environment(), cwd)
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        child = FORKER.start(order, output.fileno(), errors.fileno())
+        with os.fdopen(os.pidfd_open(child.pid), "rb") as watched:
+            has_ended, _, _ = select.select([watched], [], [], START_DEADLINE_S)
+        if not has_ended:
+            os.kill(child.pid, signal.SIGKILL)
+        status = child.wait()
+        assert has_ended, f"{arguments} did not end within {START_DEADLINE_S} s"
+        said = []
+        for stream in (output, errors):
+            stream.seek(0)
+            said.append(stream.read().decode())
+    return subprocess.CompletedProcess(arguments, status, *said)
 
 
 def assert_all_gone(pids: Iterator[int] | list[int]) -> None:
