@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ps_runtime.imported import spared
 
 with spared():  # here as in the server, which imports this module
@@ -9,11 +11,13 @@ with spared():  # here as in the server, which imports this module
 
     import ps_cli.__main__
     import ps_server.process
-    import ps_worker.distributed_optimizer  # noqa: F401
+    import ps_worker.__main__
+    import ps_worker.distributed_optimizer
     import scheduler.__main__
 
 MAINS = {
     "ps_cli": ps_cli.__main__.main,
+    "ps_worker": lambda: sys.exit(ps_worker.__main__.main()),
     "ps_server": ps_server.process.main,
     "scheduler": scheduler.__main__.main,
 }

@@ -20,21 +20,26 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import reduction
+from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
 from ps_runtime.role_environment import role_environment
-from ps_runtime.role_starts import RoleChild, RoleStart, new_interpreter
+from ps_runtime.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
 from tests.integration.warm_processes import warm_context
 
-ROLES = ("ps_server", "scheduler")
+ROLES = ("ps_server", "ps_worker", "scheduler")
 
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_IGNORED = ("PUSHPULL_", "PYTEST_", "TORCHINDUCTOR_", "PYTHONPATH")
-"""Ours are read when a role runs, folders looked into then. pytest's and the compiler's are set
-while tests run, and read by no role."""
+_THREADS = "OMP_NUM_THREADS"
+_IGNORED = (
+    *("PUSHPULL_", "PYTHONPATH", _THREADS),
+    *("PYTEST_", "TORCHINDUCTOR_", "TERM", "COLUMNS", "LINES"),
+)
+"""Ours are read when a role runs, folders looked into then, and the number of threads is set as it
+would be read. The others, which pytest, the compiler and terminals set, are read by no role."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,14 @@ class Forked:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to run: `python -m module arguments`."""
+    """What is to run: `python -m module arguments`; whether what it starts is to be forked, too."""
 
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     folder: Path
     added_paths: tuple[str, ...] = ()
+    has_warm_roles: bool = False
 
 
 class Forker:
@@ -66,7 +72,6 @@ class Forker:
     def __init__(self) -> None:
         self._lock = Lock()
         self._pipe: Connection | None = None
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def start(self, order: Order, output: int, errors: int) -> Forked:
         """A process that writes to these two, which stay the caller's."""
@@ -86,6 +91,17 @@ class Forker:
         if self._pipe is not None:
             self._pipe.close()
 
+    def fork_here(self) -> None:
+        """Let a fork of this process fork, which has no thread yet."""
+        self._lock = Lock()
+        self._pipe, theirs = Pipe()
+        if os.fork() == 0:
+            self._pipe.close()
+            self._pipe = None
+            fork_on_demand(theirs)
+            os._exit(0)
+        theirs.close()
+
     def _open(self) -> Connection:
         if self._pipe is None:
             self._pipe, theirs = warm_context().Pipe()
@@ -95,8 +111,12 @@ class Forker:
         return self._pipe
 
     def _adopt_orphans(self, wish: bool) -> None:
-        if self._prctl(_PR_SET_CHILD_SUBREAPER, int(wish), 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+        _prctl(_PR_SET_CHILD_SUBREAPER, int(wish))
+
+
+def _prctl(what: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {what}")
 
 
 FORKER = Forker()
@@ -150,11 +170,13 @@ def fork_on_demand(orders: Connection) -> None:
             if between == 0:
                 pid = os.fork()
                 if pid == 0:
-                    os.read(adopted, 1)
+                    os.close(release)
+                    if not os.read(adopted, 1):
+                        os._exit(1)
                     stack.pop_all()
                     _become(order, outputs)
                     _run(order)
-                    return
+                    sys.exit(0)
                 os.setpgid(pid, 0)
                 os.write(tell, pid.to_bytes(4, "little"))
                 os._exit(0)
@@ -173,6 +195,8 @@ def _become(order: Order, outputs: list[int]) -> None:
     os.environ.update(order.environment)
     os.chdir(order.folder)
     sys.path[:0] = order.added_paths
+    if _THREADS in order.environment:
+        sys.modules["torch"].set_num_threads(int(order.environment[_THREADS]))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -183,4 +207,8 @@ def _run(order: Order) -> None:
     from tests.integration.warm_imports import MAINS
 
     sys.argv = [order.module, *order.arguments]
+    _prctl(_PR_SET_NAME, order.module.encode())
+    if order.has_warm_roles:
+        FORKER.fork_here()
+        begin_by(begin_warm)
     MAINS[order.module]()
