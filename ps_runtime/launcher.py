@@ -5,7 +5,7 @@ Rules:
       launcher, and what a role left behind ends with it.
     - A child that has ended stays unreaped until its group has been killed: until then the kernel
       cannot give its number to a stranger, so every signal goes where it was meant to go.
-    - Children are forked by one thread that lives as long as the launcher: the kernel's
+    - Children are begun by one thread that lives as long as the launcher: the kernel's
       parent-death signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of
       the *thread* that forked.
     - Nothing is polled at a fixed rate, and every wait is bounded and ends early if the child dies.
@@ -20,8 +20,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,8 +31,10 @@ from pathlib import Path
 from typing import IO, Self
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from ps_runtime import role_starts
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.role_environment import role_environment
+from ps_runtime.role_starts import RoleChild, RoleStart
 
 RECENT_LINE_COUNT = 40
 """Lines of each role's output kept for the message about its end."""
@@ -127,14 +127,14 @@ class RoleProcess:
     def __init__(
         self,
         command: RoleCommand,
-        popen: subprocess.Popen[bytes],
+        child: RoleChild,
         output: IO[bytes],
         ready_file: Path,
     ) -> None:
         self.command = command
         self._ready_file = ready_file
-        self.pid = popen.pid
-        self._popen = popen
+        self.pid = child.pid
+        self._child = child
         self._output = output
         self._signal_lock = threading.Lock()
         self._is_reaped = False
@@ -211,7 +211,7 @@ class RoleProcess:
         with self._signal_lock:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            returncode = self._popen.wait()
+            returncode = self._child.wait()
             self._is_reaped = True
         if self._reader is not None:
             # What the role wrote last says why it ended. Bounded: a process that left the group may
@@ -288,18 +288,13 @@ class Launcher:
             read_end, write_end = os.pipe()
             output = os.fdopen(read_end, "rb")
             try:
-                popen = subprocess.Popen(
-                    # -P: a user's scheduler.py in the working directory is not our scheduler.
-                    [sys.executable, "-P", "-m", command.module, *command.arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=write_end,
-                    stderr=subprocess.STDOUT,
-                    env=role_environment(os.environ, command.environment),
-                    process_group=0,
+                environment = role_environment(os.environ, command.environment)
+                child = role_starts.begin(
+                    RoleStart(command.module, command.arguments, environment, write_end)
                 )
             finally:
                 os.close(write_end)
-            process = RoleProcess(command, popen, output, ready_file)
+            process = RoleProcess(command, child, output, ready_file)
             self._processes.append(process)
         process.watch(self._on_line, self._on_exit)
         return process

@@ -21,9 +21,11 @@ load parameter values later: what the servers hold comes back with the next step
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -48,7 +50,19 @@ from ps_worker.trained_model import TrainedModel
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
 
+_Base = torch.optim.Optimizer
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _plain(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method of torch's optimizer as it is written, while nothing is compiled.
+
+    torch wraps it, so that `torch.compile` passes it by; the first call of the wrapped one imports
+    the compiler: a second of CPU and 80 MB, for nothing in a script that compiles nothing.
+    """
+    return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -222,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As torch; what left of the gradients that are zeroed takes no part in the step."""
         if self._is_made:
             self._client.save_points.reach(is_explicit=False)
-        super().zero_grad(set_to_none)
+        _plain(_Base.zero_grad)(self, set_to_none)
         self._hook_trainable()
         for table in self._tables:
             table.discard()
@@ -238,14 +252,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidConfig: a setting of the group is wrong.
         """
         if not self._is_made:  # torch's constructor hands over the first groups
-            super().add_param_group(param_group)
+            _plain(_Base.add_param_group)(self, param_group)
             return
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
         if self._inner is not None:
             self._inner.add_param_group(group)
         else:
-            super().add_param_group(group)
+            _plain(_Base.add_param_group)(self, group)
         try:
             tables = self._tables_of_group(len(self.param_groups) - 1)
             self._start_from_rank_zero(tables)
@@ -258,12 +272,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The hyperparameters, and with `Aggregate` the local optimizer's state."""
-        return super().state_dict() if self._inner is None else self._inner.state_dict()
+        if self._inner is not None:
+            return self._inner.state_dict()
+        return _plain(_Base.state_dict)(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave. The servers' state stays as it is."""
         if self._inner is None:
-            super().load_state_dict(state_dict)
+            _plain(_Base.load_state_dict)(self, state_dict)
         else:
             self._inner.load_state_dict(state_dict)
             self._share(self._inner)

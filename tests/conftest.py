@@ -1,13 +1,15 @@
-"""What every kind of test shares: the seeds of a simulation, and imports that are made once."""
+"""What every kind of test shares: simulation seeds, and imports that are made once."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from ps_runtime.imported import spared
+from ps_runtime.role_starts import begin_by
+from tests.integration.warm_roles import FORKER, begin_warm
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
 settings.register_profile("pushpull", deadline=None)
@@ -40,3 +42,12 @@ def sim_seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
     if only is not None:
         return (only,)
     return tuple(range(request.config.getoption("--sim-seeds")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_roles() -> Iterator[None]:
+    """Schedulers and servers that a test starts begin with all imported."""
+    before = begin_by(begin_warm)
+    yield
+    begin_by(before)
+    FORKER.close()

@@ -6,13 +6,17 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Self
+
+from tests.integration.warm_roles import FORKER, Forked, Order
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 100.0
@@ -38,8 +42,41 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+class ForkedTool:
+    """A fork, as `subprocess.Popen` is."""
+
+    def __init__(self, child: Forked) -> None:
+        self._child = child
+        self._descriptor = os.pidfd_open(child.pid)
+        self.pid = child.pid
+        self.returncode: int | None = None
+
+    def wait(self, deadline_s: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._descriptor], [], [], deadline_s)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", deadline_s or 0.0)
+            os.close(self._descriptor)
+            self.returncode = self._child.wait()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Tool:
-    """A running `pushpull`; what it prints is read as it comes."""
+    """A running `pushpull`; what it prints is read as it comes. A warm one is a fork of a process
+    that has imported torch, and so are its roles.
+    """
 
     def __init__(
         self,
@@ -47,17 +84,24 @@ class Tool:
         cwd: Path,
         on_terminal: bool = False,
         variables: Mapping[str, str] = NOTHING,
+        is_warm: bool = False,
     ) -> None:
         self._lines: list[str] = []
         self._arrived = threading.Condition()
         self._has_ended = False
         read_end, write_end = pty.openpty() if on_terminal else os.pipe()
         term = "xterm-256color" if on_terminal else "dumb"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ps_cli", *arguments],
-            cwd=cwd, env={**environment(), "TERM": term, **variables},
-            stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end,
-        )  # fmt: skip
+        given = {**environment(), "TERM": term, **variables}
+        self.process: subprocess.Popen[bytes] | ForkedTool
+        if is_warm:
+            order = Order("ps_cli", arguments, given, cwd, has_warm_roles=True)
+            self.process = ForkedTool(FORKER.start(order, write_end, write_end))
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ps_cli", *arguments],
+                cwd=cwd, env=given,
+                stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end,
+            )  # fmt: skip
         os.close(write_end)
         self._reader = threading.Thread(target=self._read, args=(read_end,), daemon=True)
         self._reader.start()
@@ -101,13 +145,13 @@ class Tool:
         """The processes of each kind of role."""
         found: dict[str, list[int]] = {"scheduler": [], "server": [], "worker": []}
         for pid in children_of(self.process.pid):
-            command = command_of(pid)
+            command, name = command_of(pid), Path(f"/proc/{pid}/comm").read_text().strip()
             for kind, module in (
                 ("scheduler", "scheduler"),
                 ("server", "ps_server"),
                 ("worker", "ps_worker"),
             ):
-                if f" -m {module} " in command:
+                if f" -m {module} " in command or name == module:
                     found[kind].append(pid)
         return found
 
@@ -132,6 +176,29 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_DEADLINE_S,
         check=False,
     )  # fmt: skip
+
+
+def run_warm(
+    *arguments: str, cwd: Path, has_warm_roles: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a fork of a process that has imported torch.
+
+    For commands that import it. What a command forgets to import is seen by a test that uses `run`:
+    each command has one.
+    """
+    order = Order("ps_cli", arguments, environment(), cwd, has_warm_roles=has_warm_roles)
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        tool = ForkedTool(FORKER.start(order, output.fileno(), errors.fileno()))
+        try:
+            status = tool.wait(START_DEADLINE_S)
+        finally:
+            tool.kill()
+            tool.wait()
+        said = []
+        for stream in (output, errors):
+            stream.seek(0)
+            said.append(stream.read().decode())
+    return subprocess.CompletedProcess(arguments, status, *said)
 
 
 def assert_all_gone(pids: Iterator[int] | list[int]) -> None:

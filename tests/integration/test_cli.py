@@ -79,7 +79,7 @@ def test_a_killed_role_ends_the_run_with_its_name(
     kind: str, tmp_path: Path, script: Callable[[str], str]
 ) -> None:
     arguments = ("train", script(ENDLESS), "--workers", "2", "--servers", "2")
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for(r"\[worker \d\] is training", count=2)
         roles = tool.role_pids()
         os.kill(roles[kind][-1], signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_status_of_a_running_cluster_for_programs_and_people(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
     arguments = ("train", script(ENDLESS), "-w", "1", "-s", "2", "--interval", "0.5")
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
         tool.wait_for("is training")
         tool.wait_for(r"\[train \d+s\] worker 0: step [1-9]\d* of 1000000, clock [1-9]")

@@ -70,7 +70,7 @@ def test_with_replicas_a_dead_server_is_told_in_a_line_and_the_last_one_ends_the
     tmp_path: Path,
 ) -> None:
     arguments = ("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2")
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for("rank 0 is here")
         roles = tool.role_pids()
         first, last = roles["server"]
@@ -90,7 +90,7 @@ def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
         *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),
         *("--max-restarts", "1", "--lease-s", "0.6", "--verbose"),
     )
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
         tool.wait_for("rank 0 is here")
         os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_a_server_that_was_paused_for_long_ends_and_is_started_again(tmp_path: P
         *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),
         *("--max-restarts", "1", "--lease-s", "0.5", "--verbose"),
     )
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for("rank 0 is here")
         paused = tool.role_pids()["server"][0]
         os.kill(paused, signal.SIGSTOP)
@@ -133,7 +133,7 @@ def test_a_server_that_was_paused_for_long_ends_and_is_started_again(tmp_path: P
 
 def test_without_replicas_a_dead_servers_values_are_lost(tmp_path: Path) -> None:
     arguments = ("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--max-restarts", "9")
-    with Tool(*arguments, cwd=tmp_path) as tool:
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for("rank 0 is here")
         os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
         assert tool.end(END_DEADLINE_S) == 1, tool.text
@@ -145,7 +145,7 @@ def test_a_dead_worker_is_started_again_and_waits_for_its_rank(tmp_path: Path) -
         *("train", write(tmp_path, DYING_ONCE), "-w", "2", "-s", "1"),
         *("--max-restarts", "1", "--lease-s", "0.6"),
     )
-    with Tool(*arguments, cwd=tmp_path, variables=PATIENCE) as tool:
+    with Tool(*arguments, cwd=tmp_path, variables=PATIENCE, is_warm=True) as tool:
         tool.wait_for(
             r"worker 1 ended with exit code 3; it is started again \(restart 1 of 1\), and has its "
             "rank when the scheduler has declared the old one gone"
@@ -159,7 +159,7 @@ def test_a_dead_worker_is_started_again_and_waits_for_its_rank(tmp_path: Path) -
 
 
 def test_up_goes_on_without_a_server(tmp_path: Path) -> None:
-    with Tool("up", "-s", "2", "--replicas", "2", "--quiet", cwd=tmp_path) as tool:
+    with Tool("up", "-s", "2", "--replicas", "2", "--quiet", cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for("cluster is up")
         os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
         tool.wait_for("go on at their backups")

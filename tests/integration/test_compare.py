@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.integration.command_line import Tool, environment
+from tests.integration.command_line import Tool, environment, run_warm
 
 RUN_DEADLINE_S = 150.0
 END_DEADLINE_S = 20.0
@@ -36,6 +36,7 @@ with ps.connect() as client:
         loss.backward()
         optimizer.step()
         client.report(loss=loss.item(), planned_steps=step_count)
+    assert "torch._dynamo" not in sys.modules, "a second of CPU for nothing"
     client.report(quality={"rank and seed": client.rank + 10 * seed})
 """
 
@@ -127,7 +128,8 @@ def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -
 def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
-    found = compare(tmp_path, str(script), "--modes", "ssp:1,asp,bsp", "--workers", "1")
+    arguments = ("compare", str(script), "--modes", "ssp:1,asp,bsp", "--workers", "1")
+    found = run_warm(*arguments, cwd=tmp_path, has_warm_roles=True)
     assert found.returncode == 1, found.stdout + found.stderr
     ssp, asp, bsp = figures(tmp_path)["runs"]
     assert ssp["state"] == "failed"
@@ -143,7 +145,9 @@ def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path
 def test_ctrl_c_leaves_no_process_and_a_report_of_what_there_is(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS_UNDER_ASP)
-    tool = Tool("compare", str(script), "-v", "--modes", "bsp,asp", "-w", "1", cwd=tmp_path)
+    tool = Tool(
+        "compare", str(script), "-v", "--modes", "bsp,asp", "-w", "1", cwd=tmp_path, is_warm=True
+    )
     tool.wait_for(r"\[worker 0\] is well on its way")
     roles = [pid for pids in tool.role_pids().values() for pid in pids]
     assert len(roles) == 3

@@ -24,10 +24,19 @@ from ps_runtime.launcher import (
     describe_exit,
 )
 from ps_runtime.role_environment import role_environment, thread_count
+from ps_runtime.role_starts import begin_by, new_interpreter
 from ps_worker.local_cluster import local_cluster
 
 START_DEADLINE_S = 60.0
 Role = Callable[[str, str], RoleCommand]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def new_interpreters() -> Iterator[None]:
+    """As a user's roles begin."""
+    before = begin_by(new_interpreter)
+    yield
+    begin_by(before)
 
 
 @pytest.fixture

@@ -10,16 +10,11 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-from ps_runtime.imported import spared
-
-with spared():  # here as in the server, which imports this module
-    import torch  # noqa: F401
-
-    import ps_worker.distributed_optimizer  # noqa: F401
+PRELOADED = "tests.integration.warm_imports"
 
 
 def warm_context() -> ForkServerContext:
     """In the place of `multiprocessing.get_context("spawn")`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([PRELOADED])
     return context
