@@ -49,7 +49,7 @@ test: $(READY) ## Run every test that needs pip packages only, on up to four cor
 	$(BIN)/python -m pytest $(PARALLEL) $(FAST_TESTS)
 
 check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
-	$(MAKE) test FAST_TESTS='$(filter-out tests/sim,$(FAST_TESTS))'
+	$(MAKE) test FAST_TESTS='$(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py'
 	$(MAKE) sim SEEDS=100
 	$(MAKE) demo
 	$(MAKE) system-deps

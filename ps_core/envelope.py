@@ -138,7 +138,7 @@ def split(
 def split_several(
     message: bytes | memoryview, outer_field: int, inner_field: int, payload_field: int
 ) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
-    """What `join_several` joined: the rest, and of each part what is beside its payload, and a view
+    """What `pieces_of_several` joined: the rest, and of each part what is beside its payload, and a view
     of the payload. None for another outer field.
 
     Raises:

@@ -115,8 +115,8 @@ _ONE_TABLE = (
         "a consistent read is torn: an eager step is in it",
         "S5",
         _READS,
-        "        reached = max(self._state.clock, self._state.changed_clock)\n",
-        "        reached = self._state.clock\n",
+        "        return max(clock, state.changed_clock) > event.clock\n",
+        "        return clock > event.clock\n",
         ("changes", "steps"),
     ),
     Mutant(
