@@ -138,8 +138,8 @@ def split(
 def split_several(
     message: bytes | memoryview, outer_field: int, inner_field: int, payload_field: int
 ) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
-    """What `pieces_of_several` joined: the rest, and of each part what is beside its payload, and a view
-    of the payload. None for another outer field.
+    """What the pieces of `pieces_of_several` were joined to: the rest, and of each part what is
+    beside its payload, and a view of the payload. None for another outer field.
 
     Raises:
         InvalidTensor: the message is cut off or is no protobuf.
