@@ -185,6 +185,10 @@ def fork_on_demand(orders: Connection) -> None:
             os.write(release, b"x")
 
 
+_AS_A_NEW_PROCESS_HAS_IT = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+"""Ignored, if whoever started the tests ignores it: a shell's background job does."""
+
+
 def _become(order: Order, outputs: list[int]) -> None:
     """What a new interpreter is given: its descriptors, its environment, its folder."""
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -200,7 +204,7 @@ def _become(order: Order, outputs: list[int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     for number in (signal.SIGINT, signal.SIGTERM):
-        assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+        assert signal.getsignal(number) in _AS_A_NEW_PROCESS_HAS_IT
 
 
 def _run(order: Order) -> None:
