@@ -5,8 +5,9 @@
 Rules:
     - What is appended together is written together, and in the order in which it was appended.
     - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
-    - A segment that is large enough is followed by another. The oldest go when the log is above its
-      bound, and every range begins in a later one.
+    - A segment with updates enough is followed by another: bases do not count, or a log of a large
+      model would be begun again and again. The oldest go when the log is above its bound, and every
+      range begins in a later one.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
     - What is written goes to the disk, and out of the system's memory, window by window: that
       memory is taken again for what follows. Elsewhere the system would look for new pages, until
@@ -124,6 +125,7 @@ class UpdateLog:
         self._live = set(starts)  # ranges that have begun in the log, and not ended
         self._on_its_way: set[RangeId] = set()  # those that begin in what is not written yet
         self._tables: list[bytes] = []
+        self._update_bytes = 0  # in the newest segment
         self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
@@ -137,6 +139,8 @@ class UpdateLog:
         size_bytes = _size(item)
         self.queued_bytes += size_bytes
         self._sizes[self.segment] += size_bytes
+        if item.kind is FrameKind.BATCH:
+            self._update_bytes += size_bytes
         self._queue.put(item)
         if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
             self._live.add(item.range_id)
@@ -173,14 +177,14 @@ class UpdateLog:
         return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
 
     def turn(self, state_bytes: int) -> None:
-        """Begin another segment if this one is large enough, and let go of what is not needed.
+        """Begin another segment if this one has updates enough, and let go of what is not needed.
 
         Args:
             state_bytes: what bases of all ranges would take, about.
         """
         least = max(self._setting.bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
         is_behind = self.lagging or self._on_its_way
-        if not is_behind and self._sizes[self.segment] >= least:
+        if not is_behind and self._update_bytes >= least:
             self._next_segment()
         needed = min(self._starts.values(), default=self.segment)
         for number in sorted(self._sizes):
@@ -197,6 +201,7 @@ class UpdateLog:
         first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
         first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables]
         self._sizes[number] = len(MAGIC) + sum(map(_size, first))
+        self._update_bytes = 0
         self._queue.put(_NextSegment(number, first))
 
     # --- what the thread says

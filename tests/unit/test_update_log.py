@@ -125,6 +125,26 @@ def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None
     assert sum(each.stat().st_size for each in tmp_path.glob("*.log")) < 120_000
 
 
+def test_a_server_at_rest_writes_nothing_whatever_its_size(tmp_path: Path) -> None:
+    """Its values alone are more than the bound."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(bound_bytes=1_000))
+        for step in range(1, STEPS):
+            await server.push(step)
+        for _ in range(20):
+            server.node.tick()
+            await server.written()
+        at_rest = server.log.segment, server.log.byte_count
+        for _ in range(20):
+            server.node.tick()
+            await server.written()
+        assert (server.log.segment, server.log.byte_count) == at_rest
+        await server.end()
+
+    ran(scene)
+
+
 def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_path: Path) -> None:
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
@@ -146,14 +166,13 @@ def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ev
     """Both are written in one group: nobody hears that the base is there."""
 
     async def scene() -> None:
-        server = LoggedServer(tmp_path, 1, Setting())
+        server = LoggedServer(tmp_path, 1, Setting(bound_bytes=1_000))
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
             server.log.append(Item(FrameKind.BASE, ((b"",),), range_id))
             server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
         await server.written()
         newest = server.log.segment
-        server.log._sizes[newest] += 1_000_000_000
         server.log.turn(state_bytes=0)
         assert server.log.segment == newest + 1
         await server.end()
