@@ -100,6 +100,18 @@ class CheckpointVerbs(Catalogue):
         restored = self._restored_states()
         return None if restored is None else restored.imported
 
+    @property
+    def tables_before(self) -> tuple[str, ...]:
+        """The names of tables that were there before this worker: those of the checkpoint that the
+        cluster was started from, or, for who joins while others train, the cluster's.
+
+        Blocking, Raises: as `attach_state`.
+        """
+        if self.is_newcomer:
+            return tuple(table.spec.name for table in self.engine.view.tables)
+        restored = self._restored_states()
+        return () if restored is None else restored.table_names
+
     def _restored_states(self) -> RestoredStates | None:
         if not self.restored_from or self.is_newcomer:
             return None

@@ -39,7 +39,7 @@ from ps_worker.client import Client
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
 from ps_worker.imported_model import check_known
 from ps_worker.local_optimizer import inner_optimizer
-from ps_worker.model_pull import birth_clock, table_prefix
+from ps_worker.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.optimizer_state import OptimizerState
 from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer
 from ps_worker.settings import consistency_of
@@ -137,9 +137,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hook_trainable()
         self._is_made = True
         client.save_points.add_model(self._trained)
-        client.attach_state(
-            f"optimizer/{self._options.name}", OptimizerState(self, self._keeps_parameters)
-        )
+        self._own_state = OptimizerState(self, self._keeps_parameters)
+        client.attach_state(f"optimizer/{self._options.name}", self._own_state)
 
     def _start(self) -> None:
         """Makes the tables; all workers have rank 0's values in the end."""
@@ -244,7 +243,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; the group gets tables of its own, which start from rank 0's values.
 
-        All workers must call it after the same step.
+        All workers must call it after the same step. In a cluster that was started from a
+        checkpoint which has the group, at any time before that step of the run is reached again:
+        the group goes on from there.
 
         Blocking: until rank 0 has given the values.
 
@@ -268,6 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()  # a group without tables would never train
             raise
         self._tables.extend(tables)
+        self._own_state.group_added()
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +356,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if not isinstance(optimizer, Aggregate | Add):
             optimizer = optimizer.with_group(group)
-        prefix = table_prefix(self._options.name, number, self._birth_clock())
+        name = self._options.name
+        birth = known_birth(name, number, self._client.tables_before)
+        prefix = table_prefix(name, number, self._birth_clock() if birth is None else birth)
         tables = [
             TrainedTable(self._client, layout, number, optimizer, self._options)
             for layout in table_layouts(prefix, group)

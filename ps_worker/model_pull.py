@@ -57,6 +57,15 @@ def birth_clock(table_name: str) -> int:
     return int(clock or 0)
 
 
+def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None:
+    """The clock that a group's tables were born at; None: none of these is of that group."""
+    begins = f"{name}/{group}"
+    for each in table_names:
+        if each.startswith((f"{begins}/", f"{begins}@")):
+            return birth_clock(each)
+    return None
+
+
 def pull_model(
     client: Client,
     model: nn.Module,

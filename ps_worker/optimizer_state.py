@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ps_core.errors import InvalidCheckpoint
+from ps_runtime import logs
 
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
@@ -31,6 +32,7 @@ class OptimizerState:
     def __init__(self, optimizer: DistributedOptimizer, keeps_parameters: bool) -> None:
         self._optimizer = optimizer
         self._keeps_parameters = keeps_parameters
+        self._later: Mapping[str, Any] | None = None  # it has groups that are not there yet
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers by group; the local optimizer's state; the parameters in order."""
@@ -44,36 +46,59 @@ class OptimizerState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave.
+        """Takes over what `state_dict` gave. What it has of groups that are not there yet is for
+        `group_added`.
 
         Raises:
-            InvalidCheckpoint: it is of an optimizer with other groups or parameters; nothing has
-                changed.
+            InvalidCheckpoint: it is of an optimizer with fewer groups or other parameters; nothing
+                has changed.
         """
-        numbers, groups = state["numbers"], self._optimizer.param_groups
-        if len(numbers) != len(groups):
+        saved_count, count = len(state["numbers"]), len(self._optimizer.param_groups)
+        if saved_count < count:
             raise InvalidCheckpoint(
-                f"the checkpoint has {len(numbers)} parameter groups; this optimizer {len(groups)}"
+                f"the checkpoint has {saved_count} parameter groups; this optimizer {count}"
             )
-        parameters = state.get("parameters", []) if self._keeps_parameters else []
+        self._take(state, 0)
+        if saved_count > count:
+            self._later = state
+            logs.warning("parameter_groups_missing", checkpoint=saved_count, optimizer=count)
+
+    def group_added(self) -> None:
+        """There is another group, the last: it goes on as it was in the checkpoint, if that has it.
+
+        Raises:
+            InvalidCheckpoint: its parameters were others.
+        """
+        if self._later is not None:
+            count = len(self._optimizer.param_groups)
+            self._take(self._later, count - 1)
+            if count == len(self._later["numbers"]):
+                self._later = None
+
+    def _take(self, state: Mapping[str, Any], first: int) -> None:
+        """Take over what `state` has of the groups from `first` on."""
+        groups = self._optimizer.param_groups
+        begin = sum(len(group["params"]) for group in groups[:first])
+        own = self._parameters()[begin:]
+        parameters: list[torch.Tensor] = []
         if self._keeps_parameters:
-            self._check_shapes(parameters)
-        for group, saved in zip(groups, numbers, strict=True):
+            parameters = state.get("parameters", [])[begin : begin + len(own)]
+            self._check_shapes(own, parameters)
+        for group, saved in zip(groups[first:], state["numbers"][first:], strict=False):
             group.update(saved)
         if self._optimizer.has_local_state and "local" in state:
-            own = self._optimizer.state_dict()
-            self._optimizer.load_state_dict({**own, "state": state["local"]})
+            now = self._optimizer.state_dict()
+            numbers = range(begin, begin + len(own))
+            local = {k: v for k, v in state["local"].items() if k in numbers}
+            self._optimizer.load_state_dict({**now, "state": {**now["state"], **local}})
         with torch.no_grad():
-            for parameter, values in zip(self._parameters(), parameters, strict=False):
+            for parameter, values in zip(own, parameters, strict=False):
                 parameter.copy_(values)
 
-    def _check_shapes(self, saved: list[torch.Tensor]) -> None:
-        parameters = self._parameters()
-        shapes = [tuple(each.shape) for each in parameters]
-        if [tuple(each.shape) for each in saved] != shapes:
+    def _check_shapes(self, own: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
+        if [tuple(each.shape) for each in saved] != [tuple(each.shape) for each in own]:
             raise InvalidCheckpoint(
-                f"the checkpoint has {len(saved)} parameters of other shapes than these "
-                f"{len(parameters)}"
+                f"the checkpoint has {len(saved)} parameters of other shapes than these {len(own)}"
             )
 
     def _parameters(self) -> list[torch.Tensor]:

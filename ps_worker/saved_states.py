@@ -102,6 +102,7 @@ class RestoredStates:
     Attributes:
         is_own: whether the part is of that rank.
         imported: what the checkpoint has, if it was made from a plain state dict.
+        table_names: of the tables that the checkpoint has.
 
     Blocking: reads the part.
 
@@ -113,6 +114,7 @@ class RestoredStates:
         self._states: Mapping[Any, Any] = {}
         self.imported: Imported | None = None
         with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
+            self.table_names = tuple(reader.tables)
             if reader.manifest.is_imported:
                 self.imported = Imported.of(url, [table.spec for table in reader.tables.values()])
             workers = sorted(reader.manifest.workers, key=lambda w: (w.rank != rank, w.rank))
