@@ -12,11 +12,15 @@ What it deliberately does not do: buffer, or know what is in a file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _MAX_PIECE_COUNT = 512
 """Buffers of one system call; Linux takes 1024."""
+
+_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_COUNT = 4
+"""So many windows behind what is written, the disk has had its time."""
 
 Payload = bytes | bytearray | memoryview
 """Bytes to write: C-contiguous."""
@@ -145,6 +149,27 @@ class Disk:
             OSError: it is not empty, or cannot be removed.
         """
         path.rmdir()
+
+
+class WriteBehind:
+    """What of a file that is written from its beginning to its end should be let go of, and when:
+    windows of some bytes, each when it is written, and again when the disk should have it.
+
+    The memory is taken again for what follows. Elsewhere the system looks for new pages for all of
+    a file, takes them from what others have read, and stops the writer when too many have not been
+    to the disk.
+    """
+
+    def __init__(self) -> None:
+        self._window = 0
+
+    def written(self, end: int) -> Iterator[tuple[int, int]]:
+        """Offsets and lengths to let go of, when all before `end` is written: once each."""
+        while (self._window + 1) * _WINDOW_BYTES <= end:
+            for window in (self._window, self._window - _WINDOW_COUNT):
+                if window >= 0:
+                    yield window * _WINDOW_BYTES, _WINDOW_BYTES
+            self._window += 1
 
 
 DISK = Disk()

@@ -6,6 +6,8 @@ Rules:
     - What is written has a temporary name until whoever owns the directory renames it; `finish`
       has made its content durable by then.
     - A write that failed leaves a hole: the part cannot be finished any more.
+    - What is written goes to the disk, and out of the system's memory, window by window: nobody
+      reads it soon, and what others have in memory is worth more.
 
 Invariants:
     PF-1  A tensor is appended once, and none after the end.
@@ -32,7 +34,7 @@ from typing import Any
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation, check
 from ps_core.manifest import MAX_PLACE_CHARACTERS, split_place
-from ps_runtime.disk import DISK, Disk, Payload, flat_bytes
+from ps_runtime.disk import DISK, Disk, Payload, WriteBehind, flat_bytes
 from ps_runtime.part_file import (
     ELEMENT_BYTES,
     LENGTH_BYTES,
@@ -152,7 +154,8 @@ class PartWriter:
         self._checksums: dict[tuple[str, int], dict[str, int]] = {}
         self._notes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
         self._referred: dict[tuple[str, int], StoredBlock] = {}
-        self._open_count = 0  # appends that are under way
+        self._open: dict[str, int] = {}  # where appends began that are under way
+        self._behind = WriteBehind()
         self._problem = ""
         self._descriptor: int | None = None
         with _reported(path):
@@ -185,7 +188,7 @@ class PartWriter:
             begin = self._end
             self._end += flat.nbytes
             self._tensors[name] = _described(dtype, (count,), begin, self._end)
-            self._open_count += 1
+            self._open[name] = begin
         problem = "a write was broken off"
         try:
             crc32 = zlib.crc32(flat)
@@ -194,11 +197,19 @@ class PartWriter:
             problem = ""
         finally:
             with self._lock:
-                self._open_count -= 1
+                del self._open[name]
                 self._lock.notify_all()
                 self._problem = self._problem or problem
                 if not problem:
                     self._checksums.setdefault((table, block), {})[tensor] = crc32
+                    self._let_go(descriptor)
+
+    def _let_go(self, descriptor: int) -> None:
+        """Of what is written; under the lock."""
+        end = min(self._open.values(), default=self._end)
+        with _reported(self.path):
+            for window in self._behind.written(LENGTH_BYTES + self._header_bytes + end):
+                self._disk.let_go(descriptor, *window)
 
     def note_block(self, table: str, block: int, version: int, steps: Sequence[int]) -> None:
         """Say which version of a block is in the part, and its steps. Thread-safe.
@@ -235,7 +246,7 @@ class PartWriter:
         """
         with self._lock:
             descriptor = self._open_descriptor()
-            check(self._open_count == 0, "PF-1", f"{self._open_count} appends are under way")
+            check(not self._open, "PF-1", f"{len(self._open)} appends are under way")
             blocks = self._blocks()
             entries = _entries(blocks)
             text = _json(_header(_metadata(checkpoint, cluster_id, entries), self._tensors))
@@ -261,7 +272,7 @@ class PartWriter:
         """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
-            self._lock.wait_for(lambda: not self._open_count)
+            self._lock.wait_for(lambda: not self._open)
             if descriptor is not None:
                 with _reported(self.path):
                     self._disk.close(descriptor)

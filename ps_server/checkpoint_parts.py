@@ -11,7 +11,7 @@ Rules:
     - What was copied and waits to be written is bounded. Beyond that a block that is about to
       change is written there and then: it holds the server up, and nothing is lost by it.
     - While updates come, blocks are written at a bounded rate: what writes them would take the
-      processor from what trains.
+      processor from what trains. Its threads give way to others.
     - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
       proposed and kept for the next one: the step after the cut waits for the copies.
     - Whatever goes wrong is reported, once; training goes on.
@@ -39,6 +39,7 @@ from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_runtime import logs
+from ps_runtime.background import give_way
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_server.captures import Captures, Key
@@ -160,7 +161,7 @@ class _Part:
         self._report = report
         self._rate_bytes_s, self._copies = rates
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint")
+        self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
         self._captures = Captures(self._about_to_change)
         self._memory = written
         self._base: Base = written.base(checkpoint.base)

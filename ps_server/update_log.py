@@ -9,9 +9,7 @@ Rules:
       model would be begun again and again. The oldest go when the log is above its bound, and every
       range begins in a later one.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
-    - What is written goes to the disk, and out of the system's memory, window by window: that
-      memory is taken again for what follows. Elsewhere the system would look for new pages, until
-      it has too many that the disk does not have.
+    - What is written goes to the disk, and out of the system's memory, window by window.
 
 Everything belongs to one event loop, but for the thread.
 
@@ -31,15 +29,12 @@ from typing import NamedTuple
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import AssignmentEpoch, RangeId
 from ps_runtime import logs
-from ps_runtime.disk import Disk
+from ps_runtime.disk import Disk, WriteBehind
 from ps_server.update_log_directory import LogDirectory
 from ps_server.update_log_frames import MAGIC, FrameKind, Head, frame_bytes, packed, padding
 from pushpull.v1 import update_log_pb2
 
 _SEGMENTS_A_BOUND = 4
-_WINDOW_BYTES = 8 * 1024 * 1024
-_WINDOW_COUNT = 4
-"""So many windows behind what is written, the disk has had its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +243,7 @@ class _Writer(threading.Thread):
         self._say = said
         self._descriptor: int | None = None
         self._offset = 0
-        self._let_go_of = 0  # windows of the segment
+        self._behind = WriteBehind()
         self._segment = 0
         self._group = 0
 
@@ -306,7 +301,7 @@ class _Writer(threading.Thread):
             self._descriptor = None
         self._descriptor = self._disk.create(self._directory.segment(segment.number))
         self._disk.write(self._descriptor, MAGIC, 0)
-        self._segment, self._offset, self._let_go_of = segment.number, len(MAGIC), 0
+        self._segment, self._offset, self._behind = segment.number, len(MAGIC), WriteBehind()
         for item in segment.first:
             self._put(item)
         if self._is_synced:
@@ -322,15 +317,8 @@ class _Writer(threading.Thread):
             pieces += packed(head, *payload), *payload, padding(length)
         if self._descriptor is not None:
             self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
-            self._let_go(self._descriptor)
-
-    def _let_go(self, descriptor: int) -> None:
-        """Of each window twice: when it is written, and when the disk should have it."""
-        while (self._let_go_of + 1) * _WINDOW_BYTES <= self._offset:
-            for window in (self._let_go_of, self._let_go_of - _WINDOW_COUNT):
-                if window >= 0:
-                    self._disk.let_go(descriptor, window * _WINDOW_BYTES, _WINDOW_BYTES)
-            self._let_go_of += 1
+            for window in self._behind.written(self._offset):
+                self._disk.let_go(self._descriptor, *window)
 
 
 def _size(item: Item) -> int:

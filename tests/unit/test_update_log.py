@@ -17,7 +17,7 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.disk import Disk
 from ps_server.kept_log import claimable
-from ps_server.update_log import _WINDOW_BYTES, Item, Written, _NextSegment, _Writer
+from ps_server.update_log import Item, Written, _Writer
 from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
@@ -382,46 +382,6 @@ def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
         writer.start()
         writer.join(30.0)
         assert not writer.is_alive()
-
-
-class Memory(Disk):
-    """A disk that says which windows of a segment it was told to let go of, and when."""
-
-    def __init__(self) -> None:
-        self.written_bytes = 0
-        self.told: list[list[int]] = []
-
-    def create(self, path: Path) -> int:
-        self.told.append([])
-        self.written_bytes = 0
-        return super().create(path)
-
-    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
-        self.written_bytes = offset + super().write_all(descriptor, pieces, offset)
-        return self.written_bytes - offset
-
-    def let_go(self, descriptor: int, offset: int, byte_count: int) -> None:
-        super().let_go(descriptor, offset, byte_count)
-        assert byte_count == _WINDOW_BYTES
-        assert offset + byte_count <= self.written_bytes
-        self.told[-1].append(offset // _WINDOW_BYTES)
-
-
-def test_what_is_written_is_let_go_of_when_it_is_there_and_when_the_disk_should_have_it(
-    tmp_path: Path,
-) -> None:
-    source: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
-    for segment in (1, 2):
-        source.put(_NextSegment(segment, ()))
-        for payload in (bytes(100), bytes(3 * _WINDOW_BYTES), *[bytes(_WINDOW_BYTES)] * 4):
-            source.put(Item(FrameKind.BATCH, ((payload,),), RangeId(1), 1))
-    source.put(None)
-    disk = Memory()
-    with LogDirectory(tmp_path, disk) as directory:
-        writer = _Writer(directory, False, source, lambda _written, _problem: None)
-        writer.start()
-        writer.join(30.0)
-    assert disk.told[-2:] == [[0, 1, 2, 3, 4, 0, 5, 1, 6, 2]] * 2
 
 
 # --- the directory
