@@ -34,8 +34,8 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull \
- # Where a volume for checkpoints may be mounted: a new one takes over whose this is.
- && install --directory --owner=pushpull --group=pushpull /checkpoints
+ # Where volumes may be mounted: a new one takes over whose this is.
+ && install --directory --owner=pushpull --group=pushpull /checkpoints /update-log
 COPY --from=build /opt/pushpull /opt/pushpull
 COPY examples /srv/pushpull/examples
 ENV PATH=/opt/pushpull/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -53,7 +53,7 @@ class EncodedLog:
     @property
     def lagging(self) -> Sequence[RangeId]:
         """See `LogWriter`."""
-        return self._log.lagging
+        return self._log.segments.lagging
 
     def begun(self, log: RangeLog) -> None:
         """See `LogWriter`."""

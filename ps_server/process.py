@@ -349,7 +349,7 @@ def _watch(
         replicas = node.replicas
         log = replicas.update_log
         if log is not None:
-            metrics.update_log_bytes.set_function(lambda: log.byte_count)
+            metrics.update_log_bytes.set_function(lambda: log.segments.byte_count)
             metrics.update_log_queue_bytes.set_function(lambda: log.queued_bytes)
         metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)
         metrics.held_decisions.set_function(lambda: replicas.held_count)

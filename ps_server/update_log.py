@@ -5,15 +5,13 @@
 Rules:
     - What is appended together is written together, and in the order in which it was appended.
     - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
-    - A segment with updates enough is followed by another: bases do not count, or a log of a large
-      model would be begun again and again. The oldest go when the log is above its bound, and every
-      range begins in a later one.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
     - What is written goes to the disk, and out of the system's memory, window by window.
 
 Everything belongs to one event loop, but for the thread.
 
-What it deliberately does not do: decide what is written (`ps_server.logged_ranges` does).
+What it deliberately does not do: decide what is written (`ps_server.logged_ranges` does), or which
+segments there are (`ps_server.log_segments`).
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import AssignmentEpoch, RangeId
 from ps_runtime import logs
 from ps_runtime.disk import Disk, WriteBehind
+from ps_server.log_segments import LogSegments
 from ps_server.update_log_directory import LogDirectory
 from ps_server.update_log_frames import MAGIC, FrameKind, Head, frame_bytes, packed, padding
 from pushpull.v1 import update_log_pb2
-
-_SEGMENTS_A_BOUND = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +96,7 @@ class UpdateLog:
         on_written: called on the loop with what counts as written since the last time.
         failure: why it cannot be written any more, if so.
         queued_bytes: what is not written yet.
+        segments: which there are.
     """
 
     def __init__(
@@ -114,13 +112,8 @@ class UpdateLog:
         self.queued_bytes = 0
         self._directory = directory
         self._header = header
-        self._setting = setting
-        self._sizes = dict(sizes)
-        self._starts = dict(starts)
-        self._live = set(starts)  # ranges that have begun in the log, and not ended
-        self._on_its_way: set[RangeId] = set()  # those that begin in what is not written yet
+        self.segments = LogSegments(setting.bound_bytes, sizes, starts)
         self._tables: list[bytes] = []
-        self._update_bytes = 0  # in the newest segment
         self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
@@ -133,70 +126,32 @@ class UpdateLog:
         """These frames, behind all that were appended before."""
         size_bytes = _size(item)
         self.queued_bytes += size_bytes
-        self._sizes[self.segment] += size_bytes
-        if item.kind is FrameKind.BATCH:
-            self._update_bytes += size_bytes
+        self.segments.append(item.kind, item.range_id, size_bytes)
         self._queue.put(item)
-        if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
-            self._live.add(item.range_id)
-            self._on_its_way.add(item.range_id)
-        elif item.kind is FrameKind.ENDED:
-            self._live.discard(item.range_id)
-            self._on_its_way.discard(item.range_id)
-            self._starts.pop(item.range_id, None)
 
     def add_table(self, raw: bytes) -> None:
         """A table, in this segment and all later ones."""
         self._tables.append(raw)
         self.append(Item(FrameKind.TABLE, ((raw,),)))
 
-    # --- segments
-
-    @property
-    def segment(self) -> int:
-        """The number of the newest segment."""
-        return max(self._sizes)
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all segments, and of what is to be written."""
-        return sum(self._sizes.values())
-
-    @property
-    def lagging(self) -> list[RangeId]:
-        """The ranges that begin in an older segment, the oldest first: a base of each in this one
-        lets those go. Not those of which one is on its way.
-        """
-        newest = self.segment
-        found = [r for r, at in self._starts.items() if at < newest and r not in self._on_its_way]
-        return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
-
     def turn(self, state_bytes: int) -> None:
-        """Begin another segment if this one has updates enough, and let go of what is not needed.
+        """Begin another segment if this one is full, and let go of what is not needed.
 
         Args:
             state_bytes: what bases of all ranges would take, about.
         """
-        least = max(self._setting.bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
-        is_behind = self.lagging or self._on_its_way
-        if not is_behind and self._update_bytes >= least:
+        if self.segments.is_full(state_bytes):
             self._next_segment()
-        needed = min(self._starts.values(), default=self.segment)
-        for number in sorted(self._sizes):
-            if number >= needed or self.byte_count <= self._setting.bound_bytes:
-                break
-            del self._sizes[number]
+        for number in self.segments.let_go():
             self._directory.disk.remove(self._directory.segment(number))
 
     def _next_segment(self) -> None:
-        number = max(self._sizes, default=0) + 1
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(self._header)
-        header.segment = number
+        header.segment = self.segments.newest + 1
         first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
         first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables]
-        self._sizes[number] = len(MAGIC) + sum(map(_size, first))
-        self._update_bytes = 0
+        number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
         self._queue.put(_NextSegment(number, first))
 
     # --- what the thread says
@@ -213,8 +168,7 @@ class UpdateLog:
             logs.error("update_log_failed", reason=problem)
             return
         self.queued_bytes -= written.byte_count
-        self._starts |= {r: at for r, at in written.starts.items() if r in self._live}
-        self._on_its_way -= written.starts.keys()
+        self.segments.wrote(written.starts)
         self.on_written(written)
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from tests.sim.mutation import Mutant
 
 _LOGS = ("logs",)
 _LOG = "ps_server/range_log.py"
+_SEGMENTS = "ps_server/log_segments.py"
 _LOGGED = "ps_server/logged_ranges.py"
 _REPLICATION = "ps_server/replication.py"
 _CONFIGURATIONS = "scheduler/configurations.py"
@@ -17,6 +18,23 @@ _MEMBERSHIP = "scheduler/membership.py"
 _CLUSTER = "scheduler/cluster.py"
 
 LOG_MUTANTS = (
+    Mutant(
+        "segments go that a range needs",
+        "SEG-1",
+        _SEGMENTS,
+        "            if number >= needed or self.byte_count <= self._bound_bytes:",
+        "            if number >= self.newest or self.byte_count <= self._bound_bytes:",
+        _LOGS,
+    ),
+    Mutant(
+        "a base counts as written when it is on its way",
+        "SEG-1",
+        _SEGMENTS,
+        "            self._on_its_way.add(range_id)",
+        "            self._on_its_way.add(range_id)\n"
+        "            self._starts[range_id] = self.newest",
+        _LOGS,
+    ),
     Mutant(
         "commit before the log has it",
         "S13",

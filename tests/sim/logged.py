@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table
+from ps_server.log_segments import LogSegments
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
@@ -16,13 +17,22 @@ from ps_server.range_log import RangeLog
 from ps_server.replica import Replica
 from ps_server.replication import Replication
 from ps_server.replication_messages import Batch, Snapshot
+from ps_server.update_log_frames import FrameKind
 from scheduler.cluster_state import UpdateLogClaim
 from tests.sim.replicated import LEASE_S, Place, ReplicatedServer, _shows
 from tests.sim.truth import Settings
 from tests.sim.world import World
 
-SEGMENT_FRAMES = 40
-"""So long is a segment: every range gets many bases."""
+BOUND_FRAMES = 24
+"""A frame counts as a byte here: every range gets many bases."""
+
+KINDS = {
+    "begun": FrameKind.BEGUN,
+    "taken over": FrameKind.TAKEN_OVER,
+    "base": FrameKind.BASE,
+    "batch": FrameKind.BATCH,
+    "ended": FrameKind.ENDED,
+}
 
 TIMELINE = bytes(16)
 
@@ -47,10 +57,8 @@ class SimLog:
         self.log_id = bytes([200 + number]) * 16
         self.frames: list[Frame] = []
         self.writer: LoggedServer | None = None
-        self.segment = 1
-        self.starts: dict[RangeId, int] = {}
+        self.segments = LogSegments(BOUND_FRAMES, {}, {})
         self._pending: deque[Frame] = deque()
-        self._on_its_way: set[RangeId] = set()
         self._delay_s = world.draw.choice((0.001, 0.05, 0.5))
 
     @property
@@ -60,9 +68,7 @@ class SimLog:
 
     @property
     def lagging(self) -> Sequence[RangeId]:
-        return sorted(
-            r for r, at in self.starts.items() if at < self.segment and r not in self._on_its_way
-        )
+        return self.segments.lagging
 
     def begun(self, log: RangeLog) -> None:
         self._append("begun", log.range_id, log.tenure, log.assignment_epoch, log.released)
@@ -74,7 +80,6 @@ class SimLog:
         assert self.writer is not None
         copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
         what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))
-        self._on_its_way.add(snapshot.range_id)
         self.world.counts["bases"] += 1
         self._append(
             "base", snapshot.range_id, snapshot.tenure, snapshot.assignment_epoch,
@@ -87,7 +92,6 @@ class SimLog:
         )
 
     def ended(self, range_id: RangeId) -> None:
-        self.starts.pop(range_id, None)
         self.world.counts["ranges ended in a log"] += 1
         self._append("ended", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
 
@@ -100,7 +104,9 @@ class SimLog:
         number: int,
         what: object = None,
     ) -> None:
-        frame = Frame(kind, self.segment, range_id, tenure, assignment_epoch, number, what)
+        self.segments.append(KINDS[kind], range_id, 1)
+        newest = self.segments.newest
+        frame = Frame(kind, newest, range_id, tenure, assignment_epoch, number, what)
         self._pending.append(frame)
         writer = self.writer
         self.world.after(self._delay_s * self.world.draw.random(), lambda: self._write(writer))
@@ -110,34 +116,38 @@ class SimLog:
         if writer is None or writer is not self.writer or not self._pending:
             return
         frame = self._pending.popleft()
-        self._put(frame)
-        writer.heard_of_log({(frame.range_id, frame.tenure): frame.number}, frame.kind)
-
-    def _put(self, frame: Frame) -> None:
         self.frames.append(frame)
-        if frame.kind in ("begun", "base"):
-            self.starts[frame.range_id] = frame.segment
-            self._on_its_way.discard(frame.range_id)
-        self._turn()
+        writer.heard_of_log(frame)
 
-    def _turn(self) -> None:
+    def begin(self, writer: LoggedServer) -> None:
+        """A server goes on with it."""
+        self.writer = writer
+        sizes = Counter(frame.segment for frame in self.frames)
+        starts = {range_id: self.frames[at].segment for range_id, at in self.begins().items()}
+        self.segments = LogSegments(BOUND_FRAMES, sizes, starts)
+        self.segments.begin(0)
+
+    def heard(self, frame: Frame) -> None:
+        """Its server knows that the frame is written."""
+        if frame.kind in ("begun", "base"):
+            self.segments.wrote({frame.range_id: frame.segment})
+
+    def turn(self) -> None:
         """Another segment; what no range needs goes."""
-        newest = sum(frame.segment == self.segment for frame in self.frames)
-        if newest > SEGMENT_FRAMES and not self.lagging and not self._on_its_way:
-            self.segment += 1
-        needed = min(self.starts.values(), default=self.segment)
+        if self.segments.is_full(0):
+            self.segments.begin(0)
+        gone = set(self.segments.let_go())
         before = len(self.frames)
-        self.frames = [frame for frame in self.frames if frame.segment >= needed]
+        self.frames = [frame for frame in self.frames if frame.segment not in gone]
         self.world.counts["frames let go"] += before - len(self.frames)
 
     def crash(self) -> None:
         """Its server is killed: the system has some of what was on its way."""
         self.writer = None
         for _ in range(self.world.draw.randint(0, len(self._pending))):
-            self._put(self._pending.popleft())
+            self.frames.append(self._pending.popleft())
         self.world.counts["frames lost"] += len(self._pending)
         self._pending.clear()
-        self._on_its_way.clear()
 
     def begins(self) -> dict[RangeId, int]:
         """Where the newest beginning of each range is, among the frames."""
@@ -188,7 +198,7 @@ class LoggedServer(ReplicatedServer):
             self.machine, self.replication, self, self._send, lambda batch: self.logged.write(batch)
         )
         self.logged = LoggedRanges(self.log, self.replication, self.output)
-        self.log.writer = self
+        self.log.begin(self)
 
     def recover(self, blocks: Callable[[TableId, RangeId], PartCopy]) -> None:
         """Before the first view: what the log has."""
@@ -225,26 +235,31 @@ class LoggedServer(ReplicatedServer):
         self.replication.recover(replicas.values())
         self.logged.recover(begins)
 
-    def heard_of_log(self, numbers: dict[tuple[RangeId, AssignmentEpoch], int], kind: str) -> None:
+    def heard_of_log(self, frame: Frame) -> None:
         """The log's thread has written something: the loop hears of it in its turn."""
-        if self._is_away(lambda: self.heard_of_log(numbers, kind)):
+        if self._is_away(lambda: self.heard_of_log(frame)):
             return
-        if kind in ("batch", "base"):
-            self.logged.written(numbers)
+        self.log.heard(frame)
+        if frame.kind in ("batch", "base"):
+            self.logged.written({(frame.range_id, frame.tenure): frame.number})
             self._release()
+        self._look()
+
+    def _look(self) -> None:
         self.logged.look()
+        self.log.turn()
 
     def _observe(self, view: object) -> None:
         before = set(self.replication.primaries) | set(self.replication.replicas)
         super()._observe(view)  # type: ignore[arg-type]
         after = set(self.replication.primaries) | set(self.replication.replicas)
         self.logged.observe(sorted(before - after))
-        self.logged.look()
+        self._look()
 
     def _tick(self) -> None:
         super()._tick()
         if not self.is_dead and not self.is_paused:
-            self.logged.look()
+            self._look()
 
     def _do(self, deeds: list[Deed]) -> None:
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -44,6 +45,19 @@ class Compose:
             timeout=timeout_s,
             check=False,
         )
+
+    @contextlib.contextmanager
+    def following(self, service: str) -> Iterator[Iterator[str]]:
+        """What a service prints, line by line, until it ends; all of it is ended afterwards."""
+        command = [*self._command, "logs", "--follow", service]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as logs:
+            assert logs.stdout is not None
+            try:
+                yield iter(logs.stdout)
+            finally:
+                logs.kill()
 
     def shell(self, script: str) -> str:
         """What a shell script prints in a container of the image."""
@@ -104,6 +118,43 @@ def test_what_was_trained_is_kept_and_the_next_run_goes_on_from_it(compose: Comp
     reached = re.search(r"test accuracy (\d+\.\d+)%", run.stdout)
     assert reached, run.stdout[-8000:]
     assert float(reached[1]) >= 97.0
+
+
+@pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_a_server_that_is_killed_goes_on_from_its_log(compose: Compose) -> None:
+    """Nobody else has what it had."""
+
+    def up(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return compose(
+            "up", "--no-build", "--detach", *arguments,
+            PUSHPULL_UPDATE_LOG="/update-log", PUSHPULL_REPLICAS="1",
+        )  # fmt: skip
+
+    begun = up()
+    assert begun.returncode == 0, begun.stdout[-8000:]
+    with compose.following("worker-0") as lines:
+        said = [_until(lines, "epoch 1 of")]
+        killed = compose("kill", "--signal", "KILL", "server-1")
+        assert killed.returncode == 0, killed.stdout
+        again = up("--no-deps", "server-1")
+        assert again.returncode == 0, again.stdout
+        said.append(_until(lines, "test accuracy"))
+    reached = re.search(r"test accuracy (\d+\.\d+)%", said[-1])
+    assert reached, said
+    assert float(reached[1]) >= 97.0
+    server = compose("logs", "server-1")
+    assert "event=update_log_read" in server.stdout, server.stdout[-8000:]
+    compose("down")
+
+
+def _until(lines: Iterator[str], text: str) -> str:
+    """Everything up to the line that has the text."""
+    said = ""
+    for line in lines:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"'{text}' did not come: {said[-8000:]}")
 
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)

@@ -22,6 +22,7 @@ PURE_MODULES = {
     "ps_server.events",
     "ps_server.failed_update",
     "ps_server.kernel_fingerprint",
+    "ps_server.log_segments",
     "ps_server.logged_ranges",
     "ps_server.optimizers",
     "ps_server.part_copy",

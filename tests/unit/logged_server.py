@@ -115,7 +115,7 @@ class LoggedServer:
     @property
     def byte_count(self) -> int:
         """Of its newest segment, as the system has it."""
-        return self.path.joinpath(f"{self.log.segment:08d}.log").stat().st_size
+        return self.path.joinpath(f"{self.log.segments.newest:08d}.log").stat().st_size
 
     async def push(self, step: int, *, waits: bool = True) -> None:
         """The worker's step: each block is pushed, and each range sealed; until all is answered."""

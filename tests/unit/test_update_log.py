@@ -135,11 +135,11 @@ def test_a_server_at_rest_writes_nothing_whatever_its_size(tmp_path: Path) -> No
         for _ in range(20):
             server.node.tick()
             await server.written()
-        at_rest = server.log.segment, server.log.byte_count
+        at_rest = server.log.segments.newest, server.log.segments.byte_count
         for _ in range(20):
             server.node.tick()
             await server.written()
-        assert (server.log.segment, server.log.byte_count) == at_rest
+        assert (server.log.segments.newest, server.log.segments.byte_count) == at_rest
         await server.end()
 
     ran(scene)
@@ -154,7 +154,7 @@ def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_pat
         server.log._heard(Written(starts={RangeId(0): 1}), "")  # of the base, in a group of its own
         await server.written()
         server.log._next_segment()
-        assert server.log.lagging == [RangeId(1)]
+        assert server.log.segments.lagging == [RangeId(1)]
         await server.end()
 
     ran(scene)
@@ -172,9 +172,9 @@ def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ev
             server.log.append(Item(FrameKind.BASE, ((b"",),), range_id))
             server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
         await server.written()
-        newest = server.log.segment
+        newest = server.log.segments.newest
         server.log.turn(state_bytes=0)
-        assert server.log.segment == newest + 1
+        assert server.log.segments.newest == newest + 1
         await server.end()
 
     ran(scene)
@@ -190,8 +190,8 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
             server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
         await server.written()
         server.log.append(Item(FrameKind.BEGUN, ((b"",),), RangeId(0)))
-        begins_in = server.log.segment
-        server.log._sizes[begins_in] += 1_000_000_000
+        begins_in = server.log.segments.newest
+        server.log.segments._sizes[begins_in] += 1_000_000_000
         server.log.turn(state_bytes=0)
         server.log.turn(state_bytes=0)
         await server.written()

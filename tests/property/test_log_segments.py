@@ -1,0 +1,111 @@
+"""The segments of an update log against a twin that looks at all frames again each time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.keys import RangeId
+from ps_server.log_segments import LogSegments
+from ps_server.update_log_frames import FrameKind
+
+BOUND_BYTES = 40
+STATE_BYTES = 12
+RANGES = 3
+
+Step = tuple[str, FrameKind, int, int]
+STEPS = st.tuples(
+    st.sampled_from(["append", "append", "write", "turn"]),
+    st.sampled_from([FrameKind.BEGUN, FrameKind.BASE, FrameKind.BATCH, FrameKind.ENDED]),
+    st.integers(0, RANGES - 1),
+    st.integers(1, 8),
+)
+
+
+@dataclass
+class Twin:
+    """All frames that were ever appended: segment, kind, range, bytes; how many are written."""
+
+    frames: list[tuple[int, FrameKind, int, int]] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+    written: int = 0
+
+    def starts(self) -> dict[int, int]:
+        """Where each range begins that has not ended, by what is written."""
+        found: dict[int, int] = {}
+        for index, (segment, kind, range_id, _) in enumerate(self.frames):
+            if kind is FrameKind.ENDED:
+                found.pop(range_id, None)
+            elif kind in (FrameKind.BEGUN, FrameKind.BASE) and index < self.written:
+                found[range_id] = segment
+        return found
+
+    def on_its_way(self) -> set[int]:
+        """Ranges of which a beginning is not written."""
+        found: set[int] = set()
+        for _, kind, range_id, _ in self.frames[self.written :]:
+            if kind is FrameKind.ENDED:
+                found.discard(range_id)
+            elif kind in (FrameKind.BEGUN, FrameKind.BASE):
+                found.add(range_id)
+        return found
+
+    def sizes(self) -> Counter[int]:
+        """Of the segments that are there."""
+        found = Counter(dict.fromkeys(self.begun, 1))
+        for segment, _, _, byte_count in self.frames:
+            found[segment] += byte_count
+        return Counter({number: size for number, size in found.items() if number not in self.gone})
+
+    def update_bytes(self) -> int:
+        """In the newest segment."""
+        newest = self.begun[-1]
+        return sum(f[3] for f in self.frames if f[0] == newest and f[1] is FrameKind.BATCH)
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_segments_are_what_all_frames_say(steps: list[Step]) -> None:
+    segments, twin = LogSegments(BOUND_BYTES, {}, {}), Twin()
+    twin.begun.append(segments.begin(1))
+    for action, kind, number, byte_count in steps:
+        if action == "append":
+            segments.append(kind, RangeId(number), byte_count)
+            twin.frames.append((segments.newest, kind, number, byte_count))
+        elif action == "write":
+            _write(segments, twin, byte_count)
+        else:
+            _turn(segments, twin)
+        starts = twin.starts()
+        lagging = [r for r in starts if starts[r] < twin.begun[-1] and r not in twin.on_its_way()]
+        assert segments.lagging == sorted(lagging, key=lambda r: (starts[r], r))
+        assert segments.byte_count == twin.sizes().total()
+
+
+def _write(segments: LogSegments, twin: Twin, count: int) -> None:
+    """Some frames more are written: the thread says of which ranges it has a beginning."""
+    said: dict[RangeId, int] = {}
+    for segment, kind, range_id, _ in twin.frames[twin.written : twin.written + count]:
+        if kind is FrameKind.ENDED:
+            said.pop(RangeId(range_id), None)
+        elif kind in (FrameKind.BEGUN, FrameKind.BASE):
+            said[RangeId(range_id)] = segment
+    twin.written = min(twin.written + count, len(twin.frames))
+    segments.wrote(said)
+
+
+def _turn(segments: LogSegments, twin: Twin) -> None:
+    is_full = segments.is_full(STATE_BYTES)
+    starts = twin.starts()
+    waits = bool(segments.lagging or twin.on_its_way())
+    assert is_full == (twin.update_bytes() >= STATE_BYTES and not waits)
+    if is_full:
+        twin.begun.append(segments.begin(1))
+    twin.gone |= set(segments.let_go())
+    kept = twin.sizes()
+    assert not twin.gone & {*starts.values(), twin.begun[-1]}  # SEG-1
+    assert sorted(twin.gone) == list(range(1, len(twin.gone) + 1))
+    assert kept.total() <= BOUND_BYTES or min(kept) == min([*starts.values(), twin.begun[-1]])
