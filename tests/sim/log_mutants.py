@@ -20,7 +20,7 @@ _CLUSTER = "scheduler/cluster.py"
 LOG_MUTANTS = (
     Mutant(
         "segments go that a range needs",
-        "SEG-1",
+        "S13",
         _SEGMENTS,
         "            if number >= needed or self.byte_count <= self._bound_bytes:",
         "            if number >= self.newest or self.byte_count <= self._bound_bytes:",
@@ -28,7 +28,7 @@ LOG_MUTANTS = (
     ),
     Mutant(
         "a base counts as written when it is on its way",
-        "SEG-1",
+        "S13",
         _SEGMENTS,
         "            self._on_its_way.add(range_id)",
         "            self._on_its_way.add(range_id)\n"
