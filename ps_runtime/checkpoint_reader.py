@@ -11,6 +11,7 @@ What it deliberately does not do: choose a checkpoint (`ps_runtime.checkpoint_st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -106,6 +107,15 @@ class CheckpointReader:
         except BaseException:
             self.close()
             raise
+
+    def twin(self) -> CheckpointReader:
+        """The same checkpoint for another thread, whose files are its own to open and close.
+
+        Blocking: no; nothing is read again.
+        """
+        found = copy.copy(self)
+        found._open = {}
+        return found
 
     def _place(self, key: tuple[str, int], file: str) -> None:
         other = self._files.setdefault(key, file)

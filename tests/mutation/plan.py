@@ -13,7 +13,7 @@ _WORDS = "tests/unit/test_contract_words.py"
 _VECTORS = "tests/unit/test_published_vectors.py"
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "ps_core.change": ("tests/unit/test_cluster_view.py",),
+    "ps_core.change": ("tests/unit/test_cluster_view.py", "tests/unit/test_manifest_places.py"),
     "ps_core.cluster_view": ("tests/unit/test_cluster_view.py", _WORDS, _VECTORS),
     "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
@@ -25,8 +25,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.ledger": ("tests/property/test_ledger.py", _WORDS),
     "ps_core.limits": ("tests/unit/test_limits.py",),
     "ps_core.losses": ("tests/unit/test_losses.py",),
-    "ps_core.manifest": ("tests/unit/test_manifest.py",),
-    "ps_core.part_report": ("tests/unit/test_cluster_checkpoints.py",),
+    "ps_core.manifest": ("tests/unit/test_manifest.py", "tests/unit/test_manifest_places.py"),
+    "ps_core.part_report": ("tests/unit/test_manifest_places.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,

@@ -107,6 +107,20 @@ def test_a_good_one_is_read(tmp_path: Path) -> None:
             reader.read("t", 0, "exp_avg")
 
 
+def test_a_twin_reads_the_same_from_files_of_its_own(tmp_path: Path) -> None:
+    with CheckpointReader(write(tmp_path, {"a": GOOD[:1], "b": GOOD[1:]})) as reader:
+        assert reader.read("t", 0) == bytes(256)
+        with reader.twin() as twin:
+            mine, its = reader._opened(reader._source("t", 0)), twin._opened(twin._source("t", 0))
+            assert mine is not its
+            assert mine.fileno() != its.fileno()
+            assert twin.read("t", 0) == bytes(256)
+            assert twin.read("t", 1) == bytes(256)
+        assert its.closed
+        assert reader.read("t", 0) == bytes(256)
+        assert list(reader._open) == [reader._source("t", 0).url]
+
+
 WRONG: list[tuple[Parts, str]] = [
     ({"a": GOOD[:2], "b": GOOD[1:2]}, "block 1 of table 't' is in a and in b; expected"),
     ({"a": (*GOOD[:2], Block(3, 2))}, "block 2 of table 't' is in no file"),
