@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
 
@@ -31,7 +32,7 @@ from ps_runtime.restored_blocks import RestoredTables
 from ps_server.node import ParameterNode
 from ps_server.range_machine import RangeMachine
 
-_THREAD_COUNT = 4
+_THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
 
 _Key = tuple[TableId, RangeId]
