@@ -5,6 +5,8 @@ Real processes, a lease of a second. A cluster for each lane serves all tests.
 
 from __future__ import annotations
 
+import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -36,6 +38,10 @@ SIZE = 24 * BLOCK
 STEPS = 45
 BOUND_MB = 8
 """So small that segments are begun and dropped all the time: a step is 0.4 MB."""
+
+
+MOST_BYTES = 500_000
+"""Less than a segment has, in a file of a server that may write no more."""
 
 
 class Scene:
@@ -108,6 +114,21 @@ def test_all_servers_may_be_killed_at_once(scene: Scene) -> None:
             scene.cluster.kill(server)
         for server in killed:
             scene.cluster.start_again(server)
+
+
+def test_a_server_whose_log_takes_no_more_ends_and_has_lost_nothing(scene: Scene) -> None:
+    """As on a full disk: what the log does not take is answered to nobody."""
+    server = scene.cluster.living[0]
+    with under_load(scene) as loads:
+        _, hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, hard))
+        ended = server.process.wait(DEADLINE_S)
+        assert ended is not None
+        assert ended.returncode == 1
+        (said,) = scene.cluster.lines(server.process, "event=update_log_failed")
+        assert re.search(r"/server-\d: the update log cannot be written: .*File too large", said)
+        scene.cluster.start_again(server)
+        progress(loads)
 
 
 def test_the_log_stays_near_its_bound(scene: Scene) -> None:
