@@ -105,8 +105,10 @@ class MadeCheckpoint:
     byte_count: int
 
 
-async def create_checkpoint(link: SchedulerLink, reason: str, deadline_s: float) -> MadeCheckpoint:
-    """Ask for a checkpoint, and wait until it is complete.
+async def create_checkpoint(
+    link: SchedulerLink, reason: str, deadline_s: float, covered_by: int
+) -> MadeCheckpoint:
+    """Ask for a checkpoint, and wait until it is complete; the one numbered `covered_by` will do.
 
     Blocking: up to `deadline_s`.
 
@@ -117,7 +119,7 @@ async def create_checkpoint(link: SchedulerLink, reason: str, deadline_s: float)
         Fenced: this node has been replaced.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
-        session=wire.session_to_proto(link.session), reason=reason
+        session=wire.session_to_proto(link.session), reason=reason, covered_by=covered_by
     )
     answer = await link.call(
         lambda stub, left_s: stub.CreateCheckpoint(request, timeout=left_s),

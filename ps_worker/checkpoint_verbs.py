@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ps_core.imported import Imported
 from ps_core.part_report import PartReport
 from ps_runtime import logs
 from ps_runtime.checkpoint_calls import MadeCheckpoint
+from ps_runtime.clock import now_s
 from ps_worker.catalogue import Catalogue
 from ps_worker.config import WorkerConfig
 from ps_worker.connection import GRACE_S
@@ -30,30 +32,39 @@ _WRITTEN_WITHIN_S = 60.0
 class CheckpointTicket:
     """A checkpoint on its way."""
 
-    def __init__(self, future: Future[MadeCheckpoint], deadline_s: float) -> None:
+    def __init__(
+        self, future: Future[MadeCheckpoint], deadline_s: float, save_points: SavePoints | None
+    ) -> None:
         self.future = future
         self._deadline_s = deadline_s
+        self._save_points = save_points
+        self._thread = threading.get_ident()
 
     def done(self) -> bool:
         """Whether it is complete, or has failed."""
         return self.future.done()
 
     def wait(self, timeout_s: float | None = None) -> MadeCheckpoint:
-        """Its number, directory and size.
+        """Its number, directory and size. For a worker, in the thread that asked for it, this is a
+        save point: it takes no step meanwhile.
 
         Args:
             timeout_s: how long to wait; None means what `checkpoint` was given.
 
-        Blocking: until it is complete. A worker that trains should take its next steps first: the
-            cut may be a step ahead of it.
+        Blocking: until it is complete.
 
         Raises:
             InvalidConfig: the cluster has nowhere to put checkpoints.
             InvalidCheckpoint: it could not be written; the message says what, and why.
-            WaitExpired: it was not complete in time; the message says who is missing.
+            WaitExpired: it was not complete in time; the message says who is missing. At once where
+                others were further and it is of a step that this worker takes next: take it, and
+                wait again.
         """
         waits_s = self._deadline_s if timeout_s is None else timeout_s
-        return self.future.result(waits_s + GRACE_S)
+        end_s = now_s() + waits_s + GRACE_S
+        if self._save_points is not None and threading.get_ident() == self._thread:
+            self._save_points.stay(self.future.done, waits_s + GRACE_S)
+        return self.future.result(max(end_s - now_s(), 0.0))
 
 
 class CheckpointVerbs(Catalogue):
@@ -143,7 +154,8 @@ class CheckpointVerbs(Catalogue):
         Any client may ask. For a worker the call is a save point: call it where `save_point` would
         be. If all workers call it after the same step, the checkpoint is of that step; if one does,
         it is of that step or, where others are further, of one of the next. Training goes on while
-        it is written. Who asks while one is about to be made has that one.
+        it is written. Who asks while one is about to be made has that one; so has a worker that
+        asks for the first time since, and has taken no step beyond it.
 
         Args:
             reason: for its manifest.
@@ -156,10 +168,13 @@ class CheckpointVerbs(Catalogue):
         """
         self.check_usable()
         deadline_s = self.deadline_s(timeout_s)
-        future = self._loop.start(self.engine.create_checkpoint(reason, deadline_s))
-        if not self.is_reader:
-            self.save_points.rest(future.done)
-        return CheckpointTicket(future, deadline_s)
+        covered_by = 0 if self.is_reader else self.save_points.covered_by()
+        future = self._loop.start(self.engine.create_checkpoint(reason, deadline_s, covered_by))
+        if self.is_reader:
+            return CheckpointTicket(future, deadline_s, None)
+        future.add_done_callback(self.save_points.wake)
+        self.save_points.rest(future.done)
+        return CheckpointTicket(future, deadline_s, self.save_points)
 
     def restore(self, url: str = "", *, timeout_s: float | None = None) -> Self:
         """Take the whole cluster back to a checkpoint, and connect to it again.

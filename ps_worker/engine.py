@@ -220,9 +220,11 @@ class Engine:
         """Change a table's consistency."""
         return await self._scheduler.set_consistency(name, consistency, after_clock, deadline_s)
 
-    async def create_checkpoint(self, reason: str, deadline_s: float) -> MadeCheckpoint:
-        """Make a checkpoint."""
-        return await create_checkpoint(self._scheduler, reason, deadline_s)
+    async def create_checkpoint(
+        self, reason: str, deadline_s: float, covered_by: int
+    ) -> MadeCheckpoint:
+        """Make a checkpoint; the one numbered `covered_by` will do, 0: none would."""
+        return await create_checkpoint(self._scheduler, reason, deadline_s, covered_by)
 
     async def restore_checkpoint(self, url: str, deadline_s: float) -> str:
         """Take the cluster back to a checkpoint, which ends this session; its directory."""

@@ -35,7 +35,7 @@ from ps_core import limits
 from ps_core.change import Checkpoint
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Mode
-from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_runtime import logs
@@ -113,6 +113,8 @@ class SavePoints:
         self._view: ClusterView | None = None
         self._asked = 0  # the newest checkpoint that was answered
         self._saved = 0  # the newest that was written, or lost
+        self._had = 0  # the newest that the script has asked for
+        self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
@@ -163,6 +165,8 @@ class SavePoints:
             if checkpoint is not None and is_new and not checkpoint.is_cut:
                 self._asked = checkpoint.number
                 self._join()
+            if checkpoint is not None and checkpoint.is_cut:
+                self._cut = view
             self._changed.notify_all()
 
     def _join(self) -> None:
@@ -236,19 +240,67 @@ class SavePoints:
             return is_over() or (self._is_settled() and (begun or self._asked != asked))
 
         self._rest(ends)
+        with self._changed:
+            if self._asked != asked:
+                self._had = self._asked
+
+    def covered_by(self) -> int:
+        """The number of a checkpoint that has all steps of this worker, which trains every table,
+        and that its script has not asked for yet; 0: none has.
+        """
+        with self._changed:
+            view, checkpoint = self._cut, None if self._cut is None else self._cut.checkpoint
+            if view is None or checkpoint is None or checkpoint.number <= self._had:
+                return 0
+            handles = {handle.table.table_id: handle for handle in self._handles()}
+            for table in view.tables:
+                handle = handles.get(table.table_id)
+                cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
+                if handle is None or cut is None or handle.clock > cut:
+                    return 0
+            self._had = checkpoint.number
+            return checkpoint.number
+
+    def stay(self, is_over: Callable[[], bool], within_s: float) -> None:
+        """The script takes no step until `is_over`: it goes no further than it is, whatever it has
+        said, and whatever is proposed meanwhile is answered with this save point.
+
+        Blocking: until `is_over` (tell of it by `wake`), at most so long; and as `reach`.
+
+        Raises:
+            WaitExpired: at once, where a checkpoint has been cut at a step that this worker has to
+                take first.
+        """
+        self._stop_here()
+        self._rest(lambda: is_over() or self._step_ahead() is not None, within_s)
+        with self._changed:
+            ahead = None if is_over() else self._step_ahead()
+        if ahead is not None:
+            handle, cut = ahead
+            raise WaitExpired(
+                f"checkpoint {self._asked} is of step {cut} of table '{handle.name}', and this "
+                f"worker is at {handle.clock}: others were further. Take that step, then wait"
+            )
+
+    def _step_ahead(self) -> tuple[TableHandle, int] | None:
+        """A table whose cut waits for a step of this worker, and the clock of the cut."""
+        checkpoint = None if self._view is None else self._view.checkpoint
+        if self._view is None or checkpoint is None or checkpoint.number != self._asked:
+            return None
+        for handle in self._handles():
+            cut = cut_clock(self._view, handle, checkpoint.number)
+            needs_all = not handle.table.spec.consistency.backup_workers
+            if cut is not None and handle.clock < cut and (needs_all or self._attached):
+                return handle, cut
+        return None
 
     def leave(self) -> None:
         """The script takes no further step: it goes no further than it is, whatever it has said.
 
         Blocking: as `reach`.
         """
-        with self._changed:
-            has_state = self.has_state and not self._is_closed
-            if has_state:
-                self._arrive()
-                if not self._is_settled():
-                    self._join()
-        if has_state:
+        if self.has_state and not self._is_closed:
+            self._stop_here()
             self._rest(self._is_settled)
         with self._changed:
             self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
@@ -266,6 +318,19 @@ class SavePoints:
             if clocks is None or not self._attached or self._is_closed:
                 return
         self._save(Checkpoint(_LEAVING, url), clocks)
+
+    def wake(self, reason: object = None) -> None:
+        """Something has happened that a wait is for."""
+        del reason
+        with self._changed:
+            self._changed.notify_all()
+
+    def _stop_here(self) -> None:
+        """This is a save point; what was said of a later one is taken back."""
+        with self._changed:
+            self._arrive()
+            if not self._is_settled():
+                self._join()
 
     def _arrive(self) -> None:
         took = {h.table.table_id: self._steps_since(h) for h in self._handles()}
@@ -291,26 +356,31 @@ class SavePoints:
         checkpoint = None if self._view is None else self._view.checkpoint
         return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._asked
 
-    def _rest(self, is_over: Callable[[], bool]) -> None:
+    def _rest(self, is_over: Callable[[], bool], within_s: float | None = None) -> None:
         """Wait, and save what is due. It leaves in the stretch in which nothing was: a checkpoint
         that is proposed while a state is copied is answered with this save point, too.
         """
+        until_s = now_s() + (self._patience_s if within_s is None else within_s)
         try:
-            while (due := self._leave(is_over)) is not None:
+            while (due := self._leave(is_over, until_s)) is not None:
                 self._save(*due)
         finally:
             with self._changed:
                 self._go_on()
 
-    def _leave(self, is_over: Callable[[], bool]) -> tuple[Checkpoint, dict[TableId, int]] | None:
-        """What is due when the wait is over; if nothing is, the script is in its next step."""
-        until_s = now_s() + self._patience_s
+    def _leave(
+        self, is_over: Callable[[], bool], until_s: float
+    ) -> tuple[Checkpoint, dict[TableId, int]] | None:
+        """What is due, as soon as something is; when the wait is over and nothing is, the script is
+        in its next step.
+        """
         with self._changed:
-            while not is_over() and not self._is_closed and now_s() < until_s:
-                self._changed.wait(min(until_s - now_s(), _LOOK_S))
-            due = self._due()
-            if due is None:
-                self._go_on()
+            while (due := self._due()) is None:
+                left_s = until_s - now_s()
+                if is_over() or self._is_closed or left_s <= 0:
+                    self._go_on()
+                    return None
+                self._changed.wait(min(left_s, _LOOK_S))
             return due
 
     def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:

@@ -238,6 +238,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
         await _until_the_end(settings, servicer, stop, ticking)
     finally:
         stop.cancel()
+        servicer.checkpointing.give_up("the scheduler ends")
         servicer.close()
         await servicer.checkpointing.close()
         await node.stop(settings.drain_grace_s)
@@ -288,7 +289,7 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
         return
     within_s = settings.checkpoint_last_s
     create = servicer.checkpointing.create
-    making = asyncio.create_task(create(reason, clock.now_s() + within_s, clock.now_s))
+    making = asyncio.create_task(create(reason, clock.now_s() + within_s))
     left = asyncio.create_task(servicer.until_servers_have_left(2 * within_s))
     try:
         await asyncio.wait((making, left), return_when=asyncio.FIRST_COMPLETED)

@@ -155,8 +155,14 @@ class Checkpointing:
 
     # --- one that somebody asked for
 
-    async def create(self, reason: str, deadline_s: float, now: Callable[[], float]) -> Made:
-        """Make one, and wait until it is complete; `deadline_s` is a moment.
+    async def create(self, reason: str, deadline_s: float, covered_by: int = 0) -> Made:
+        """Make one, and wait until it is complete.
+
+        Args:
+            reason: for its manifest.
+            deadline_s: a moment.
+            covered_by: the number of one that would do, 0: none. It is waited for if it is known
+                and has not failed.
 
         Raises:
             InvalidConfig: the cluster has nowhere to put it.
@@ -168,21 +174,28 @@ class Checkpointing:
                 "this cluster has no place for checkpoints; start the scheduler with "
                 "checkpoint_url (PUSHPULL_CHECKPOINT_URL, or --checkpoint-url of pushpull train)"
             )
-        number = 0
+        number = covered_by
         while True:
+            if number == covered_by and not self._may_come(number):
+                number = covered_by = 0
             if not number:
-                pending = self._carry_out(self._cluster.begin_checkpoint(reason, now()))
+                pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:
-                said = self._cluster.checkpoint_reason(now())
+                said = self._cluster.checkpoint_reason(clock.now_s())
             problem = self._cluster.checkpoint_problem(number) if number else None
             if problem:
                 raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")
             if problem is not None and number in self._made:
                 return self._made[number]
-            if now() >= deadline_s:
+            if clock.now_s() >= deadline_s:
                 raise WaitExpired(said or f"checkpoint {number} is not complete")
-            await asyncio.sleep(min(0.02, max(deadline_s - now(), 0.0)))
+            await asyncio.sleep(min(0.02, max(deadline_s - clock.now_s(), 0.0)))
+
+    def _may_come(self, number: int) -> bool:
+        """Whether this one is complete, or is being made."""
+        under_way = self._cluster.view.checkpoint
+        return number in self._made or (under_way is not None and under_way.number == number)
 
     # --- what becomes of it
 
@@ -247,6 +260,10 @@ class Checkpointing:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def give_up(self, reason: str) -> None:
+        """Let go of whoever waits for the one that is made, unless only its manifest is missing."""
+        self._carry_out(self._cluster.give_up_checkpoint(reason))
 
     async def close(self) -> None:
         """Wait for what is being written or removed; what workers left behind goes, too."""

@@ -176,19 +176,23 @@ class Checkpoints:
 
     def moved(self) -> list[Transition]:
         """Ranges have other primaries: what these were to write is lost."""
-        attempt = self._state.checkpoint
-        if attempt is None or attempt.is_written:
-            return []
-        return self._fail(attempt, "a server was lost while it was made")
+        return self.give_up("a server was lost while it was made")
 
     def expire(self, now_s: float) -> list[Transition]:
         """Give up what is not done in time."""
         attempt = self._state.checkpoint
+        if attempt is None or now_s < (
+            attempt.written_by_s if attempt.is_cut else attempt.cut_by_s
+        ):
+            return []
+        return self.give_up(self._reason(attempt, now_s))
+
+    def give_up(self, reason: str) -> list[Transition]:
+        """Nobody goes on with the one that is made, unless only its manifest is missing."""
+        attempt = self._state.checkpoint
         if attempt is None or attempt.is_written:
             return []
-        if now_s < (attempt.written_by_s if attempt.is_cut else attempt.cut_by_s):
-            return []
-        return self._fail(attempt, self._reason(attempt, now_s))
+        return self._fail(attempt, reason)
 
     def done(self, number: int, problem: str) -> list[Transition]:
         """The manifest is written, or could not be."""

@@ -353,6 +353,10 @@ class Cluster:
         """The manifest is written; or it could not be, with a problem."""
         return Decision(None, self._changed(*self._checkpoints.done(number, problem)))
 
+    def give_up_checkpoint(self, reason: str) -> Decision[None]:
+        """Nobody goes on with the one that is made; see `Checkpoints.give_up`."""
+        return Decision(None, self._changed(*self._checkpoints.give_up(reason)))
+
     def checkpoint_problem(self, number: int) -> str | None:
         """How a checkpoint ended: empty if it is complete; None while it is made."""
         return self._checkpoints.problem_of(number)

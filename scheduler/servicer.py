@@ -259,7 +259,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with self._refusals_counted():
             self._cluster.member(wire.session_from_proto(request.session))
             reason = request.reason[:200] or "asked for"
-            made = await self.checkpointing.create(reason, deadline_s, clock.now_s)
+            made = await self.checkpointing.create(reason, deadline_s, request.covered_by)
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
         )

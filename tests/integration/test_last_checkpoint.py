@@ -18,6 +18,7 @@ import ps_worker as ps
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_servers
+from tests.integration.lane_cluster import until
 
 END_DEADLINE_S = 60.0
 WORKERS, SERVERS, COUNT = 2, 2, 500
@@ -156,6 +157,32 @@ def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:
             server.send(signal.SIGCONT)
         assert ("event=no_last_checkpoint" in said) == (last_s == "1")
     assert CheckpointStore(str(root)).newest_good() is None
+
+
+def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> None:
+    """A server that is stopped promises none; a worker is at its save point and holds on."""
+    with (
+        bare_cluster(tmp_path / "checkpoints", checkpoint_last_s="1") as cluster,
+        ThreadPoolExecutor(WORKERS) as pool,
+    ):
+        clients = [ps.connect(cluster.address, rank=rank) for rank in range(WORKERS)]
+        for client in clients:
+            table = client.create_table("counted", COUNT, optimizer=ps.SGD(lr=1.0))
+            client.attach_state("counted", Counted(), per_rank=True)
+            assert table.clock == 0
+        server = cluster.role("server")
+        server.send(signal.SIGSTOP)
+        try:
+            cluster.role("scheduler").send(signal.SIGTERM)
+            until(lambda: all(each.engine.view.checkpoint for each in clients), "it is proposed")
+            resting = [pool.submit(client.save_point) for client in clients]
+            assert "event=no_last_checkpoint" in cluster.end_of("scheduler")
+            for each in resting:
+                each.result(_STEP_S)
+        finally:
+            server.send(signal.SIGCONT)
+            for client in clients:
+                client.close(leave=False)
 
 
 def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ class Worker:
             for table_id, steps in self.steps.items()
         }
         self.view = ClusterView(1, "c", 1, 1, (), (), tuple(h.table for h in self.handles.values()))
-        handles = list(self.handles.values())
+        self.opened = dict(self.handles)
+        handles = self.opened.values()
         self.points = SavePoints(self, lambda: handles, self._write, self.patience_s)
 
     def begin_at(self, clock: int) -> None:
@@ -131,6 +132,10 @@ class Worker:
 
     def model(self, *tables: TableId, is_awake: bool = True) -> None:
         self.points.add_model(lambda: [(self.handles[t], is_awake) for t in tables])
+
+    def drop(self, table: TableId) -> None:
+        """It is another worker's."""
+        del self.opened[table]
 
     def attach(self) -> None:
         self.points.attach("clocks", State(lambda: (self.steps[A].clock, self.steps[B].clock)))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change
+from ps_core.change import Change, Checkpoint
 from ps_core.consistency import parsed
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.part_report import PartReport, ReportedTable
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, State, Worker, clocks_of
 
@@ -129,6 +129,97 @@ def test_a_checkpoint_that_is_given_up_lets_it_go(worker: Worker) -> None:
     worker.see(None)
     assert resting.is_over()
     assert worker.copied == []
+
+
+# --- one that is there already
+
+
+def test_a_checkpoint_with_all_its_steps_will_do_once(worker: Worker) -> None:
+    worker.step()
+    worker.points.reach()
+    assert worker.points.covered_by() == 0
+    worker.propose()
+    worker.cut(1)
+    worker.see(None)  # it is complete
+    assert [worker.points.covered_by() for _ in range(2)] == [1, 0]
+
+
+def test_one_that_the_script_has_asked_for_will_not_do_again(worker: Worker) -> None:
+    asking = Resting(lambda: worker.points.rest(lambda: False))
+    worker.propose()
+    worker.cut(0)
+    assert asking.is_over()
+    assert worker.points.covered_by() == 0
+
+
+@pytest.mark.parametrize("lacking", ["a step", "a table", "a clock"])
+def test_what_lacks_something_will_not_do(lacking: str) -> None:
+    worker = Worker("asp" if lacking == "a clock" else "bsp")
+    worker.attach()
+    worker.step()
+    worker.cut(0 if lacking == "a step" else 1)
+    if lacking == "a table":
+        worker.drop(B)
+    assert worker.points.covered_by() == 0
+
+
+# --- a script that waits takes no step
+
+
+def test_a_script_that_waits_is_answered_for_with_where_it_is(worker: Worker) -> None:
+    """Also when another checkpoint is being written; each has its state."""
+    worker.step()
+    over = threading.Event()
+    worker.see(Checkpoint(1, "url", is_cut=True))
+    resting = Resting(lambda: worker.points.stay(over.is_set, WAIT_S))
+    for number in (2, 3):
+        worker.propose(number)
+        assert clocks_of(worker) == {A: 1, B: 0}
+        worker.cut(1, number=number)
+        assert [each for each, _ in worker.report(number - 1)] == list(range(2, number + 1))
+    assert resting.waits
+    over.set()
+    worker.points.wake()
+    assert resting.is_over(0.4)
+
+
+def test_what_was_answered_for_a_script_in_a_step_is_taken_back_when_it_waits(
+    worker: Worker,
+) -> None:
+    worker.points.reach()
+    worker.propose()
+    assert clocks_of(worker) == {A: 1, B: 0}
+    worker.points.stay(lambda: True, WAIT_S)
+    assert worker.joined[1:] == [(1, {A: 0, B: 0}, True)]
+
+
+def test_a_script_that_waits_for_its_own_next_step_is_told(worker: Worker) -> None:
+    """Another worker was in its next step; this one has one of two tables there."""
+    worker.step()
+    told: list[str] = []
+
+    def wait() -> None:
+        try:
+            worker.points.stay(lambda: False, WAIT_S)
+        except WaitExpired as error:
+            told.append(error.message)
+
+    resting = Resting(wait)
+    worker.propose(7)
+    worker.cut(2, number=7)
+    assert resting.is_over()
+    (said,) = told
+    assert said.startswith("checkpoint 7 is of step 2 of table 'a', and this worker is at 1: ")
+    worker.step()
+    worker.points.reach()
+    assert [number for number, _ in worker.report()] == [7]
+
+
+def test_a_script_waits_so_long_and_no_longer(worker: Worker) -> None:
+    assert Resting(lambda: worker.points.stay(lambda: False, 0.05)).is_over()
+
+
+# --- it is not held for ever
 
 
 def test_a_cut_that_never_comes_lets_it_go() -> None:

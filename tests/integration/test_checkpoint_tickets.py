@@ -1,0 +1,136 @@
+"""Who asks for a checkpoint, when another is being made, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ps_worker as ps
+from ps_runtime.checkpoint_store import resolve
+from ps_worker.checkpoint_verbs import CheckpointTicket
+from tests.integration.resumed_training import DEADLINE_S, together
+
+COUNT = 500
+
+
+class Steps:
+    """A worker's own: how many it has taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+class Script:
+    """A worker that takes steps and says where they end."""
+
+    def __init__(self, client: ps.Client) -> None:
+        self._client = client
+        self._table = client.create_table(
+            "counted", COUNT, optimizer=ps.SGD(lr=1.0), reduction="sum", block_elements=64
+        )
+        self._own = Steps()
+        client.attach_state("steps", self._own, per_rank=True)
+
+    def step(self, count: int = 1, then: Callable[[], object] = lambda: None) -> None:
+        """Take steps; do something before the last one's save point."""
+        for left in reversed(range(count)):
+            self._client.push_pull(self._table, np.ones(COUNT, np.float32))
+            self._own.taken += 1
+            if not left:
+                then()
+            self._client.save_point()
+
+
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_the_last_step_has_two_and_both_are_waited_for(tmp_path: Path, worker_count: int) -> None:
+    """The second is asked for while the first is written, and no step follows."""
+    root = str(tmp_path / "checkpoints")
+
+    def work(client: ps.Client) -> list[int]:
+        script = Script(client)
+        script.step(3)
+        tickets = [client.checkpoint("one"), client.checkpoint("another")]
+        return [ticket.wait(DEADLINE_S).number for ticket in tickets]
+
+    with ps.local_cluster(1, worker_count, checkpoint_url=root) as cluster:
+        for first, second in together(cluster.address, worker_count, work):
+            assert (first, second) == (1, 2)
+    with resolve(root).reader as reader:
+        assert [table.clock for table in reader.manifest.tables] == [3]
+        assert [worker.clock for worker in reader.manifest.workers] == [3] * worker_count
+
+
+def test_all_that_ask_after_the_same_step_have_the_same(tmp_path: Path) -> None:
+    """The second asks when the first one's is complete: it has all that there is."""
+    root = str(tmp_path / "checkpoints")
+    asked: Future[CheckpointTicket] = Future()
+
+    def work(client: ps.Client) -> list[int]:
+        script = Script(client)
+        if client.rank == 0:
+            script.step(3)
+            asked.set_result(client.checkpoint())
+        else:
+            script.step(3, lambda: asked.result(DEADLINE_S))
+        first = asked.result().wait(DEADLINE_S).number
+        tickets = [client.checkpoint()] if client.rank else []
+        script.step()
+        tickets.append(client.checkpoint())
+        return [first, *(ticket.wait(DEADLINE_S).number for ticket in tickets)]
+
+    with ps.local_cluster(2, 2, checkpoint_url=root) as cluster:
+        assert together(cluster.address, 2, work) == [[1, 2], [1, 1, 2]]
+    with resolve(root).reader as reader:
+        assert [table.clock for table in reader.manifest.tables] == [4]
+
+
+def test_one_that_waits_for_its_own_next_step_is_told(tmp_path: Path) -> None:
+    """The other one has begun it; when both have taken it, the checkpoint is there."""
+    begun: Future[None] = Future()
+
+    def work(client: ps.Client) -> int:
+        script = Script(client)
+        script.step(2)
+        if client.rank:
+            begun.set_result(None)
+            script.step()
+            return 0
+        begun.result(DEADLINE_S)
+        ticket = client.checkpoint()
+        with pytest.raises(ps.WaitExpired, match=r"checkpoint 1 is of step 3 .* is at 2"):
+            ticket.wait(DEADLINE_S)
+        script.step()
+        return ticket.wait(DEADLINE_S).number
+
+    root = str(tmp_path / "checkpoints")
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
+        assert together(cluster.address, 2, work) == [1, 0]
+
+
+def test_a_ticket_may_be_waited_for_while_training_goes_on(tmp_path: Path) -> None:
+    """In another thread waiting is no save point: the states are as of the steps' ends."""
+    root = str(tmp_path / "checkpoints")
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=root) as cluster,
+        ps.connect(cluster.address, rank=0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        script = Script(client)
+        script.step()
+        waiting = pool.submit(client.checkpoint().wait, DEADLINE_S)
+        while not waiting.done():
+            script.step()
+        assert waiting.result().number == 1
+    with resolve(root).reader as reader:
+        (worker,), (table,) = reader.manifest.workers, reader.manifest.tables
+        assert worker.clock == table.clock == 1
