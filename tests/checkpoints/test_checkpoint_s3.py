@@ -82,6 +82,38 @@ def test_a_cluster_keeps_them_there_and_starts_from_them(store: CheckpointStore)
         assert np.array_equal(np.asarray(one.push_pull(table(one), ones)), expected)
 
 
+def test_what_has_not_changed_is_referred_to(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers write the second one, which needs the first; one server starts from both."""
+    monkeypatch.setenv("PUSHPULL_CHECKPOINT_FULL_EVERY", "2")
+    ones = np.ones(5_000, np.float32)
+
+    def tables(client: ps.Client) -> list[ps.TableHandle]:
+        optimizer = ps.Adam(lr=0.1)
+        return [
+            client.create_table(name, len(ones), optimizer=optimizer, block_elements=64)
+            for name in ("trained", "sleeping")
+        ]
+
+    with ps.local_cluster(2, 1, checkpoint_url=URL) as cluster, ps.connect(cluster.address) as one:
+        trained, sleeping = tables(one)
+        one.push_pull(sleeping, ones)
+        for _ in range(2):
+            one.push_pull(trained, ones)
+            one.checkpoint().wait()
+        expected = [np.array(one.pull(table)) for table in (trained, sleeping)]
+    first, second = map(store.named, store.names())
+    manifest = second.read_manifest()
+    assert manifest.bases == (store.names()[0],)
+    assert manifest.referred_byte_count == 3 * 4 * len(ones), "values and both moments"
+    assert first.read_manifest().is_full
+    assert problems_of(second) == []
+    with ps.local_cluster(1, 1, resume=URL) as cluster, ps.connect(cluster.address) as one:
+        found = [np.asarray(one.pull(table)) for table in tables(one)]
+        assert all(map(np.array_equal, found, expected))
+
+
 def test_checkpoints_are_written_read_and_pruned(store: CheckpointStore, tmp_path: Path) -> None:
     assert (store.names(), store.next_number(), store.newest_good()) == ([], 1, None)
     for number in (1, 2):
