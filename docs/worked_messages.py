@@ -178,7 +178,9 @@ def _pull() -> tuple[WorkedMessage, ...]:
         codec=types.CODEC_FP32,
         payload=_fp32(-0.5, 1.0, -0.25),
     )
-    error = types.Error(code=types.ERROR_CODE_NOT_OWNER, message="range 158 is served by node 3")
+    error = types.Error(
+        code=types.ERROR_CODE_NOT_OWNER, message=f"range {RANGE_ID} is served by node 3"
+    )
     return (
         WorkedMessage("pull-request", "To the server's `Pull`:", request),
         WorkedMessage("pull-response", "The answer:", parameters.PullResponse(block=value)),

@@ -10,8 +10,12 @@ from ps_core.errors import check
 SLOT_COUNT = 65_536
 """Slots of the key space; fixed by the contract."""
 
-RANGE_COUNT = 256
-"""Key ranges of a cluster, fixed when the cluster is formed."""
+RANGE_COUNT = 64
+"""Key ranges of a cluster of up to four servers, fixed when the cluster is formed: each is sealed
+by itself, which costs as much as a block of it."""
+
+LARGE_CLUSTER_RANGE_COUNT = 256
+"""Key ranges of a cluster of more than eight servers, which share them evenly enough."""
 
 BLOCK_ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of it: torch's fused CPU kernels are bit-equal only at such cuts (DESIGN
@@ -217,4 +221,4 @@ check(2 * LANE_BATCH_BYTES <= LANE_RING_BYTES, "LIM-6", "a batch fills the ring"
 check(LANE_RING_BYTES <= MAX_LANE_SEGMENT_BYTES, "LIM-7", "no server would map the ring")
 check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
 check(WORKER_TIMEOUT_S > LEASE_S, "LIM-8", "a worker would be gone before it is silent")
-check(SLOT_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")
+check(SLOT_COUNT >= LARGE_CLUSTER_RANGE_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")

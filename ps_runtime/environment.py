@@ -18,6 +18,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_MAX_WORKERS": "How many workers there may be, those that join later included.",
     "PUSHPULL_SERVERS": "The number of servers that must have registered before a table is placed.",
     "PUSHPULL_REPLICAS": "Servers that hold each range, so that all but one of them may die.",
+    "PUSHPULL_RANGES": "Key ranges of the cluster; 0: as many as suit the servers.",
     "PUSHPULL_MIN_IN_SYNC": "How many replicas must hold a push before it counts.",
     "PUSHPULL_RANK": "The rank that a worker asks for; unset lets the scheduler choose.",
     "PUSHPULL_ROLE": "What a client connects as: worker or reader.",

@@ -41,6 +41,7 @@ from ps_server.events import (
     Forget,
     Place,
     PullEvent,
+    PushEvent,
     Record,
     Reduce,
     RefusePull,
@@ -200,6 +201,13 @@ class ParameterNode:
             effects += self.machine.entry(event, now_s)
         self.carry_out(effects)
         self._arm()
+
+    def block_count(self, event: EntryEvent) -> int:
+        """How many blocks an entry may change: a seal those of its range."""
+        if isinstance(event, PushEvent):
+            return 1
+        part = self.machine.parts.get((event.place.table_id, event.place.range_id))
+        return 1 if part is None else len(part.state.blocks)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""

@@ -255,8 +255,8 @@ def range_id_from_proto(number: int) -> RangeId:
     Raises:
         InvalidConfig: no cluster has so many.
     """
-    if number >= limits.RANGE_COUNT:
-        raise InvalidConfig(f"range_id is {number}; expected below {limits.RANGE_COUNT}")
+    if number >= limits.SLOT_COUNT:
+        raise InvalidConfig(f"range_id is {number}; expected below {limits.SLOT_COUNT}")
     return RangeId(number)
 
 

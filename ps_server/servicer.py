@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from itertools import islice
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from ps_core import limits
@@ -24,7 +23,7 @@ from ps_core.tables import Codec
 from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
-from ps_server.events import Place, Sender
+from ps_server.events import EntryEvent, Place, Sender
 from ps_server.frames import (
     BlockFrame,
     Entry,
@@ -45,9 +44,9 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
-_TURN_COUNT = 16
-"""Entries that keep the loop from all else: the seal of a large table applies hundreds of blocks,
-each in a tenth of a millisecond. Taken one by one they would cost more, since every block that is
+_TURN_BLOCK_COUNT = 16
+"""Blocks that keep the loop from all else: the seal of a large table applies hundreds, each in a
+tenth of a millisecond. Taken one by one they would cost more, since every block that is
 applied drives the interpreter out of the processor's caches."""
 
 _READ_RETRY_MS = 500
@@ -233,12 +232,21 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     async def _take_entries(self, stream: EntryStream, message: Entry, sender: Sender) -> None:
         events = intake.entry_events(message, sender, self._node.shards)
-        turn = list(islice(events, _TURN_COUNT))
+        turn = self._turn(events)
         while turn:
             self._node.entries(stream, turn)
-            turn = list(islice(events, _TURN_COUNT))
+            turn = self._turn(events)
             if turn:
                 await asyncio.sleep(0)  # let others in, and what is answered out
+
+    def _turn(self, events: Iterator[EntryEvent]) -> list[EntryEvent]:
+        """The next that are done in one stretch: entries of so many blocks, or one."""
+        turn: list[EntryEvent] = []
+        block_count = 0
+        while block_count < _TURN_BLOCK_COUNT and (event := next(events, None)) is not None:
+            turn.append(event)
+            block_count += self._node.block_count(event)
+        return turn
 
     @staticmethod
     async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:

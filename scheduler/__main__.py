@@ -22,6 +22,7 @@ from pushpull.v1 import scheduler_pb2_grpc
 from scheduler.checkpointing import CheckpointPolicy
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
+from scheduler.placement import range_count_for
 from scheduler.restoring import checkpoints_under, restored_from
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
 
@@ -61,6 +62,14 @@ class SchedulerConfig:
         metadata={
             "help": "How many workers there may be at a time: those beyond `workers` join while "
             "the others train. 0: none beyond these."
+        },
+    )
+    ranges: int = field(
+        default=0,
+        metadata={
+            "help": "Key ranges, the unit of ownership; fixed for the life of the cluster. More "
+            "share more evenly over servers that join, fewer make pushes cheaper. 0: 64, 128 from "
+            "5 servers on, 256 from 9 on."
         },
     )
     listen: str = field(
@@ -174,6 +183,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         first_incarnation=Incarnation(1 + secrets.randbits(_INCARNATION_BITS)),
         worker_count=settings.workers,
         server_count=settings.servers,
+        range_count=settings.ranges or range_count_for(settings.servers),
         max_workers=settings.max_workers,
         stop_when_done=settings.stop_when_done and not _makes_last(settings),
         heartbeat_interval_s=settings.heartbeat_interval_s,

@@ -170,7 +170,11 @@ class ClusterSettings:
             self.checkpoint_full_every >= 1,
             f"checkpoint_full_every is {self.checkpoint_full_every}; expected at least 1",
         )
-        key_ranges(self.range_count)
+        _require(
+            1 <= self.range_count <= limits.SLOT_COUNT,
+            f"ranges is {self.range_count}; expected 1 to {limits.SLOT_COUNT}, or 0 for as many as "
+            "suit the servers",
+        )
         urls = (self.checkpoint_url, self.restored.url if self.restored else "")
         for url in urls:
             _require(

@@ -30,6 +30,17 @@ from ps_core.errors import check
 from ps_core.keys import NodeId, RangeId, slot_of_ordinal
 from ps_core.tables import Table
 
+_RANGES_A_SERVER = 16
+"""One more or less is 6 % of a server's share."""
+
+
+def range_count_for(server_count: int) -> int:
+    """Key ranges of a cluster of so many servers: as few as share evenly, a power of two."""
+    wanted = limits.RANGE_COUNT
+    while wanted < server_count * _RANGES_A_SERVER:
+        wanted *= 2
+    return min(wanted, limits.LARGE_CLUSTER_RANGE_COUNT)
+
 
 def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
     """Parameter bytes that a table puts into each range; ranges that hold none are absent.

@@ -136,6 +136,10 @@ def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> Non
             ("--workers=1", "--servers=2", "--replicas=2", "--min-in-sync=3"),
             "min_in_sync is 3; expected 1 to the number of replicas, 2",
         ),
+        (
+            ("--workers=1", "--servers=1", "--ranges=65537"),
+            "ranges is 65537; expected 1 to 65536, or 0 for as many as suit the servers",
+        ),
     ],
 )
 def test_a_wrong_setting_ends_the_process_with_its_name(

@@ -13,7 +13,7 @@ from ps_core import limits
 from ps_core.errors import InvariantViolation
 from ps_core.keys import NodeId, RangeId, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from scheduler.placement import bytes_by_range, place
+from scheduler.placement import bytes_by_range, place, range_count_for
 
 RANGES = limits.RANGE_COUNT
 ordinals = st.integers(0, 2**40)
@@ -72,7 +72,7 @@ def test_bytes_by_range_counts_each_block_where_the_table_puts_it(
 def test_blocks_spread_evenly_over_servers_from_an_empty_map(
     block_count: int, first: int, server_count: int
 ) -> None:
-    held = bytes_by_range(table_of(block_count, first), RANGES)
+    held = bytes_by_range(table_of(block_count, first), range_count_for(server_count))
     servers = [NodeId(n) for n in range(1, server_count + 1)]
     placed = place({}, held, servers)
     blocks = Counter(dict.fromkeys(servers, 0))
@@ -81,6 +81,13 @@ def test_blocks_spread_evenly_over_servers_from_an_empty_map(
     assert sum(blocks.values()) == block_count
     even = block_count / server_count
     assert all(abs(count - even) <= max(2, even / 10) for count in blocks.values())
+
+
+@pytest.mark.parametrize(
+    ("servers", "ranges"), [(1, 64), (4, 64), (5, 128), (8, 128), (9, 256), (500, 256)]
+)
+def test_a_cluster_has_as_few_ranges_as_share_evenly(servers: int, ranges: int) -> None:
+    assert range_count_for(servers) == ranges
 
 
 servers_lists = st.lists(st.integers(1, 40).map(NodeId), min_size=1, max_size=16, unique=True)

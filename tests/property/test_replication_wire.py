@@ -270,7 +270,7 @@ BAD = [
         "no setting",
         id="no-setting",
     ),
-    pytest.param(broken_head(range_id=256), "range_id is 256", id="range"),
+    pytest.param(broken_head(range_id=65_536), "range_id is 65536", id="range"),
     pytest.param(broken_head(counted=[0]), "a counted decision is number 0", id="counted"),
     pytest.param(broken_head(facts=FACTS(unscaled=1)), "without a scale", id="unscaled"),
     pytest.param(broken_head(facts=FACTS(failure=ERROR)), "failed with RECOVERING", id="failure"),
