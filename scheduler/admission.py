@@ -106,7 +106,8 @@ def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
         raise InvalidConfig(
             f"an update log's log_id has {len(claim.log_id)} bytes; expected {LOG_ID_BYTES}"
         )
-    beyond = [each for each in claim.range_ids if each >= settings.range_count]
+    is_ours = claim.timeline == settings.timeline  # another cluster may have had other ranges
+    beyond = [each for each in claim.range_ids if is_ours and each >= settings.range_count]
     if beyond or len(set(claim.range_ids)) != len(claim.range_ids):
         raise InvalidConfig(
             f"an update log has {len(claim.range_ids)} ranges, {beyond[:3]} among them; expected "

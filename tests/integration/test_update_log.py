@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import UpdateLogPlan
+from ps_runtime.cluster_shape import ClusterShape, UpdateLogPlan
 from tests.integration import counted_steps
 from tests.integration.counted_steps import BLOCK, Counted, Load
 from tests.integration.lane_cluster import Served
@@ -217,3 +218,18 @@ def test_an_empty_log_is_given_nothing(scene: Scene, tmp_path: Path) -> None:
         assert all(r.primary != node_id for r in scene.cluster.views.newest.ranges)
         assert scene.cluster.primary_of(again)
         progress(loads)
+
+
+def test_another_cluster_of_other_ranges_begins_anew_with_its_log(tmp_path: Path) -> None:
+    """What the log has is of another cluster; it is kept as history."""
+    shape = ClusterShape(1, 1, update_log=UpdateLogPlan(str(tmp_path)))
+    found = []
+    for ranges in ("9", "3", "64"):
+        of_ranges = replace(shape, environment={"PUSHPULL_RANGES": ranges})
+        with ps.LocalCluster.of(of_ranges) as cluster, ps.connect(cluster.address) as client:
+            assert len(client.engine.view.ranges) == int(ranges)
+            table = bsp_table(client, "the same")
+            client.push_pull(table, np.ones(SIZE, np.float32))
+            found.append(np.array(client.pull(table)))
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert len(list((tmp_path / "server-0").glob("*.log"))) >= len(found)
