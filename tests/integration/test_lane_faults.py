@@ -228,7 +228,7 @@ def test_what_a_broken_stream_carried_arrives_once(wire: CutWire, lane: str) -> 
         rings = {_ring(wire.cluster.servers[0])}
         for step in range(2, 7):
             ticket = client.push(handle, gradient())
-            wire.cut_after(step * 4_000_000 if lane == "grpc" else step * 2_000)
+            wire.cut_after(step * 4_000_000 if lane == "grpc" else step * 800)
             client.wait(ticket)
             rings.add(_ring(wire.cluster.servers[0]))
             assert np.all(steps_in(client, handle) == step)
