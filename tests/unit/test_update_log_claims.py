@@ -70,6 +70,7 @@ def test_another_log_another_timeline_and_none_are_given_nothing() -> None:
     assert cluster.of(cluster.come(OTHER, *had)) == ()
     assert cluster.of(cluster.join(Role.SERVER)) == ()
     assert cluster.of(cluster.come(ONE, *had, timeline=b"x" * 16)) == ()
+    assert cluster.of(cluster.come(ONE, RangeId(RANGES), timeline=b"y" * 16)) == ()
     assert cluster.of(cluster.first) == had
 
 
@@ -121,7 +122,7 @@ def test_its_address_is_free_at_once() -> None:
     [
         (Role.WORKER, UpdateLogClaim(ONE), "a worker keeps an update log; only servers do"),
         (Role.SERVER, UpdateLogClaim(b"short"), "log_id has 5 bytes; expected 16"),
-        (Role.SERVER, UpdateLogClaim(ONE, b"", (RangeId(RANGES),)), "below 8"),
+        (Role.SERVER, UpdateLogClaim(ONE, SETTINGS.timeline, (RangeId(RANGES),)), "below 8"),
         (Role.SERVER, UpdateLogClaim(ONE, b"", (RangeId(1), RangeId(1))), "each once"),
     ],
 )
