@@ -52,7 +52,22 @@ def replay(options: ReplayOptions, output: Output) -> int:
         TableNotFound: it has no such table.
     """
     _check(options)
-    torch.set_num_threads(1)  # as a server has it
+    with _one_thread():
+        return _replayed(options, output)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As a server has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _replayed(options: ReplayOptions, output: Output) -> int:
     loss = _evaluator(options.evaluate) if options.evaluate else None
     with _bars(output) as bars:
         run = _read(options.directory, bars)
