@@ -12,22 +12,9 @@ import pytest
 import ps_worker as ps
 from ps_runtime.checkpoint_store import resolve
 from ps_worker.checkpoint_verbs import CheckpointTicket
-from tests.integration.resumed_training import DEADLINE_S, together
+from tests.integration.resumed_training import DEADLINE_S, Position, together
 
 COUNT = 500
-
-
-class Steps:
-    """A worker's own: how many it has taken."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.taken = state["taken"]
 
 
 class Script:
@@ -38,14 +25,14 @@ class Script:
         self._table = client.create_table(
             "counted", COUNT, optimizer=ps.SGD(lr=1.0), reduction="sum", block_elements=64
         )
-        self._own = Steps()
+        self._own = Position()
         client.attach_state("steps", self._own, per_rank=True)
 
     def step(self, count: int = 1, then: Callable[[], object] = lambda: None) -> None:
         """Take steps; do something before the last one's save point."""
         for left in reversed(range(count)):
             self._client.push_pull(self._table, np.ones(COUNT, np.float32))
-            self._own.taken += 1
+            self._own.seen += 1
             if not left:
                 then()
             self._client.save_point()

@@ -19,6 +19,7 @@ from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_servers
 from tests.integration.lane_cluster import until
+from tests.integration.resumed_training import Position
 
 END_DEADLINE_S = 60.0
 WORKERS, SERVERS, COUNT = 2, 2, 500
@@ -57,19 +58,6 @@ def bare_cluster(root: Path, **settings: str) -> Iterator[Bare]:
         yield Bare(launcher, scheduler.address, root)
 
 
-class Counted:
-    """A worker's own: how many steps it has taken."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
-
-
 @contextlib.contextmanager
 def training(cluster: Bare, until: int = 0) -> Iterator[None]:
     """Two workers that take steps, until the block ends; or so many, and then they leave."""
@@ -81,13 +69,13 @@ def training(cluster: Bare, until: int = 0) -> Iterator[None]:
             table = client.create_table(
                 "counted", COUNT, optimizer=ps.SGD(lr=1.0), reduction="sum", block_elements=64
             )
-            counted = Counted()
+            counted = Position()
             client.attach_state("counted", counted, per_rank=True)
             first = table.clock + 1
             while not stop.is_set() and (not until or table.clock < until):
                 client.push_pull(table, np.ones(COUNT, np.float32), timeout_s=_STEP_S)
-                counted.steps += 1
-                assert counted.steps == table.clock
+                counted.seen += 1
+                assert counted.seen == table.clock
                 client.save_point()
                 if table.clock == first:
                     begun.wait(END_DEADLINE_S)
@@ -168,7 +156,7 @@ def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> No
         clients = [ps.connect(cluster.address, rank=rank) for rank in range(WORKERS)]
         for client in clients:
             table = client.create_table("counted", COUNT, optimizer=ps.SGD(lr=1.0))
-            client.attach_state("counted", Counted(), per_rank=True)
+            client.attach_state("counted", Position(), per_rank=True)
             assert table.clock == 0
         server = cluster.role("server")
         server.send(signal.SIGSTOP)
