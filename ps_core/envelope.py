@@ -63,6 +63,17 @@ def join(
             begins at a multiple of ALIGNMENT_BYTES, so that a receiver can compute on it where it
             lies. 0 leaves it where it falls.
     """
+    return b"".join(pieces(outer_field, rest, payload_field, payload, padding_field))
+
+
+def pieces(
+    outer_field: int,
+    rest: bytes,
+    payload_field: int,
+    payload: bytes | memoryview,
+    padding_field: int = 0,
+) -> tuple[bytes, memoryview]:
+    """What `join` joins: all that is before the payload, and a view of the payload."""
     view = memoryview(payload).cast("B")
     head = varint(payload_field << 3 | _BYTES) + varint(view.nbytes)
     padding = _head(padding_field, 0) if padding_field else b""
@@ -73,7 +84,7 @@ def join(
     if padding_field and missing:
         padding = _head(padding_field, missing) + bytes(missing)
         outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
-    return b"".join((outer, rest, padding, head, view))
+    return b"".join((outer, rest, padding, head)), view
 
 
 def pieces_of_several(

@@ -177,6 +177,9 @@ LANE_ALIGNMENT_BYTES = 16
 MAX_LANE_STRANGER_COUNT = 256
 """Connections on a server's Unix socket that have not said who they are."""
 
+MAX_STREAM_CONNECTION_COUNT = 4096
+"""Connections to a server's stream port."""
+
 MAX_STALENESS = 1_000_000
 MAX_ALPHA = 1e6
 MAX_GRACE_MS = 60_000

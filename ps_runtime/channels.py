@@ -20,7 +20,10 @@ from ps_core import limits
 ChannelOptions = tuple[tuple[str, int], ...]
 
 _MIB = 1024 * 1024
-_KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIME_S = 10.0
+"""A connection on which nothing came for so long is asked for a sign of life."""
+
+_KEEPALIVE_TIME_MS = int(KEEPALIVE_TIME_S * 1000)
 _KEEPALIVE_TIMEOUT_MS = 5_000
 
 _TRANSPORT_OPTIONS: ChannelOptions = (

@@ -24,6 +24,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_ROLE": "What a client connects as: worker or reader.",
     "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",
     "PUSHPULL_ADVERTISE": "host:port or host under which others reach the role.",
+    "PUSHPULL_STREAM_LISTEN": "host:port of a server's stream port; auto: a free one; off: none.",
     "PUSHPULL_HTTP_LISTEN": "host:port for /metrics and /healthz; port 0 chooses a free one.",
     "PUSHPULL_CLUSTER_ID": "The cluster that a node means; empty accepts whichever answers.",
     "PUSHPULL_LOG_LEVEL": "debug, info, warning or error.",

@@ -142,12 +142,12 @@ def serialized(message: bytes | Message) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def add_to_server(
-    servicer: parameters_pb2_grpc.ParameterServiceServicer, server: grpc.aio.Server
-) -> None:
-    """As the generated function of that name, with the readers and writers above."""
+def handlers_of(
+    servicer: parameters_pb2_grpc.ParameterServiceServicer,
+) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's methods by their short names, with the readers and writers above."""
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+    return {
         "OpenSession": unary(
             servicer.OpenSession, parameters_pb2.OpenSessionRequest.FromString, serialized
         ),
@@ -164,4 +164,11 @@ def add_to_server(
             servicer.GetRangeStats, parameters_pb2.GetRangeStatsRequest.FromString, serialized
         ),
     }
+
+
+def add_to_server(
+    servicer: parameters_pb2_grpc.ParameterServiceServicer, server: grpc.aio.Server
+) -> None:
+    """As the generated function of that name, with the readers and writers above."""
+    handlers = handlers_of(servicer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -17,11 +17,13 @@ import torch
 from ps_core import limits
 from ps_core.errors import Fenced, InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
+from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_runtime.stream_server import StreamServer
 from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
 from ps_server.checkpoint_parts import CheckpointParts
@@ -59,6 +61,13 @@ class ServerConfig:
     )
     http_listen: str = field(
         default="127.0.0.1:0", metadata={"help": "host:port of /metrics and /healthz"}
+    )
+    stream_listen: str = field(
+        default="auto",
+        metadata={
+            "help": "host:port of the stream port, where pushpull's own faster HTTP/2 serves gRPC; "
+            "auto takes a free one at listen's host, off has none"
+        },
     )
     cluster_id: str = field(default="", metadata={"help": "the cluster meant; empty: any"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
@@ -149,6 +158,7 @@ async def _serve(settings: ServerConfig) -> None:
         ],
         registry=registry,
     )
+    streams = await _stream_port(settings, servicer)
     stop = asyncio.create_task(shutdown.wait_for_stop_signal())
 
     def attach(node: ParameterNode, view_at_least: ViewAtLeast) -> None:
@@ -183,7 +193,23 @@ async def _serve(settings: ServerConfig) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         servicer.drain()
-        await server.stop(settings.drain_grace_s)
+        ends = [server.stop(settings.drain_grace_s)]
+        if streams is not None:
+            ends.append(streams.stop(settings.drain_grace_s))
+        await asyncio.gather(*ends)
+
+
+async def _stream_port(settings: ServerConfig, servicer: ParameterServicer) -> StreamServer | None:
+    """Serve streams on a port of their own, and have clients hear of it."""
+    if settings.stream_listen == "off":
+        return None
+    listen = settings.stream_listen
+    if listen == "auto":
+        listen = join_address(split_address(settings.listen, "listen")[0], 0)
+    streams = await StreamServer.start(listen, frames.SERVICE, frames.handlers_of(servicer))
+    servicer.stream_port = streams.port
+    logs.info("stream_port", port=streams.port)
+    return streams
 
 
 async def _run(

@@ -11,7 +11,6 @@ from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import (
     InvalidConfig,
-    InvalidKeys,
     NotPermitted,
     Overloaded,
     PushpullError,
@@ -19,8 +18,6 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.tables import Codec
-from ps_runtime import wire
 from ps_runtime.errors import translated
 from ps_server import intake
 from ps_server.events import EntryEvent, Place, Sender
@@ -59,6 +56,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     def __init__(self) -> None:
         self._attached: tuple[ParameterNode, ViewAtLeast] | None = None
+        self.stream_port = 0
 
     def attach(self, node: ParameterNode, view_at_least: ViewAtLeast) -> None:
         """The server has registered: serve `node`.
@@ -105,6 +103,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             features=FEATURES,
             same_host=self._node.lanes.offer(session),
+            stream_port=self.stream_port,
         )
 
     @translated
@@ -271,13 +270,15 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
         until_s = node.now() + min(deadline_s, limits.MAX_DEADLINE_S)
         pulls = list(request.ranges)
-        problems = _read_problems(request)
+        problems = intake.read_problems(request)
         # An answer in bytes is made when its turn comes, since a table's bytes are many; what is
         # lent costs nothing to keep.
         is_lent = (
             request.shared
             and not problems
-            and node.shards.homes.lends(session, TableId(request.table_id), _codec_of(request))
+            and node.shards.homes.lends(
+                session, TableId(request.table_id), intake.codec_of(request)
+            )
         )
         batch_count = len(pulls) if request.consistent or is_lent else 1
         for start in range(0, len(pulls), max(batch_count, 1)):
@@ -315,7 +316,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             RangeId(part.range_id),
             AssignmentEpoch(part.assignment_epoch),
         )
-        codec, is_shared = _codec_of(request), request.shared
+        codec, is_shared = intake.codec_of(request), request.shared
         read = Read(place, part.blocks, codec, session, is_shared, on_answer, request.cut)
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=until_s
@@ -331,33 +332,6 @@ async def _refused(request: parameters_pb2.PullRequest) -> AsyncIterator[bytes]:
     )
     for part in request.ranges:
         yield range_error(part.range_id, error)
-
-
-def _codec_of(request: parameters_pb2.PullRequest) -> Codec | None:
-    return wire.codec_from_proto(request.codec) if request.codec else None
-
-
-def _read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullError]:
-    """What is wrong with a read before any range is asked, by the range's place in it.
-
-    Naming one thing often would make an answer of any size.
-    """
-    found: dict[int, PushpullError] = {}
-    named: set[int] = set()
-    for number, part in enumerate(request.ranges):
-        if part.range_id in named:
-            found[number] = InvalidKeys(f"range {part.range_id} comes twice; expected each once")
-        named.add(part.range_id)
-        if len(set(part.blocks)) != len(part.blocks):
-            found[number] = InvalidKeys(
-                f"the read of range {part.range_id} names {len(part.blocks)} blocks, of which "
-                f"{len(set(part.blocks))} differ; expected each once"
-            )
-        try:
-            _codec_of(request)
-        except PushpullError as error:
-            found[number] = error
-    return found
 
 
 async def _grouped(answers: Iterable[_Answer]) -> AsyncIterator[bytes]:

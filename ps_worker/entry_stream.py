@@ -14,16 +14,16 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable
+from typing import cast
 
 import grpc
-import grpc.aio
 
 from ps_core.errors import PushpullError, Recovering, WaitExpired
 from ps_worker.lane import SharedLane
 from ps_worker.outbox import Frame, Outbox
+from ps_worker.server_calls import ServerCall
 from pushpull.v1 import parameters_pb2
 
-Call = grpc.aio.StreamStreamCall[bytes, bytes]
 _Parts = asyncio.Queue[parameters_pb2.PushPullResponse | PushpullError]
 
 
@@ -35,7 +35,7 @@ class EntryStream:
         lane: where payloads may lie; None sends them all.
     """
 
-    def __init__(self, call: Call, lane: SharedLane | None) -> None:
+    def __init__(self, call: ServerCall, lane: SharedLane | None) -> None:
         self.lane = lane
         self._call = call
         self._outbox = Outbox()
@@ -62,11 +62,11 @@ class EntryStream:
         writer: asyncio.Task[None] | None = None
         try:
             first = parameters_pb2.PushPullRequest(header=header)
-            await self._call.write(first.SerializeToString())
+            await self._call.write((first.SerializeToString(),))
             on_open()
             writer = asyncio.create_task(self._write())
             async for raw in self._call:
-                self._take(parameters_pb2.PushPullResponse.FromString(raw), on_replies)
+                self._take(parameters_pb2.PushPullResponse.FromString(cast(bytes, raw)), on_replies)
         except asyncio.CancelledError:
             has_failed = writer is not None and writer.done() and not writer.cancelled()
             bug = writer.exception() if writer is not None and has_failed else None

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import grpc
-import grpc.aio
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.envelope import split
@@ -27,6 +26,7 @@ from ps_runtime.retry import Backoff, is_retryable
 from ps_worker.entry_stream import EntryStream
 from ps_worker.lane import SharedLane
 from ps_worker.measures import MEASURES
+from ps_worker.server_calls import ServerCall, ServerCalls
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
@@ -37,7 +37,6 @@ STATS_DEADLINE_S = 5.0
 MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, will not get better."""
 
-_SERVICE = "/pushpull.v1.ParameterService/"
 _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 
@@ -83,20 +82,7 @@ class ServerLink:
         self._listener = listener
         self._channel = aio_channel(node.address)
         self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
-        self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
-            self._channel.stream_stream(
-                f"{_SERVICE}PushPull",
-                request_serializer=None,  # the outbox writes messages around their payloads
-                response_deserializer=None,
-            )
-        )
-        self._pull: grpc.aio.UnaryStreamMultiCallable[parameters_pb2.PullRequest, bytes] = (
-            self._channel.unary_stream(
-                f"{_SERVICE}Pull",
-                request_serializer=parameters_pb2.PullRequest.SerializeToString,
-                response_deserializer=None,  # raw: the payload is not copied out of it
-            )
-        )
+        self._calls = ServerCalls(node, self._channel)
         self._view_number = 0
         self._stream: EntryStream | None = None
         self._offer: parameters_pb2.SameHostOffer | None = None
@@ -149,6 +135,7 @@ class ServerLink:
             await asyncio.gather(self._task, return_exceptions=True)
         self._drop_lane()
         self._chose("", "closed")
+        self._calls.close()
         await self._channel.close()
 
     # --- calls
@@ -192,6 +179,7 @@ class ServerLink:
         )
         with _translated():
             response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        await self._calls.use_port(request, response, deadline_s)
         self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
 
@@ -210,13 +198,14 @@ class ServerLink:
                     yield _small_answer(response)
             return
         request.session.CopyFrom(self._identity)
-        call = self._pull(request, timeout=timeout_s)
+        call: ServerCall | None = None
         try:
             with _translated():
+                call = await self._calls.pull(request, timeout_s)
                 async for raw in call:
                     found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
                     if found is None:
-                        yield parameters_pb2.PullResponse.FromString(raw)
+                        yield parameters_pb2.PullResponse.FromString(cast(bytes, raw))
                     else:
                         yield parameters_pb2.BlockValue.FromString(found[0]), found[1]
         except PushpullError as error:
@@ -224,7 +213,8 @@ class ServerLink:
                 self._troubled(error)
             raise
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
 
     async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
         """Where the server's ranges of a table are.
@@ -297,7 +287,7 @@ class ServerLink:
     async def _run_stream(self) -> None:
         lane = await self._new_lane()
         server = self.node.node_id
-        stream = EntryStream(self._push_pull(), lane)
+        stream = EntryStream(self._calls.push_pull(), lane)
 
         def opened() -> None:
             self._stream = stream

@@ -4,7 +4,7 @@ Rules:
     - Entries and reads leave in the order in which they came.
     - Blocks whose payloads are in shared memory, or small, leave several to a message: a message
       costs about as much as a hundred kilobytes of payload. A large payload that travels as bytes
-      has a message of its own, written around it with one copy.
+      has a message of its own, written around it.
     - A read that follows an entry at once travels in its message.
     - Where the ring is full, everything waits for the server's answers, which do not wait for us.
 """
@@ -15,7 +15,7 @@ import asyncio
 from collections import deque
 
 from ps_core import limits
-from ps_core.envelope import join, wrap
+from ps_core.envelope import pieces, wrap
 from ps_worker.lane import EntryName, SharedLane
 from pushpull.v1 import parameters_pb2
 
@@ -28,6 +28,9 @@ Entry = (
 )
 Frame = tuple[Entry, memoryview | None]
 """What leaves; a block leaves out its payload, which comes beside it."""
+
+Message = tuple[bytes | memoryview, ...]
+"""A serialized message in pieces; a large payload is one, and lies where its caller has it."""
 
 _REQUEST = parameters_pb2.PushPullRequest
 _FIELD: dict[type[Entry], int] = {
@@ -54,8 +57,8 @@ class Outbox:
         self._frames.append(frame)
         self._has_frames.set()
 
-    async def next_message(self, lane: SharedLane | None) -> bytes:
-        """The next message for the stream, serialized; waits for one.
+    async def next_message(self, lane: SharedLane | None) -> Message:
+        """The next message for the stream, serialized, in pieces; waits for one.
 
         Args:
             lane: where payloads may lie instead of in the message.
@@ -70,7 +73,7 @@ class Outbox:
             if lane is not None:
                 await lane.has_room.wait()
 
-    def _next(self, lane: SharedLane | None) -> bytes | None:
+    def _next(self, lane: SharedLane | None) -> Message | None:
         """Blocks that go together, or one entry, and a read behind; None: the ring is full."""
         entry, payload = self._frames[0]
         if payload is None or not isinstance(entry, parameters_pb2.BlockPush):
@@ -85,7 +88,7 @@ class Outbox:
                 # On a lane the next may have to wait for the ring, and so for these answers.
                 entry.more_follow = lane is None and self._more_follow
                 rest = entry.SerializeToString()
-                return join(
+                return pieces(
                     _REQUEST.BLOCK_FIELD_NUMBER, rest, _PAYLOAD_FIELD, payload, _PADDING_FIELD
                 )
             if len(blocks) == 1:
@@ -96,7 +99,7 @@ class Outbox:
         if self._frames and isinstance(self._frames[0][0], parameters_pb2.PullRequest):
             pull, _ = self._frames.popleft()
             message += wrap(_REQUEST.THEN_PULL_FIELD_NUMBER, pull.SerializeToString())
-        return message
+        return (message,)
 
     @property
     def _more_follow(self) -> bool:

@@ -64,18 +64,20 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., view_number: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features", "same_host")
+    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features", "same_host", "stream_port")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     incarnation: int
     max_message_bytes: int
     features: _containers.RepeatedScalarFieldContainer[str]
     same_host: SameHostOffer
-    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., same_host: _Optional[_Union[SameHostOffer, _Mapping]] = ...) -> None: ...
+    stream_port: int
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., same_host: _Optional[_Union[SameHostOffer, _Mapping]] = ..., stream_port: _Optional[int] = ...) -> None: ...
 
 class SameHostOffer(_message.Message):
     __slots__ = ("socket_name", "nonce")

@@ -1,0 +1,177 @@
+"""An HTTP/2 connection on an event loop: `ps_core.http2_connection` between a socket and its calls.
+
+Rules:
+    - What is received inside of a large message is received into its memory; what is sent is
+      handed to the socket as it lies in its caller's.
+    - A peer that says nothing is asked for a sign of life, and given up without one.
+
+Everything belongs to the loop that it was connected on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from ps_core import http2_frames as wire
+from ps_core.http2_connection import Bounds, Connection
+from ps_core.http2_frames import ConnectionBroken
+from ps_core.http2_streams import Piece, ServerReceiver, Stream
+from ps_runtime.channels import KEEPALIVE_TIME_S
+
+_WRITE_BUFFER_BYTES = 4 * 1024 * 1024
+"""What waits for the socket before those that write wait too."""
+
+_ANSWER_S = 20.0
+"""How long a peer may take for a sign of life: its loop may be held up, unlike gRPC's threads."""
+
+_LATE_S = 1.0
+"""A timer that is later was held up with all else: what came meanwhile has not been read."""
+
+_LINGER_S = 1.0
+"""What was written when a connection breaks may still leave for so long."""
+
+_PING = b"pushpull"
+
+
+class Http2Transport(asyncio.BufferedProtocol):
+    """One connection; the protocol of an asyncio transport.
+
+    Args:
+        bounds: what the peer may send.
+        accept: for a server: makes what hears a stream of the peer's.
+        on_lost: called once, when the connection has ended.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        accept: Callable[[], ServerReceiver] | None = None,
+        on_lost: Callable[[Http2Transport], None] | None = None,
+    ) -> None:
+        self.connection = Connection(bounds, accept)
+        self.is_open = False
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._look_at_s = 0.0
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+        self._has_heard = False
+        self._has_asked = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- what calls do
+
+    async def send(self, stream: Stream, pieces: Sequence[Piece], room: asyncio.Event) -> None:
+        """Send one message; its bytes must not change until the peer has them.
+
+        Args:
+            stream: on which.
+            pieces: the message.
+            room: what the stream's `on_room` sets, and its end.
+
+        Blocking: while the peer, or the socket, takes no more.
+        """
+        while not self._can_write.is_set():
+            await self._can_write.wait()
+        room.clear()
+        has_left = self.connection.output.message(stream, pieces)
+        self.flush()
+        if not has_left:
+            await room.wait()
+
+    def consumed(self, stream: Stream, message: Piece) -> None:
+        """A message has been taken by whom it was for."""
+        self.connection.consumed(stream, message)
+        if self.connection.output.pieces:
+            self.flush()
+
+    def go_away(self) -> None:
+        """Take no more calls; those that are open go on."""
+        self.connection.go_away()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what there is, at once or when the socket takes more."""
+        if self._transport is not None and self._can_write.is_set():
+            pieces = self.connection.output.take()
+            if pieces:
+                self._transport.writelines(pieces)
+
+    def close(self) -> None:
+        """End the connection, after what was written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self.is_open = True
+        self.flush()
+        self._look_in(KEEPALIVE_TIME_S)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's name
+        """Where to receive."""
+        return self.connection.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes came."""
+        self._has_heard = True
+        try:
+            self.connection.received(nbytes)
+        except ConnectionBroken as failure:
+            self._give_up(f"the connection broke: {failure}")
+            return
+        self.flush()
+
+    def pause_writing(self) -> None:
+        """The socket takes no more."""
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._can_write.set()
+        self.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self.connection.broken(f"the connection was lost: {exc or 'it was closed'}")
+        self._can_write.set()  # who waits to write finds a stream that has gone
+        if self._on_lost is not None:
+            self._on_lost(self)
+
+    # --- signs of life
+
+    def _look_in(self, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._look_at_s = loop.time() + wait_s
+        self._timer = loop.call_at(self._look_at_s, self._look)
+
+    def _look(self) -> None:
+        if asyncio.get_running_loop().time() - self._look_at_s > _LATE_S:
+            self._look_in(KEEPALIVE_TIME_S)
+            return
+        if self._has_asked and not self._has_heard:
+            self._give_up("the peer gives no sign of life")
+            return
+        self._has_asked = not self._has_heard
+        if self._has_asked:
+            self.connection.output.pieces.append(wire.ping(_PING, is_ack=False))
+            self.flush()
+        self._has_heard = False
+        self._look_in(_ANSWER_S if self._has_asked else KEEPALIVE_TIME_S)
+
+    def _give_up(self, text: str) -> None:
+        self._can_write.set()
+        self.flush()
+        self.connection.broken(text)
+        if self._transport is not None:
+            self._transport.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)

@@ -1,0 +1,243 @@
+"""gRPC's client side on an HTTP/2 of our own: calls to a `ps_runtime.stream_server`, or to any gRPC
+server that speaks plain HTTP/2.
+
+Messages are serialized by the caller, in pieces, which are written from where they lie; what comes
+is received where it will be read. Failures are `grpc.aio.AioRpcError`, as those of `grpc.aio`.
+
+Everything belongs to the loop that it was connected on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+
+from ps_core import grpc_fields
+from ps_core.http2_connection import Bounds
+from ps_core.http2_frames import ErrorCode
+from ps_core.http2_streams import Fields, Piece, Stream
+from ps_core.limits import MAX_MESSAGE_BYTES
+from ps_runtime.addresses import join_address
+from ps_runtime.http2_transport import Http2Transport
+
+_STATUS = {status.value[0]: status for status in grpc.StatusCode}
+_OF_RESET: dict[int, grpc.StatusCode] = {
+    ErrorCode.REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.CANCEL: grpc.StatusCode.CANCELLED,
+    ErrorCode.ENHANCE_YOUR_CALM: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+_OF_HTTP = {
+    b"404": grpc.StatusCode.UNIMPLEMENTED,
+    b"429": grpc.StatusCode.UNAVAILABLE,
+    b"502": grpc.StatusCode.UNAVAILABLE,
+    b"503": grpc.StatusCode.UNAVAILABLE,
+    b"504": grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class StreamChannel:
+    """A connection. Made by `connect`; it does not come back when it is lost."""
+
+    def __init__(self, authority: str, transport: Http2Transport) -> None:
+        self._authority = authority
+        self._transport = transport
+
+    @classmethod
+    async def connect(cls, host: str, port: int, deadline_s: float) -> StreamChannel:
+        """Connect.
+
+        Raises:
+            OSError: nobody listens there; TimeoutError among them.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(deadline_s):
+            _, transport = await loop.create_connection(
+                lambda: Http2Transport(Bounds(MAX_MESSAGE_BYTES)), host, port
+            )
+        return cls(join_address(host, port), transport)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be begun."""
+        return self._transport.is_open and not self._transport.connection.is_going_away
+
+    def call(self, path: str, timeout_s: float | None = None) -> StreamCall:
+        """Begin a call of the method `path`.
+
+        Args:
+            path: "/service/method".
+            timeout_s: after which it fails with DEADLINE_EXCEEDED; None for never.
+
+        Raises:
+            grpc.aio.AioRpcError: the connection is gone, or takes no more calls.
+        """
+        if not self.is_open or not self._transport.connection.has_room:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, "the connection takes no more calls")
+        call = StreamCall(self._transport)
+        call.begin(grpc_fields.request_fields(path, self._authority, timeout_s), timeout_s)
+        return call
+
+    async def unary(self, path: str, request: bytes, timeout_s: float) -> Piece:
+        """One message there, one back.
+
+        Raises:
+            grpc.aio.AioRpcError: the call failed.
+        """
+        call = self.call(path, timeout_s)
+        try:
+            await call.write((request,))
+            call.done_writing()
+            response: Piece | None = None
+            async for response in call:  # noqa: B007 - to its end, where the status is
+                pass
+        finally:
+            call.cancel()
+        if response is None:
+            raise _failure(grpc.StatusCode.INTERNAL, f"{path} gave no answer")
+        return response
+
+    def close(self) -> None:
+        """End the connection; calls that are open fail."""
+        self._transport.close()
+
+
+class StreamCall:
+    """One call: write, and iterate over what comes."""
+
+    def __init__(self, transport: Http2Transport) -> None:
+        self._transport = transport
+        self._stream: Stream | None = None
+        self._messages: deque[Piece] = deque()
+        self._came = asyncio.Event()
+        self._room = asyncio.Event()
+        self._failure: grpc.aio.AioRpcError | None = None
+        self._is_done = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, fields: Fields, timeout_s: float | None) -> None:
+        """Send the headers."""
+        self._stream = self._transport.connection.open(fields, self)
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s, self._expire)
+
+    # --- for the caller
+
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """Send a message, in pieces that must not change until it is answered.
+
+        Blocking: while the peer takes no more.
+
+        Raises:
+            grpc.aio.AioRpcError: the call has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._stream is not None:
+            await self._transport.send(self._stream, pieces, self._room)
+
+    def done_writing(self) -> None:
+        """Nothing more is sent."""
+        if self._stream is not None:
+            self._transport.connection.end(self._stream)
+            self._transport.flush()
+
+    def cancel(self) -> None:
+        """Give the call up, if it has not ended."""
+        self._end(_failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"))
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next message.
+
+        Raises:
+            grpc.aio.AioRpcError: the call has failed.
+        """
+        while not self._messages:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_done:
+                raise StopAsyncIteration
+            self._came.clear()
+            await self._came.wait()
+        message = self._messages.popleft()
+        if self._stream is not None:
+            self._transport.consumed(self._stream, message)
+        return message
+
+    # --- what comes
+
+    def on_fields(self, fields: Fields) -> None:
+        """Headers, or how the call ended."""
+        found = dict(fields)
+        ended = grpc_fields.read_trailers(fields)
+        if ended is not None:
+            number, text, metadata = ended
+            status = _STATUS.get(number, grpc.StatusCode.UNKNOWN)
+            is_ok = status is grpc.StatusCode.OK
+            self._close(None if is_ok else _failure(status, text, metadata))
+        elif found.get(b":status", b"200") != b"200":
+            http = found[b":status"]
+            status = _OF_HTTP.get(http, grpc.StatusCode.UNKNOWN)
+            self._end(_failure(status, f"HTTP status {http.decode(errors='replace')}"))
+
+    def on_message(self, message: Piece) -> None:
+        """A response."""
+        self._messages.append(message)
+        self._came.set()
+
+    def on_unreadable(self, problem: str) -> None:
+        """The call ends with what is wrong."""
+        is_large = "larger" in problem
+        status = grpc.StatusCode
+        self._end(_failure(status.RESOURCE_EXHAUSTED if is_large else status.INTERNAL, problem))
+
+    def on_end(self) -> None:
+        """The server's end; without trailers before it is none."""
+        self._close(_failure(grpc.StatusCode.INTERNAL, "the server ended without a status"))
+        if self._stream is not None and not self._stream.has_ended:
+            self._transport.connection.reset(self._stream, ErrorCode.NO_ERROR)
+
+    def on_broken(self, code: int | None, text: str) -> None:
+        """The server reset it, or the connection is gone."""
+        status = grpc.StatusCode.UNAVAILABLE
+        if code is not None:
+            status = _OF_RESET.get(code, grpc.StatusCode.INTERNAL)
+        self._end(_failure(status, text))
+
+    def on_room(self) -> None:
+        """What waited has left."""
+        self._room.set()
+
+    def _expire(self) -> None:
+        self._end(_failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
+
+    def _end(self, failure: grpc.aio.AioRpcError) -> None:
+        """Fail, and let the server know."""
+        if not self._is_done and self._stream is not None:
+            self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
+            self._transport.flush()
+        self._close(failure)
+
+    def _close(self, failure: grpc.aio.AioRpcError | None) -> None:
+        if self._is_done:
+            return
+        self._is_done, self._failure = True, failure
+        self._came.set()
+        self._room.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _failure(
+    status: grpc.StatusCode, text: str, metadata: grpc_fields.Metadata = ()
+) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        status, grpc.aio.Metadata(), grpc.aio.Metadata.from_tuple(metadata), details=text
+    )

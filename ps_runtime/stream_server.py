@@ -1,0 +1,271 @@
+"""gRPC's server side on an HTTP/2 of our own: the methods that move parameters, on their own port.
+
+It serves the same handlers as `grpc.aio`, to any gRPC client; `ps_runtime.stream_channel` gains
+most by it. What comes is received where it will be read, on the one thread that handles it.
+
+What it deliberately does not do: compression (it answers UNIMPLEMENTED, as gRPC demands),
+encryption, other services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, NoReturn, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from ps_core import grpc_fields
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.http2_connection import Bounds
+from ps_core.http2_streams import Fields, Piece, Stream
+from ps_core.limits import MAX_MESSAGE_BYTES, MAX_STREAM_CONNECTION_COUNT
+from ps_runtime import logs
+from ps_runtime.addresses import split_address
+from ps_runtime.errors import abort
+from ps_runtime.http2_transport import Http2Transport
+
+Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
+"""By the method's name."""
+
+_HEADERS: Fields = ((b":status", b"200"), grpc_fields.CONTENT_TYPE)
+_NO_GRPC: Fields = ((b":status", b"415"),)
+
+
+class StreamServer:
+    """A listening port. Made by `start`."""
+
+    def __init__(self, handlers: Handlers) -> None:
+        self.port = 0
+        self.handlers = handlers
+        self._server: asyncio.Server | None = None
+        self._connections: set[Http2Transport] = set()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, listen: str, service: str, handlers: Handlers) -> StreamServer:
+        """Bind and answer calls.
+
+        Raises:
+            InvalidConfig: the address is malformed or cannot be bound.
+        """
+        server = cls({f"/{service}/{name}": handler for name, handler in handlers.items()})
+        host, port = split_address(listen, "stream_listen")
+        loop = asyncio.get_running_loop()
+        try:
+            server._server = await loop.create_server(server._connected, host, port)
+        except OSError as error:
+            raise InvalidConfig(
+                f"stream_listen is '{listen}', which cannot be bound: {error}"
+            ) from error
+        server.port = server._server.sockets[0].getsockname()[1]
+        return server
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, let calls end within `grace_s`, then cut them. Idempotent.
+
+        Blocking: up to `grace_s` and a little.
+        """
+        if self._server is not None:
+            self._server.close()
+        for transport in self._connections:
+            transport.go_away()
+        if self._calls:
+            await asyncio.wait(set(self._calls), timeout=grace_s)
+        for transport in list(self._connections):
+            transport.close()
+
+    def begin(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Carry a call."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+    def _connected(self) -> Http2Transport:
+        transport: Http2Transport
+
+        def accept() -> _Call:
+            return _Call(transport, self)
+
+        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost)
+        self._connections.add(transport)
+        if len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
+            asyncio.get_running_loop().call_soon(transport.close)
+        return transport
+
+    def _lost(self, transport: Http2Transport) -> None:
+        self._connections.discard(transport)
+
+
+class _Call:
+    """One call: what comes on its stream, the context of its method, and its answer."""
+
+    def __init__(self, transport: Http2Transport, server: StreamServer) -> None:
+        self._transport = transport
+        self._server = server
+        self._stream: Stream | None = None
+        self._messages: deque[Piece] = deque()
+        self._came = asyncio.Event()
+        self._room = asyncio.Event()
+        self._has_all = False
+        self._is_done = False
+        self._has_headers = False
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._status: tuple[grpc.StatusCode, str, grpc_fields.Metadata] | None = None
+        self._read: Any = None
+
+    # --- what comes
+
+    def on_open(self, stream: Stream, fields: Fields) -> None:
+        """Find the method, and begin."""
+        self._stream = stream
+        found = dict(fields)
+        path = found.get(b":path", b"").decode(errors="replace")
+        handler = self._server.handlers.get(path)
+        if not found.get(b"content-type", b"").startswith(b"application/grpc"):
+            self._is_done = self._has_headers = True
+            self._transport.connection.end(stream, _NO_GRPC)
+        elif handler is None:
+            self._finish(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {path[:200]}")
+        else:
+            seconds = grpc_fields.timeout_s(found.get(b"grpc-timeout", b""))
+            if seconds is not None:
+                self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+            self._read = handler.request_deserializer
+            self._task = self._server.begin(self._run(path, handler))
+
+    def on_fields(self, fields: Fields) -> None:
+        """A client's trailers say nothing."""
+
+    def on_message(self, message: Piece) -> None:
+        """One request more."""
+        self._messages.append(message)
+        self._came.set()
+
+    def on_unreadable(self, problem: str) -> None:
+        """The call ends with what is wrong."""
+        is_large = "larger" in problem
+        status = grpc.StatusCode
+        self._fail(status.RESOURCE_EXHAUSTED if is_large else status.UNIMPLEMENTED, problem)
+
+    def on_end(self) -> None:
+        """The client has said all."""
+        self._has_all = True
+        self._came.set()
+
+    def on_broken(self, code: int | None, text: str) -> None:  # noqa: ARG002 - a receiver's
+        """The client is gone, or does not want the answer."""
+        self._is_done = True
+        self._room.set()
+        if self._task is not None:
+            self._task.cancel(text)
+
+    def on_room(self) -> None:
+        """What waited has left."""
+        self._room.set()
+
+    # --- what a method sees of its context (`grpc.aio.ServicerContext`)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
+    ) -> NoReturn:
+        """End the call with a status."""
+        self._status = (code, details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError("the call is aborted")
+
+    def done(self) -> bool:
+        """Whether nobody waits for an answer any more."""
+        return self._is_done
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next request."""
+        while not self._messages:
+            if self._has_all:
+                raise StopAsyncIteration
+            self._came.clear()
+            await self._came.wait()
+        message = self._messages.popleft()
+        if self._stream is not None:
+            self._transport.consumed(self._stream, message)
+        return self._read(message)
+
+    # --- the answer
+
+    async def _run(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> None:
+        """Carry the call from its first request to its status."""
+        status = grpc.StatusCode
+        try:
+            await self._answer(path, handler)
+            self._finish(status.OK, "")
+        except grpc.aio.AbortError:
+            self._finish(*(self._status or (status.UNKNOWN, "", ())))
+        except asyncio.CancelledError:
+            self._finish(*(self._status or (status.CANCELLED, "the call was cancelled", ())))
+        except Exception as failure:  # noqa: BLE001 - a status for every failure
+            logs.exception("call_failed", failure, method=path)
+            self._finish(status.UNKNOWN, f"the method failed with {type(failure).__name__}")
+
+    async def _answer(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> None:
+        serialize: Any = handler.response_serializer
+        given: Any = self if handler.request_streaming else await self._only_request(path)
+        if not handler.response_streaming:
+            unary: Any = handler.unary_unary or handler.stream_unary
+            await self._send(serialize(await unary(given, self)))
+            return
+        streaming: Any = handler.unary_stream or handler.stream_stream
+        async with contextlib.aclosing(streaming(given, self)) as responses:
+            async for response in responses:
+                await self._send(serialize(response))
+
+    async def _only_request(self, path: str) -> Any:
+        try:
+            async for request in self:
+                return request
+        except DecodeError as error:
+            problem = InvalidTensor(f"the request of {path} does not parse: {error}")
+            await abort(cast("grpc.aio.ServicerContext[Any, Any]", self), problem)
+        return await self.abort(grpc.StatusCode.INTERNAL, f"{path} came without a request")
+
+    async def _send(self, message: Piece) -> None:
+        stream = self._stream
+        if stream is None or self._is_done:
+            return
+        self._begin_answer(stream)
+        await self._transport.send(stream, (message,), self._room)
+
+    def _begin_answer(self, stream: Stream) -> None:
+        if not self._has_headers:
+            self._has_headers = True
+            self._transport.connection.output.fields(stream, _HEADERS)
+
+    def _finish(
+        self, status: grpc.StatusCode, text: str, metadata: grpc_fields.Metadata = ()
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_done or self._stream is None:
+            return
+        self._is_done = True
+        trailers = grpc_fields.trailers(status.value[0], text, metadata)
+        if not self._has_headers:
+            trailers = (*_HEADERS, *trailers)
+        self._transport.connection.end(self._stream, trailers)
+        self._transport.flush()
+
+    def _fail(self, status: grpc.StatusCode, text: str) -> None:
+        """End the call from outside of its method."""
+        if self._task is not None and not self._is_done:
+            self._status = (status, text, ())
+            self._task.cancel(text)
+
+    def _expire(self) -> None:
+        self._fail(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed")
