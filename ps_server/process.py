@@ -19,11 +19,11 @@ from ps_core.errors import Fenced, InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
+from ps_runtime.http2.server import StreamServer
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
-from ps_runtime.stream_server import StreamServer
 from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
 from ps_server.checkpoint_parts import CheckpointParts

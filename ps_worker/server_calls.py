@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 
 from ps_core.cluster_view import Node
-from ps_core.http2_streams import Piece
 from ps_runtime import logs
 from ps_runtime.addresses import split_address
-from ps_runtime.stream_channel import StreamChannel
+from ps_runtime.http2.channel import StreamChannel
+from ps_runtime.http2.streams import Piece
 from pushpull.v1 import parameters_pb2
 
 _SERVICE = "/pushpull.v1.ParameterService/"

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source, imports_of
 
 PURE_MODULES = {
+    "ps_runtime.http2.connection",
+    "ps_runtime.http2.frames",
+    "ps_runtime.http2.grpc_fields",
+    "ps_runtime.http2.header_blocks",
+    "ps_runtime.http2.output",
+    "ps_runtime.http2.streams",
     "ps_server.block_values",
     "ps_server.buffer_pool",
     "ps_server.captures",
@@ -148,6 +154,7 @@ EDGE_MODULES = {
     "ps_worker.pushes",
     "ps_worker.random_state",
     "ps_worker.save_points",
+    "ps_worker.server_calls",
     "ps_worker.saved_states",
     "ps_worker.shared_buffers",
     "ps_worker.staging",
@@ -184,8 +191,8 @@ IMPURE = {
 }  # fmt: skip
 """What L0 and L1 never import."""
 
-PURE_EXCEPTIONS = {"random.Random", "sys.byteorder"}
-"""The type of a generator that is passed in, and a constant; the rest of both is hidden state."""
+PURE_EXCEPTIONS = {"random.Random", "sys.byteorder", "urllib.parse.unquote_to_bytes"}
+"""The type of a generator that is passed in, a constant, and a function of its argument alone."""
 
 
 def layer_of(module: str) -> int | None:
@@ -195,7 +202,7 @@ def layer_of(module: str) -> int | None:
         return 0
     if package == "ps_cli" or rest in ENTRY_MODULES:
         return 3
-    if module in PURE_MODULES:
+    if module in PURE_MODULES or module.rpartition(".")[0] in PURE_MODULES:  # or a name of one
         return 1
     if package == "ps_runtime" or module in EDGE_MODULES:
         return 2

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hpack
 
-from ps_core import http2_frames as wire
-from ps_core.http2_frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
-from ps_core.http2_streams import Fields
+from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
+from ps_runtime.http2.streams import Fields
 
 MAX_LIST_BYTES = 16 * 1024
 """Of the fields of a block, as RFC 9113 counts them (6.5.2)."""

@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_core import http2_frames as wire
-from ps_core.http2_frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType, Setting
-from ps_core.http2_header_blocks import MAX_LIST_BYTES, HeaderBlocks
-from ps_core.http2_output import Output
-from ps_core.http2_streams import Assembly, Fields, Piece, Receiver, ServerReceiver, Stream
+from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType, Setting
+from ps_runtime.http2.header_blocks import MAX_LIST_BYTES, HeaderBlocks
+from ps_runtime.http2.output import Output
+from ps_runtime.http2.streams import Assembly, Fields, Piece, Receiver, ServerReceiver, Stream
 
 _SMALL_BYTES = 64 * 1024
 """Of the buffer for all but the inside of large messages."""

@@ -1,6 +1,6 @@
 """gRPC's server side on an HTTP/2 of our own: the methods that move parameters, on their own port.
 
-It serves the same handlers as `grpc.aio`, to any gRPC client; `ps_runtime.stream_channel` gains
+It serves the same handlers as `grpc.aio`, to any gRPC client; `ps_runtime.http2.channel` gains
 most by it. What comes is received where it will be read, on the one thread that handles it.
 
 What it deliberately does not do: compression (it answers UNIMPLEMENTED, as gRPC demands),
@@ -19,15 +19,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ps_core import grpc_fields
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.http2_connection import Bounds
-from ps_core.http2_streams import Fields, Piece, Stream
 from ps_core.limits import MAX_MESSAGE_BYTES, MAX_STREAM_CONNECTION_COUNT
 from ps_runtime import logs
 from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
-from ps_runtime.http2_transport import Http2Transport
+from ps_runtime.http2 import grpc_fields
+from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.http2.transport import Http2Transport
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 """By the method's name."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ps_core import http2_frames as wire
+from ps_runtime.http2 import frames as wire
 
 Piece = bytes | memoryview
 Fields = Sequence[tuple[bytes, bytes]]

@@ -1,4 +1,4 @@
-"""gRPC's client side on an HTTP/2 of our own: calls to a `ps_runtime.stream_server`, or to any gRPC
+"""gRPC's client side on an HTTP/2 of our own: calls to a `ps_runtime.http2.server`, or to any gRPC
 server that speaks plain HTTP/2.
 
 Messages are serialized by the caller, in pieces, which are written from where they lie; what comes
@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import grpc.aio
 
-from ps_core import grpc_fields
-from ps_core.http2_connection import Bounds
-from ps_core.http2_frames import ErrorCode
-from ps_core.http2_streams import Fields, Piece, Stream
 from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime.addresses import join_address
-from ps_runtime.http2_transport import Http2Transport
+from ps_runtime.http2 import grpc_fields
+from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.frames import ErrorCode
+from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.http2.transport import Http2Transport
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _OF_RESET: dict[int, grpc.StatusCode] = {

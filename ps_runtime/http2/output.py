@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import hpack
 
-from ps_core import http2_frames as wire
-from ps_core.http2_frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
-from ps_core.http2_streams import Fields, Piece, Stream
+from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
+from ps_runtime.http2.streams import Fields, Piece, Stream
 
 _HEADER_FRAME_BYTES = 16 * 1024
 _HEADER_TABLE_BYTES = 4096

@@ -1,6 +1,6 @@
 """HTTP/2 on the wire (RFC 9113): frames, settings, windows' bounds, and gRPC's message prefix.
 
-What it deliberately does not do: know streams or what is open (`ps_core.http2_connection`), or
+What it deliberately does not do: know streams or what is open (`ps_runtime.http2.connection`), or
 compress headers (the package hpack does).
 """
 

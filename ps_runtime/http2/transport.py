@@ -1,4 +1,4 @@
-"""An HTTP/2 connection on an event loop: `ps_core.http2_connection` between a socket and its calls.
+"""An HTTP/2 connection on an event loop: `connection.Connection` between a socket and its calls.
 
 Rules:
     - What is received inside of a large message is received into its memory; what is sent is
@@ -14,11 +14,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from ps_core import http2_frames as wire
-from ps_core.http2_connection import Bounds, Connection
-from ps_core.http2_frames import ConnectionBroken
-from ps_core.http2_streams import Piece, ServerReceiver, Stream
 from ps_runtime.channels import KEEPALIVE_TIME_S
+from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.connection import Bounds, Connection
+from ps_runtime.http2.frames import ConnectionBroken
+from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 """What waits for the socket before those that write wait too."""

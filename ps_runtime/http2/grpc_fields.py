@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import unquote_to_bytes
 
-from ps_core.http2_streams import Fields
+from ps_runtime.http2.streams import Fields
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
