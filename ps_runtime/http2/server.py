@@ -65,6 +65,11 @@ class StreamServer:
         server.port = server._server.sockets[0].getsockname()[1]
         return server
 
+    @property
+    def connection_count(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
     async def stop(self, grace_s: float) -> None:
         """Take nothing new, let calls end within `grace_s`, then cut them. Idempotent.
 

@@ -126,7 +126,8 @@ class Http2Transport(asyncio.BufferedProtocol):
         except ConnectionBroken as failure:
             self._give_up(f"the connection broke: {failure}")
             return
-        self.flush()
+        if self.connection.output.pieces:
+            self.flush()
 
     def pause_writing(self) -> None:
         """The socket takes no more."""

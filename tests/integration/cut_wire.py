@@ -30,6 +30,7 @@ class CutWire:
         # Its own address, where it has the number of the server's stream port too.
         self._listener = socket.create_server((_HOST, 0))
         self._streams = socket.create_server((_HOST, 0))
+        self.stream_port: int = self._streams.getsockname()[1]
         self._upstreams: dict[socket.socket, tuple[str, int]] = {}
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -46,15 +47,16 @@ class CutWire:
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
 
-    @property
-    def stream_port(self) -> int:
-        """Where the server's stream port has to be."""
-        port: int = self._streams.getsockname()[1]
-        return port
+    def close_streams(self) -> None:
+        """Let nobody reach the server's stream port."""
+        self._streams.close()
 
-    def start(self, host: str, port: int) -> None:
-        """Relay to a server from now on."""
-        self._upstreams = {self._listener: (host, port), self._streams: (host, self.stream_port)}
+    def start(self, port: int, stream_port: int = 0) -> None:
+        """Relay to a server on loopback from now on; to another's stream port, if one is named."""
+        upstreams = (port, stream_port or self.stream_port)
+        for listener, upstream in zip((self._listener, self._streams), upstreams, strict=True):
+            if listener.fileno() >= 0:
+                self._upstreams[listener] = ("127.0.0.1", upstream)
         for source in (*self._upstreams, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         self._thread.start()
@@ -150,27 +152,40 @@ def _grpc_port(pid: int, others: set[int]) -> int:
     return port
 
 
+def start_behind(
+    wire: CutWire, launcher: Launcher, scheduler: str, *, streams: bool = True, index: int = 0
+) -> Served:
+    """Start a server that is reached through a wire; with a stream port or not."""
+    role = RoleCommand("server", index, "ps_server")
+    arguments = (
+        "--listen=127.0.0.1:0",
+        "--http-listen=127.0.0.1:0",
+        f"--advertise={wire.address}",
+        f"--stream-listen=127.0.0.1:{wire.stream_port}" if streams else "--stream-listen=off",
+        f"--scheduler={scheduler}",
+        f"--ready-file={launcher.ready_file(role)}",
+    )
+    process = launcher.start(RoleCommand("server", index, "ps_server", arguments))
+    ready = launcher.wait_ready(process)
+    wire.cluster.address = scheduler
+    wire.cluster.servers.append(Served(process, ready.address, ready.http_address))
+    return wire.cluster.servers[0]
+
+
+def grpc_port(wire: CutWire, server: Served) -> int:
+    """The port that the server behind a wire listens on."""
+    others = {wire.stream_port, int(server.http_address.rpartition(":")[2])}
+    return _grpc_port(server.process.pid, others)
+
+
 @contextmanager
 def cut_wire(workers: int, *, streams: bool) -> Iterator[CutWire]:
     """A cluster of one server behind a wire, and a client of rank 0; with a stream port or not."""
     wire = CutWire()
     with Launcher() as launcher, ExitStack() as stack:
         scheduler = start_scheduler(launcher, ClusterShape(1, workers))
-        bare = RoleCommand("server", 0, "ps_server")
-        arguments = (
-            "--listen=127.0.0.1:0",
-            "--http-listen=127.0.0.1:0",
-            f"--advertise={wire.address}",
-            f"--stream-listen=127.0.0.1:{wire.stream_port}" if streams else "--stream-listen=off",
-            f"--scheduler={scheduler.address}",
-            f"--ready-file={launcher.ready_file(bare)}",
-        )
-        process = launcher.start(RoleCommand("server", 0, "ps_server", arguments))
-        ready = launcher.wait_ready(process)
-        others = {wire.stream_port, int(ready.http_address.rpartition(":")[2])}
-        wire.start("127.0.0.1", _grpc_port(process.pid, others))
+        server = start_behind(wire, launcher, scheduler.address, streams=streams)
+        wire.start(grpc_port(wire, server))
         stack.callback(wire.stop)
-        wire.cluster.address = scheduler.address
-        wire.cluster.servers.append(Served(process, ready.address, ready.http_address))
         wire.rank_0 = stack.enter_context(ps.connect(scheduler.address, rank=0, lane="grpc"))
         yield wire
