@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType, Setting
 from ps_runtime.http2.header_blocks import MAX_LIST_BYTES, HeaderBlocks
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.output import Output
 from ps_runtime.http2.streams import Assembly, Fields, Piece, Receiver, ServerReceiver, Stream
 
@@ -58,10 +59,18 @@ class Bounds:
 
 
 class Connection:
-    """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens."""
+    """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens.
+    Connections may share the `memory` that they receive large messages into.
+    """
 
-    def __init__(self, bounds: Bounds, accept: Callable[[], ServerReceiver] | None = None) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        accept: Callable[[], ServerReceiver] | None = None,
+        memory: MessageMemory | None = None,
+    ) -> None:
         self.output = Output()
+        self._memory = memory or MessageMemory()
         self.streams: dict[int, Stream] = {}
         self.is_going_away = False
         self._bounds = bounds
@@ -162,7 +171,7 @@ class Connection:
     # --- streams
 
     def _new_stream(self, stream_id: int, receiver: Receiver) -> Stream:
-        incoming = Assembly(self._bounds.max_message_bytes)
+        incoming = Assembly(self._bounds.max_message_bytes, self._memory)
         windows = self.output.stream_window, self._bounds.window_bytes
         stream = Stream(stream_id, receiver, incoming, *windows)
         self.streams[stream_id] = stream

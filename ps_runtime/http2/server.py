@@ -26,8 +26,9 @@ from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
 from ps_runtime.http2 import grpc_fields
 from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
-from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.http2.transport import Http2Transport, trim_often
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 """By the method's name."""
@@ -45,6 +46,8 @@ class StreamServer:
         self._server: asyncio.Server | None = None
         self._connections: set[Http2Transport] = set()
         self._calls: set[asyncio.Task[None]] = set()
+        self._memory = MessageMemory()
+        self._trimming = trim_often(self._memory)
 
     @classmethod
     async def start(cls, listen: str, service: str, handlers: Handlers) -> StreamServer:
@@ -75,6 +78,7 @@ class StreamServer:
 
         Blocking: up to `grace_s` and a little.
         """
+        self._trimming()
         if self._server is not None:
             self._server.close()
         for transport in self._connections:
@@ -97,7 +101,7 @@ class StreamServer:
         def accept() -> _Call:
             return _Call(transport, self)
 
-        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost)
+        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost, self._memory)
         self._connections.add(transport)
         if len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
             asyncio.get_running_loop().call_soon(transport.close)

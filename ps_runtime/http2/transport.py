@@ -18,6 +18,7 @@ from ps_runtime.channels import KEEPALIVE_TIME_S
 from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.connection import Bounds, Connection
 from ps_runtime.http2.frames import ConnectionBroken
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
@@ -32,6 +33,11 @@ _LATE_S = 1.0
 _LINGER_S = 1.0
 """What was written when a connection breaks may still leave for so long."""
 
+_TRIM_S = 60.0
+"""Memory of messages that was not needed for so long is let go: longer than a step takes, since
+a step's memory is the next one's.
+"""
+
 _PING = b"pushpull"
 
 
@@ -42,6 +48,7 @@ class Http2Transport(asyncio.BufferedProtocol):
         bounds: what the peer may send.
         accept: for a server: makes what hears a stream of the peer's.
         on_lost: called once, when the connection has ended.
+        memory: that large messages are received into.
     """
 
     def __init__(
@@ -49,8 +56,9 @@ class Http2Transport(asyncio.BufferedProtocol):
         bounds: Bounds,
         accept: Callable[[], ServerReceiver] | None = None,
         on_lost: Callable[[Http2Transport], None] | None = None,
+        memory: MessageMemory | None = None,
     ) -> None:
-        self.connection = Connection(bounds, accept)
+        self.connection = Connection(bounds, accept, memory)
         self.is_open = False
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -176,3 +184,17 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+
+
+def trim_often(memory: MessageMemory) -> Callable[[], None]:
+    """Let go of what is not needed, from now until the result is called."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def trim() -> None:
+        nonlocal timer
+        memory.trim()
+        timer = loop.call_later(_TRIM_S, trim)
+
+    timer = loop.call_later(_TRIM_S, trim)
+    return lambda: timer.cancel()
