@@ -5,8 +5,9 @@ back to the allocator meanwhile, its pages go to the system (protobuf asks glibc
 then), and on a virtual machine a page that comes back costs more than all that is done with it.
 
 Rules:
-    - Whether a piece is still read is told by its references: views of it hold it. So it is
-      CPython's count that says so, and nobody has to give anything back.
+    - Views of a piece hold an object of their own; its end, in whatever thread, says that nobody
+      reads the piece any more, and nobody has to give anything back.
+    - The piece that was read last is used first: the processor's caches may have some of it.
     - What was not needed between two calls of `trim` is let go.
 
 Invariants:
@@ -15,14 +16,12 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-
-_Piece = npt.NDArray[np.uint8]
 
 LEAST_BYTES = 64 * 1024
 """Smaller ones come from the allocator, which has them at hand."""
@@ -30,34 +29,32 @@ LEAST_BYTES = 64 * 1024
 _STEPS = 8
 """Sizes between one power of two and the next: at most an eighth of a piece is not used."""
 
-_UNSEEN = 2
-"""The references to a piece that is looked at and that nobody reads."""
-
 
 @dataclass(slots=True)
 class _Pieces:
-    """Those of one size, the one that was handed out longest ago first."""
+    """Those of one size that nobody reads, and how few there were at least since the last trim."""
 
-    pieces: deque[_Piece] = field(default_factory=deque)
-    taken_count: int = 0
+    free: deque[npt.NDArray[np.uint8]] = field(default_factory=deque)
+    least_count: int = 0
+    count: int = 0
 
-    def take(self, size: int) -> _Piece:
-        self.taken_count += 1
-        piece = self.pieces.popleft() if self.pieces else None
-        if piece is None or sys.getrefcount(piece) > _UNSEEN:
-            # The one that was read first is read still: so, most often, are all others.
-            if piece is not None:
-                self.pieces.append(piece)
+    def take(self, size: int, length: int) -> memoryview:
+        if self.free:
+            piece = self.free.pop()
+        else:
             piece = np.empty(size, np.uint8)
-        self.pieces.append(piece)
-        return piece
+            self.count += 1
+        self.least_count = min(self.least_count, len(self.free))
+        view = piece[:length]
+        # What is there at the interpreter's end goes with it.
+        weakref.finalize(view, self.free.append, piece).atexit = False
+        return view.data
 
     def trim(self) -> None:
-        for _ in range(max(len(self.pieces) - self.taken_count, 0)):
-            piece = self.pieces.popleft()
-            if sys.getrefcount(piece) > _UNSEEN:
-                self.pieces.append(piece)
-        self.taken_count = 0
+        for _ in range(self.least_count):
+            self.free.popleft()
+        self.count -= self.least_count
+        self.least_count = len(self.free)
 
 
 class MessageMemory:
@@ -69,7 +66,7 @@ class MessageMemory:
     @property
     def byte_count(self) -> int:
         """All that is kept, read or not."""
-        return sum(size * len(found.pieces) for size, found in self._of_size.items())
+        return sum(size * found.count for size, found in self._of_size.items())
 
     def take(self, length: int) -> memoryview:
         """Writable memory of `length` bytes; it may hold anything."""
@@ -79,13 +76,13 @@ class MessageMemory:
         found = self._of_size.get(size)
         if found is None:
             found = self._of_size[size] = _Pieces()
-        return found.take(size)[:length].data
+        return found.take(size, length)
 
     def trim(self) -> None:
         """Let go of what was not needed since the last call."""
         for size, found in list(self._of_size.items()):
             found.trim()
-            if not found.pieces:
+            if not found.count:
                 del self._of_size[size]
 
 

@@ -192,10 +192,8 @@ IMPURE = {
 }  # fmt: skip
 """What L0 and L1 never import."""
 
-PURE_EXCEPTIONS = {
-    "random.Random", "sys.byteorder", "sys.getrefcount", "urllib.parse.unquote_to_bytes",
-}  # fmt: skip
-"""The type of a generator that is passed in, a constant, and functions of their argument alone."""
+PURE_EXCEPTIONS = {"random.Random", "sys.byteorder", "urllib.parse.unquote_to_bytes"}
+"""The type of a generator that is passed in, a constant, and a function of its argument alone."""
 
 
 def layer_of(module: str) -> int | None:
