@@ -19,7 +19,7 @@ import grpc.aio
 from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime.addresses import join_address
 from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ErrorCode
 from ps_runtime.http2.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport

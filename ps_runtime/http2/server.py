@@ -25,7 +25,7 @@ from ps_runtime import logs
 from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
 from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport
 

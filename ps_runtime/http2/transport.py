@@ -16,7 +16,8 @@ from typing import cast
 
 from ps_runtime.channels import KEEPALIVE_TIME_S
 from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.connection import Bounds, Connection
+from ps_runtime.http2.bounds import Bounds
+from ps_runtime.http2.connection import Connection
 from ps_runtime.http2.frames import ConnectionBroken
 from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
 
