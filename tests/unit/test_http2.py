@@ -87,9 +87,9 @@ def test_the_memory_of_a_message_is_left_when_its_stream_goes() -> None:
     raw = Raw()
     heard = raw.open()
     raw.feed(body(1, whole(LARGE))[:5000])
-    assert heard.opened.incoming.has_begun
+    had_begun = heard.opened.incoming.has_begun
     raw.connection.reset(heard.opened, ErrorCode.CANCEL)
-    assert not heard.opened.incoming.has_begun
+    assert (had_begun, heard.opened.incoming.has_begun) == (True, False)
     raw.feed(body(1, whole(LARGE))[5000:])  # the rest of the frame is for nobody
     second = raw.open(3)
     raw.feed(body(3, whole(b"next")))
@@ -188,6 +188,17 @@ def test_headers_may_be_padded_have_a_priority_and_be_cut() -> None:
     raw.feed(wire.frame(FrameType.CONTINUATION, Flag.END_HEADERS, 1, BLOCK[4:]))
     assert raw.server.heard[0].fields == [REQUEST]
     assert raw.server.heard[0].calls == ["fields", "end"]
+
+
+def test_nothing_is_written_for_a_piece_of_nothing() -> None:
+    pair = Pair()
+    stream, _, at_server = pair.open()
+    pair.client.output.message(stream, (b"", b"a", memoryview(b"")))
+    pair.client.output.message(stream, ())
+    pieces = pair.client.output.take()
+    assert all(len(piece) for piece in pieces)
+    feed(pair.server.connection, b"".join(pieces))
+    assert at_server.messages == [b"a", b""]
 
 
 # --- what receivers do in the middle of it
