@@ -16,7 +16,12 @@ from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead
 from ps_runtime.http2.streams import Fields, Piece, Stream
 
 BOUNDS = Bounds(max_message_bytes=100_000, window_bytes=300_000, stream_count=4)
-REQUEST: Fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/s/m"))
+REQUEST: Fields = (
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/s/m"),
+    (b":authority", b"here"),
+)
 ANSWER: Fields = ((b":status", b"200"),)
 TRAILERS: Fields = ((b"grpc-status", b"0"),)
 OPENING = wire.settings({})
