@@ -171,6 +171,7 @@ def test_a_long_header_block_goes_in_continuations() -> None:
     fields: Fields = ((b"x", bytes(range(48, 112)) * 100), *REQUEST, (b"y", b"!" * 9000))
     pair.client.open(fields, Heard())
     sent = taken(pair.client)
+    assert max(head.length for head, _ in frames_of(sent)) <= wire.DEFAULT_MAX_FRAME_BYTES
     feed(pair.server.connection, sent)
     assert pair.server.heard[-1].fields == [fields]
     block = wire.header_frames(7, bytes(20_000), 16_384, ends=True)
@@ -420,7 +421,7 @@ def test_frames_are_no_larger_than_the_peer_takes() -> None:
     stream, _, _ = pair.open()
     feed(pair.client, wire.settings({Setting.MAX_FRAME_SIZE: 20_000}))
     taken(pair.client)
-    pair.client.output.message(stream, (LARGE,))
+    assert pair.client.output.message(stream, (LARGE,))
     sizes = [head.length for head, _ in frames_of(taken(pair.client))]
     assert sizes == [20_000] * 4 + [len(whole(LARGE)) - 80_000]
 
@@ -429,7 +430,8 @@ def test_frames_are_no_larger_than_the_peer_takes() -> None:
 def test_a_window_above_the_largest_breaks_the_connection(stream_id: int) -> None:
     raw = Raw()
     raw.open()
-    update = wire.window_update(stream_id, wire.MAX_WINDOW_BYTES)
+    raw.feed(wire.window_update(stream_id, wire.MAX_WINDOW_BYTES - wire.DEFAULT_WINDOW_BYTES))
+    update = wire.window_update(stream_id, 1)
     assert raw.broken_by(update) == ErrorCode.FLOW_CONTROL_ERROR
 
 

@@ -180,6 +180,13 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(flood: str) -> None:
     assert len(taken(raw.connection)) < 4 * 1024 * 1024
 
 
+def test_a_peer_that_asks_and_reads_may_ask_forever() -> None:
+    raw = Raw()
+    for _ in range(30):
+        raw.feed(wire.ping(bytes(8), is_ack=False) * 3000)
+        assert len(taken(raw.connection)) == 3000 * 17
+
+
 def test_a_peer_that_opens_and_does_not_read_is_given_up() -> None:
     """Calls that end at once count among no open streams, and their answers are many."""
     connection: Connection
@@ -267,6 +274,13 @@ def test_the_reserved_bit_of_a_goaway_means_nothing() -> None:
     _, at_client, _ = pair.open()
     feed(pair.client, wire.go_away(1 << 31, ErrorCode.NO_ERROR, "bye"))
     assert at_client.broken == [(ErrorCode.REFUSED_STREAM, "the server goes away: bye")]
+
+
+def test_why_a_server_goes_is_heard() -> None:
+    pair = Pair()
+    _, at_client, _ = pair.open()
+    feed(pair.client, wire.go_away(0, ErrorCode.ENHANCE_YOUR_CALM, "too much"))
+    assert at_client.broken == [(ErrorCode.ENHANCE_YOUR_CALM, "the server goes away: too much")]
 
 
 # --- what gRPC says in headers
