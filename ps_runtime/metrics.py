@@ -296,6 +296,11 @@ class ServerMetrics:
             "Sessions on this host that share memory with the server.",
             registry=registry,
         )
+        self.stream_connections = Gauge(
+            "pushpull_server_stream_connections",
+            "Connections to the stream port.",
+            registry=registry,
+        )
 
 
 class WorkerMetrics:

@@ -166,6 +166,8 @@ async def _serve(settings: ServerConfig) -> None:
         backups.attach(node)
 
     metrics, node_metrics = ServerMetrics(registry), NodeMetrics(registry)
+    if streams is not None:
+        metrics.stream_connections.set_function(lambda: streams.connection_count)
 
     async def run() -> None:
         """As often as the cluster begins anew."""

@@ -21,8 +21,9 @@ from ps_runtime.addresses import join_address
 from ps_runtime.http2 import grpc_fields
 from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ErrorCode
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
-from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.http2.transport import Http2Transport, trim_often
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _OF_RESET: dict[int, grpc.StatusCode] = {
@@ -42,9 +43,10 @@ _OF_HTTP = {
 class StreamChannel:
     """A connection. Made by `connect`; it does not come back when it is lost."""
 
-    def __init__(self, authority: str, transport: Http2Transport) -> None:
+    def __init__(self, authority: str, transport: Http2Transport, memory: MessageMemory) -> None:
         self._authority = authority
         self._transport = transport
+        self._trimming = trim_often(memory)
 
     @classmethod
     async def connect(cls, host: str, port: int, deadline_s: float) -> StreamChannel:
@@ -54,11 +56,12 @@ class StreamChannel:
             OSError: nobody listens there; TimeoutError among them.
         """
         loop = asyncio.get_running_loop()
+        memory = MessageMemory()
         async with asyncio.timeout(deadline_s):
             _, transport = await loop.create_connection(
-                lambda: Http2Transport(Bounds(MAX_MESSAGE_BYTES)), host, port
+                lambda: Http2Transport(Bounds(MAX_MESSAGE_BYTES), memory=memory), host, port
             )
-        return cls(join_address(host, port), transport)
+        return cls(join_address(host, port), transport, memory)
 
     @property
     def is_open(self) -> bool:
@@ -102,6 +105,7 @@ class StreamChannel:
 
     def close(self) -> None:
         """End the connection; calls that are open fail."""
+        self._trimming()
         self._transport.close()
 
 

@@ -24,6 +24,7 @@ from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType, Setting
 from ps_runtime.http2.header_blocks import MAX_LIST_BYTES, HeaderBlocks
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.output import Output
 from ps_runtime.http2.streams import Assembly, Fields, Piece, Receiver, ServerReceiver, Stream
 
@@ -42,10 +43,18 @@ _MAX_RESET_COUNT = 1000
 
 
 class Connection:
-    """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens."""
+    """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens.
+    Connections may share the `memory` that they receive large messages into.
+    """
 
-    def __init__(self, bounds: Bounds, accept: Callable[[], ServerReceiver] | None = None) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        accept: Callable[[], ServerReceiver] | None = None,
+        memory: MessageMemory | None = None,
+    ) -> None:
         self.output = Output()
+        self._memory = memory or MessageMemory()
         self.streams: dict[int, Stream] = {}
         self.is_going_away = False
         self._bounds = bounds
@@ -69,7 +78,7 @@ class Connection:
         self._credit = 0
         self._controls: dict[int, Callable[[FrameHead, bytes], None]] = {
             FrameType.HEADERS: self._take_headers,
-            FrameType.PRIORITY: lambda head, _: _check_length(head, 5),
+            FrameType.PRIORITY: lambda head, _: wire.check_length(head, 5),
             FrameType.RST_STREAM: self._take_reset,
             FrameType.SETTINGS: self._take_settings,
             FrameType.PUSH_PROMISE: _refuse_push,
@@ -146,7 +155,7 @@ class Connection:
     # --- streams
 
     def _new_stream(self, stream_id: int, receiver: Receiver) -> Stream:
-        incoming = Assembly(self._bounds.max_message_bytes)
+        incoming = Assembly(self._bounds.max_message_bytes, self._memory)
         windows = self.output.stream_window, self._bounds.window_bytes
         stream = Stream(stream_id, receiver, incoming, *windows)
         self.streams[stream_id] = stream
@@ -419,7 +428,7 @@ class Connection:
     # --- the rest
 
     def _take_reset(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 4)
+        wire.check_length(head, 4)
         self._check_not_idle(head)
         stream = self.streams.get(head.stream_id)
         if stream is None:
@@ -443,7 +452,7 @@ class Connection:
         self._pump_all()
 
     def _take_ping(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 8)
+        wire.check_length(head, 8)
         if head.stream_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
         if not head.flags & Flag.ACK:
@@ -462,7 +471,7 @@ class Connection:
             self._break(stream, code or ErrorCode.REFUSED_STREAM, text)
 
     def _take_window_update(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 4)
+        wire.check_length(head, 4)
         increment = int.from_bytes(payload) & wire.MAX_WINDOW_BYTES
         if not increment:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a window that is widened by nothing")
@@ -480,14 +489,6 @@ class Connection:
         for stream in list(self.streams.values()):
             if self._is_open(stream) and stream.queued_bytes:
                 self._pump(stream)
-
-
-def _check_length(head: FrameHead, expected: int) -> None:
-    if head.length != expected:
-        raise ConnectionBroken(
-            ErrorCode.FRAME_SIZE_ERROR,
-            f"a frame of type {head.kind} has {head.length} bytes; expected {expected}",
-        )
 
 
 def _refuse_push(_head: FrameHead, _payload: bytes) -> None:

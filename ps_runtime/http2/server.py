@@ -26,8 +26,9 @@ from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
 from ps_runtime.http2 import grpc_fields
 from ps_runtime.http2.bounds import Bounds
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
-from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.http2.transport import Http2Transport, trim_often
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 """By the method's name."""
@@ -49,6 +50,8 @@ class StreamServer:
         self._is_stopping = False
         self._connections: set[Http2Transport] = set()
         self._calls: set[asyncio.Task[None]] = set()
+        self._memory = MessageMemory()
+        self._trimming = trim_often(self._memory)
 
     @classmethod
     async def start(cls, listen: str, service: str, handlers: Handlers) -> StreamServer:
@@ -69,12 +72,18 @@ class StreamServer:
         server.port = server._server.sockets[0].getsockname()[1]
         return server
 
+    @property
+    def connection_count(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
     async def stop(self, grace_s: float) -> None:
         """Take nothing new, let calls end within `grace_s`, then cut them. Idempotent.
 
         Blocking: up to `grace_s` and a little.
         """
         self._is_stopping = True
+        self._trimming()
         if self._server is not None:
             self._server.close()
         for transport in list(self._connections):
@@ -99,7 +108,7 @@ class StreamServer:
         def accept() -> _Call:
             return _Call(transport, self)
 
-        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost)
+        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost, self._memory)
         self._connections.add(transport)
         if self._is_stopping or len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
             transport.close()

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.memory import MessageMemory
 
 Piece = bytes | memoryview
 """Of a message; a view is one of single bytes."""
@@ -63,6 +62,7 @@ class Assembly:
     """The message that is coming in."""
 
     max_bytes: int
+    pool: MessageMemory
     head: bytearray = field(default_factory=bytearray)
     memory: memoryview | None = None
     filled: int = 0
@@ -104,8 +104,7 @@ class Assembly:
                 found.append(bytes(view[at : at + length]))
                 at += length
             else:
-                # Not a bytearray: that would be filled with zeros first.
-                self.memory, self.filled = np.empty(length, np.uint8).data, 0
+                self.memory, self.filled = self.pool.take(length), 0
         return found, ""
 
     def advance(self, count: int) -> list[Piece]:

@@ -19,6 +19,7 @@ from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.connection import Connection
 from ps_runtime.http2.frames import ConnectionBroken
+from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
@@ -33,6 +34,11 @@ _LATE_S = 1.0
 _LINGER_S = 1.0
 """What was written when a connection breaks may still leave for so long."""
 
+_TRIM_S = 60.0
+"""Memory of messages that was not needed for so long is let go: longer than a step takes, since
+a step's memory is the next one's.
+"""
+
 _PING = b"pushpull"
 
 
@@ -43,6 +49,7 @@ class Http2Transport(asyncio.BufferedProtocol):
         bounds: what the peer may send.
         accept: for a server: makes what hears a stream of the peer's.
         on_lost: called once, when the connection has ended.
+        memory: that large messages are received into.
     """
 
     def __init__(
@@ -50,8 +57,9 @@ class Http2Transport(asyncio.BufferedProtocol):
         bounds: Bounds,
         accept: Callable[[], ServerReceiver] | None = None,
         on_lost: Callable[[Http2Transport], None] | None = None,
+        memory: MessageMemory | None = None,
     ) -> None:
-        self.connection = Connection(bounds, accept)
+        self.connection = Connection(bounds, accept, memory)
         self.is_open = False
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -133,7 +141,8 @@ class Http2Transport(asyncio.BufferedProtocol):
         except ConnectionBroken as failure:
             self._give_up(f"the connection broke: {failure}")
             return
-        self.flush()
+        if self.connection.output.pieces:
+            self.flush()
 
     def pause_writing(self) -> None:
         """The socket takes no more."""
@@ -184,3 +193,17 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+
+
+def trim_often(memory: MessageMemory) -> Callable[[], None]:
+    """Let go of what is not needed, from now until the result is called."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def trim() -> None:
+        nonlocal timer
+        memory.trim()
+        timer = loop.call_later(_TRIM_S, trim)
+
+    timer = loop.call_later(_TRIM_S, trim)
+    return lambda: timer.cancel()

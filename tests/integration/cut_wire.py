@@ -17,6 +17,7 @@ from tests.integration.lane_cluster import LaneCluster, Served
 
 _CHUNK_BYTES = 65_536
 _LISTENING = "0A"
+_HOST = "127.0.0.2"
 
 
 class CutWire:
@@ -26,8 +27,11 @@ class CutWire:
         self.cluster = LaneCluster("")
         self.rank_0: ps.Client
         self.cut_count = 0
-        self._upstream = ("", 0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        # Its own address, where it has the number of the server's stream port too.
+        self._listener = socket.create_server((_HOST, 0))
+        self._streams = socket.create_server((_HOST, 0))
+        self.stream_port: int = self._streams.getsockname()[1]
+        self._upstreams: dict[socket.socket, tuple[str, int]] = {}
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, socket.socket] = {}
@@ -43,10 +47,17 @@ class CutWire:
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
 
-    def start(self, host: str, port: int) -> None:
-        """Relay to a server from now on."""
-        self._upstream = (host, port)
-        for source in (self._listener, self._woken):
+    def close_streams(self) -> None:
+        """Let nobody reach the server's stream port."""
+        self._streams.close()
+
+    def start(self, port: int, stream_port: int = 0) -> None:
+        """Relay to a server on loopback from now on; to another's stream port, if one is named."""
+        upstreams = (port, stream_port or self.stream_port)
+        for listener, upstream in zip((self._listener, self._streams), upstreams, strict=True):
+            if listener.fileno() >= 0:
+                self._upstreams[listener] = ("127.0.0.1", upstream)
+        for source in (*self._upstreams, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
         self._thread.start()
 
@@ -56,7 +67,7 @@ class CutWire:
         self._wake.send(b"x")
         self._thread.join()
         self._drop()
-        for made in (self._listener, self._wake, self._woken):
+        for made in (self._listener, self._streams, self._wake, self._woken):
             made.close()
         self._selector.close()
 
@@ -83,8 +94,8 @@ class CutWire:
                 assert isinstance(source, socket.socket)
                 if source is self._woken:
                     source.recv(1)
-                elif source is self._listener:
-                    self._let_in()
+                elif source in self._upstreams:
+                    self._let_in(source)
                 elif source in self._peers:
                     self._pass_on(source)
             with self._lock:
@@ -93,9 +104,9 @@ class CutWire:
                 self._drop()
                 self.cut_count += 1
 
-    def _let_in(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(self._upstream)
+    def _let_in(self, listener: socket.socket) -> None:
+        near, _ = listener.accept()
+        far = socket.create_connection(self._upstreams[listener])
         for one, other in ((near, far), (far, near)):
             self._peers[one] = other
             self._selector.register(one, selectors.EVENT_READ)
@@ -110,7 +121,7 @@ class CutWire:
         if not passed:
             self._forget(source, target)
             return
-        is_upstream = target.getpeername() == self._upstream
+        is_upstream = target.getpeername() in self._upstreams.values()
         with self._lock:
             if is_upstream and self._left_bytes is not None:
                 self._left_bytes -= len(passed)
@@ -127,8 +138,8 @@ class CutWire:
         self._forget(*list(self._peers))
 
 
-def _grpc_port(pid: int, http_address: str) -> int:
-    """The port that a process listens on beside its HTTP port; it only says what it advertises."""
+def _grpc_port(pid: int, others: set[int]) -> int:
+    """The port that a process listens on beside these; it only says what it advertises."""
     links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = {found[1] for link in links if (found := re.match(r"socket:\[(\d+)\]", link))}
     ports = set()
@@ -137,30 +148,44 @@ def _grpc_port(pid: int, http_address: str) -> int:
             fields = line.split()
             if fields[3] == _LISTENING and fields[9] in inodes:
                 ports.add(int(fields[1].rpartition(":")[2], 16))
-    ports.discard(int(http_address.rpartition(":")[2]))
-    (port,) = ports
+    (port,) = ports - others
     return port
 
 
+def start_behind(
+    wire: CutWire, launcher: Launcher, scheduler: str, *, streams: bool = True, index: int = 0
+) -> Served:
+    """Start a server that is reached through a wire; with a stream port or not."""
+    role = RoleCommand("server", index, "ps_server")
+    arguments = (
+        "--listen=127.0.0.1:0",
+        "--http-listen=127.0.0.1:0",
+        f"--advertise={wire.address}",
+        f"--stream-listen=127.0.0.1:{wire.stream_port}" if streams else "--stream-listen=off",
+        f"--scheduler={scheduler}",
+        f"--ready-file={launcher.ready_file(role)}",
+    )
+    process = launcher.start(RoleCommand("server", index, "ps_server", arguments))
+    ready = launcher.wait_ready(process)
+    wire.cluster.address = scheduler
+    wire.cluster.servers.append(Served(process, ready.address, ready.http_address))
+    return wire.cluster.servers[0]
+
+
+def grpc_port(wire: CutWire, server: Served) -> int:
+    """The port that the server behind a wire listens on."""
+    others = {wire.stream_port, int(server.http_address.rpartition(":")[2])}
+    return _grpc_port(server.process.pid, others)
+
+
 @contextmanager
-def cut_wire(workers: int) -> Iterator[CutWire]:
-    """A cluster of one server behind a wire, and a client of rank 0."""
+def cut_wire(workers: int, *, streams: bool) -> Iterator[CutWire]:
+    """A cluster of one server behind a wire, and a client of rank 0; with a stream port or not."""
     wire = CutWire()
     with Launcher() as launcher, ExitStack() as stack:
         scheduler = start_scheduler(launcher, ClusterShape(1, workers))
-        bare = RoleCommand("server", 0, "ps_server")
-        arguments = (
-            "--listen=127.0.0.1:0",
-            "--http-listen=127.0.0.1:0",
-            f"--advertise={wire.address}",
-            f"--scheduler={scheduler.address}",
-            f"--ready-file={launcher.ready_file(bare)}",
-        )
-        process = launcher.start(RoleCommand("server", 0, "ps_server", arguments))
-        ready = launcher.wait_ready(process)
-        wire.start("127.0.0.1", _grpc_port(process.pid, ready.http_address))
+        server = start_behind(wire, launcher, scheduler.address, streams=streams)
+        wire.start(grpc_port(wire, server))
         stack.callback(wire.stop)
-        wire.cluster.address = scheduler.address
-        wire.cluster.servers.append(Served(process, ready.address, ready.http_address))
         wire.rank_0 = stack.enter_context(ps.connect(scheduler.address, rank=0, lane="grpc"))
         yield wire

@@ -213,9 +213,9 @@ def _ring(server: Served) -> str:
     return rings[0] if rings else ""
 
 
-@pytest.fixture(scope="module")
-def wire() -> Iterator[CutWire]:
-    with cut_wire(workers=4) as made:
+@pytest.fixture(scope="module", params=[True, False], ids=["streams", "grpcio"])
+def wire(request: pytest.FixtureRequest) -> Iterator[CutWire]:
+    with cut_wire(workers=4, streams=request.param) as made:
         yield made
 
 

@@ -16,6 +16,7 @@ PURE_MODULES = {
     "ps_runtime.http2.frames",
     "ps_runtime.http2.grpc_fields",
     "ps_runtime.http2.header_blocks",
+    "ps_runtime.http2.memory",
     "ps_runtime.http2.output",
     "ps_runtime.http2.streams",
     "ps_server.block_values",
@@ -192,8 +193,10 @@ IMPURE = {
 }  # fmt: skip
 """What L0 and L1 never import."""
 
-PURE_EXCEPTIONS = {"random.Random", "sys.byteorder", "urllib.parse.unquote_to_bytes"}
-"""The type of a generator that is passed in, a constant, and a function of its argument alone."""
+PURE_EXCEPTIONS = {
+    "random.Random", "sys.byteorder", "sys.getrefcount", "urllib.parse.unquote_to_bytes",
+}  # fmt: skip
+"""The type of a generator that is passed in, a constant, and functions of their argument alone."""
 
 
 def layer_of(module: str) -> int | None:
