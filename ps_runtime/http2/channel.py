@@ -19,7 +19,7 @@ import grpc.aio
 from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime.addresses import join_address
 from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ErrorCode
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
@@ -143,6 +143,8 @@ class StreamCall:
             raise self._failure
         if self._stream is not None:
             await self._transport.send(self._stream, pieces, self._room)
+        if self._failure is not None:
+            raise self._failure
 
     def done_writing(self) -> None:
         """Nothing more is sent."""
@@ -169,6 +171,7 @@ class StreamCall:
             if self._is_done:
                 raise StopAsyncIteration
             self._came.clear()
+            self._transport.flush()  # the headers, of a call that reads before it writes
             await self._came.wait()
         message = self._messages.popleft()
         if self._stream is not None:
@@ -224,7 +227,7 @@ class StreamCall:
 
     def _end(self, failure: grpc.aio.AioRpcError) -> None:
         """Fail, and let the server know."""
-        if not self._is_done and self._stream is not None:
+        if self._stream is not None:  # it may be open still, of a server that goes on
             self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
             self._transport.flush()
         self._close(failure)

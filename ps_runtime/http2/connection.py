@@ -19,9 +19,9 @@ HTTP/1.1, encryption.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ps_runtime.http2 import frames as wire
+from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType, Setting
 from ps_runtime.http2.header_blocks import MAX_LIST_BYTES, HeaderBlocks
 from ps_runtime.http2.memory import MessageMemory
@@ -40,22 +40,6 @@ _DIRECT_BYTES = 32 * 1024
 _MAX_CONTROL_FRAME_BYTES = 32 * 1024
 _MAX_RESET_COUNT = 1000
 """Streams that a peer may open and reset beyond those that came to their end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What one end takes of the other.
-
-    Attributes:
-        window_bytes: of one stream, sent and not consumed; more than a message.
-        connection_window_bytes: of all streams together.
-        stream_count: streams that the peer may have open at once.
-    """
-
-    max_message_bytes: int
-    window_bytes: int = 16 * 1024 * 1024
-    connection_window_bytes: int = 64 * 1024 * 1024
-    stream_count: int = 100
 
 
 class Connection:
@@ -94,7 +78,7 @@ class Connection:
         self._credit = 0
         self._controls: dict[int, Callable[[FrameHead, bytes], None]] = {
             FrameType.HEADERS: self._take_headers,
-            FrameType.PRIORITY: lambda head, _: _check_length(head, 5),
+            FrameType.PRIORITY: lambda head, _: wire.check_length(head, 5),
             FrameType.RST_STREAM: self._take_reset,
             FrameType.SETTINGS: self._take_settings,
             FrameType.PUSH_PROMISE: _refuse_push,
@@ -108,20 +92,19 @@ class Connection:
     def _greet(self) -> None:
         bounds = self._bounds
         if self._accept is None:
-            self.output.pieces.append(wire.PREFACE)
+            self.output.put(wire.PREFACE)
         own = {
             Setting.ENABLE_PUSH: 0,
             Setting.MAX_CONCURRENT_STREAMS: bounds.stream_count,
             Setting.INITIAL_WINDOW_SIZE: bounds.window_bytes,
-            # A message of the largest size, with its prefix, fits one frame.
-            Setting.MAX_FRAME_SIZE: bounds.max_message_bytes + wire.PREFIX_BYTES,
+            Setting.MAX_FRAME_SIZE: bounds.max_frame_bytes,
             Setting.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
         if self._accept is not None:
             del own[Setting.ENABLE_PUSH]  # a client's to say
-        self.output.pieces.append(wire.settings(own))
+        self.output.put(wire.settings(own))
         more = bounds.connection_window_bytes - wire.DEFAULT_WINDOW_BYTES
-        self.output.pieces.append(wire.window_update(0, more))
+        self.output.put(wire.window_update(0, more))
 
     # --- what the owner does
 
@@ -131,9 +114,11 @@ class Connection:
         return not self.is_going_away and len(self.streams) < self._peer_stream_count
 
     def open(self, fields: Fields, receiver: Receiver) -> Stream:
-        """A client's new stream."""
+        """A client's new stream; `has_room` for it."""
         stream = self._new_stream(self._next_id, receiver)
         self._next_id += 2
+        if self._next_id > wire.MAX_WINDOW_BYTES:  # the last number has been given away
+            self.is_going_away = True
         self.output.fields(stream, fields)
         return stream
 
@@ -146,13 +131,13 @@ class Connection:
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         """Drop a stream, and tell the peer so."""
         if self._is_open(stream):
-            self.output.pieces.append(wire.reset(stream.stream_id, code))
+            self.output.put(wire.reset(stream.stream_id, code))
             self._drop(stream)
 
     def go_away(self, code: ErrorCode = ErrorCode.NO_ERROR, text: str = "") -> None:
         """Take no more streams; those that are open go on."""
         self.is_going_away = True
-        self.output.pieces.append(wire.go_away(self._last_peer_id, code, text))
+        self.output.put(wire.go_away(self._last_peer_id, code, text))
 
     def consumed(self, stream: Stream, message: Piece) -> None:
         """A message has been taken: the peer may send as much again."""
@@ -165,8 +150,7 @@ class Connection:
         """The connection is gone: every stream hears of it."""
         self.is_going_away = True
         for stream in list(self.streams.values()):
-            self._drop(stream)
-            stream.receiver.on_broken(None, text)
+            self._break(stream, None, text)
 
     # --- streams
 
@@ -179,6 +163,12 @@ class Connection:
 
     def _is_open(self, stream: Stream) -> bool:
         return self.streams.get(stream.stream_id) is stream
+
+    def _break(self, stream: Stream, code: int | None, text: str) -> None:
+        """A stream that has not gone ends before its end."""
+        if self._is_open(stream):
+            self._drop(stream)
+            stream.receiver.on_broken(code, text)
 
     def _drop(self, stream: Stream) -> None:
         del self.streams[stream.stream_id]
@@ -205,14 +195,14 @@ class Connection:
     def _credit_stream(self, stream: Stream, count: int) -> None:
         stream.credit += count
         if stream.credit * 2 >= self._bounds.window_bytes and not stream.peer_has_ended:
-            self.output.pieces.append(wire.window_update(stream.stream_id, stream.credit))
+            self.output.put(wire.window_update(stream.stream_id, stream.credit))
             stream.receive_window += stream.credit
             stream.credit = 0
 
     def _give_back(self, count: int) -> None:
         self._credit += count
-        if self._credit * 2 >= self._bounds.connection_window_bytes:
-            self.output.pieces.append(wire.window_update(0, self._credit))
+        if self._credit * 2 >= self._bounds.window_bytes:
+            self.output.put(wire.window_update(0, self._credit))
             self._window += self._credit
             self._credit = 0
 
@@ -231,6 +221,7 @@ class Connection:
             ConnectionBroken: the peer broke the protocol: write what there is, and close.
         """
         try:
+            self.output.check_that_it_leaves()
             if self._target is not None and self._body_of is not None:
                 self._received_inside(self._body_of, self._target, count)
             else:
@@ -334,7 +325,7 @@ class Connection:
         return at
 
     def _spend_window(self, head: FrameHead, stream: Stream | None) -> None:
-        if head.length > self._bounds.max_message_bytes + wire.PREFIX_BYTES:
+        if head.length > self._bounds.max_frame_bytes:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"DATA of {head.length} bytes")
         self._window -= head.length
         if stream is not None:
@@ -372,17 +363,26 @@ class Connection:
 
     def _after_body(self) -> None:
         stream, self._body_of = self._body_of, None
-        if stream is not None and self._body_ends:
+        if stream is not None and self._body_ends and not self._is_cut_off(stream):
             self._peer_ended(stream)
+
+    def _is_cut_off(self, stream: Stream) -> bool:
+        """Whether the peer ends a stream inside of a message; that is an end before its end."""
+        if stream.is_deaf or not stream.incoming.has_begun:
+            return False
+        self.output.put(wire.reset(stream.stream_id, ErrorCode.PROTOCOL_ERROR))
+        self._break(stream, ErrorCode.PROTOCOL_ERROR, "the stream ended inside of a message")
+        return True
 
     def _peer_ended(self, stream: Stream) -> None:
         stream.peer_has_ended = True
-        stream.receiver.on_end()
+        if not stream.is_deaf:
+            stream.receiver.on_end()
         self._close_if_both(stream)
 
     def _check_not_idle(self, head: FrameHead) -> None:
         newest = self._next_id - 2 if self._accept is None else self._last_peer_id
-        if not 0 < head.stream_id <= newest:
+        if not head.stream_id & 1 or head.stream_id > newest:
             raise ConnectionBroken(
                 ErrorCode.PROTOCOL_ERROR,
                 f"a frame of type {head.kind} on stream {head.stream_id}, which is not open",
@@ -407,7 +407,9 @@ class Connection:
             stream = self._accepted(head, fields, self._accept)
         elif stream.peer_has_ended or (self._accept is not None and not ends):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "headers in the middle of a stream")
-        else:
+        elif ends and self._is_cut_off(stream):
+            return
+        elif not stream.is_deaf:
             stream.receiver.on_fields(fields)
         if stream is not None and ends and self._is_open(stream):
             self._peer_ended(stream)
@@ -416,7 +418,7 @@ class Connection:
         self, head: FrameHead, fields: Fields, accept: Callable[[], ServerReceiver]
     ) -> Stream | None:
         if self.is_going_away or len(self.streams) >= self._bounds.stream_count:
-            self.output.answer(wire.reset(head.stream_id, ErrorCode.REFUSED_STREAM))
+            self.output.put(wire.reset(head.stream_id, ErrorCode.REFUSED_STREAM))
             return None
         receiver = accept()
         stream = self._new_stream(head.stream_id, receiver)
@@ -426,7 +428,7 @@ class Connection:
     # --- the rest
 
     def _take_reset(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 4)
+        wire.check_length(head, 4)
         self._check_not_idle(head)
         stream = self.streams.get(head.stream_id)
         if stream is None:
@@ -434,8 +436,7 @@ class Connection:
         self._reset_count += 1
         if self._accept is not None and self._reset_count > _MAX_RESET_COUNT:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "streams that are reset at once")
-        self._drop(stream)
-        stream.receiver.on_broken(int.from_bytes(payload), "the stream was reset")
+        self._break(stream, int.from_bytes(payload), "the stream was reset")
 
     def _take_settings(self, head: FrameHead, payload: bytes) -> None:
         if head.stream_id or (head.flags & Flag.ACK and payload):
@@ -447,30 +448,30 @@ class Connection:
             if name == Setting.MAX_CONCURRENT_STREAMS:
                 self._peer_stream_count = value
             self.output.set(name, value, tuple(self.streams.values()))
-        self.output.answer(wire.frame(FrameType.SETTINGS, Flag.ACK, 0))
+        self.output.put(wire.frame(FrameType.SETTINGS, Flag.ACK, 0))
         self._pump_all()
 
     def _take_ping(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 8)
+        wire.check_length(head, 8)
         if head.stream_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
         if not head.flags & Flag.ACK:
-            self.output.answer(wire.ping(payload, is_ack=True))
+            self.output.put(wire.ping(payload, is_ack=True))
 
     def _take_go_away(self, head: FrameHead, payload: bytes) -> None:
         if head.stream_id or len(payload) < 8:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY is cut off")
         self.is_going_away = True
-        last, code = int.from_bytes(payload[:4]), int.from_bytes(payload[4:8])
+        last = int.from_bytes(payload[:4]) & wire.MAX_WINDOW_BYTES
+        code = int.from_bytes(payload[4:8])
         if self._accept is not None:
             return
         text = f"the server goes away: {payload[8:].decode(errors='replace')}"
         for stream in [stream for number, stream in self.streams.items() if number > last]:
-            self._drop(stream)
-            stream.receiver.on_broken(code or ErrorCode.REFUSED_STREAM, text)
+            self._break(stream, code or ErrorCode.REFUSED_STREAM, text)
 
     def _take_window_update(self, head: FrameHead, payload: bytes) -> None:
-        _check_length(head, 4)
+        wire.check_length(head, 4)
         increment = int.from_bytes(payload) & wire.MAX_WINDOW_BYTES
         if not increment:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a window that is widened by nothing")
@@ -488,14 +489,6 @@ class Connection:
         for stream in list(self.streams.values()):
             if self._is_open(stream) and stream.queued_bytes:
                 self._pump(stream)
-
-
-def _check_length(head: FrameHead, expected: int) -> None:
-    if head.length != expected:
-        raise ConnectionBroken(
-            ErrorCode.FRAME_SIZE_ERROR,
-            f"a frame of type {head.kind} has {head.length} bytes; expected {expected}",
-        )
 
 
 def _refuse_push(_head: FrameHead, _payload: bytes) -> None:

@@ -104,6 +104,19 @@ def read_head(view: memoryview, at: int) -> FrameHead:
     return FrameHead(high << 8 | low, kind, flags, stream_id & MAX_WINDOW_BYTES)
 
 
+def check_length(head: FrameHead, expected: int) -> None:
+    """Refuse a frame of a fixed length that has another.
+
+    Raises:
+        ConnectionBroken: it has.
+    """
+    if head.length != expected:
+        raise ConnectionBroken(
+            ErrorCode.FRAME_SIZE_ERROR,
+            f"a frame of type {head.kind} has {head.length} bytes; expected {expected}",
+        )
+
+
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
     """A frame's head."""
     return _HEAD.pack(length >> 8, length & 0xFF, kind, flags, stream_id)

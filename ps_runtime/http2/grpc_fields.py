@@ -17,6 +17,7 @@ CONTENT_TYPE = (b"content-type", b"application/grpc")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _MAX_TIMEOUT_MS = 99_999_999
+_STATUS = re.compile(rb"[0-9]{1,9}")
 
 
 def request_fields(path: str, authority: str, timeout_s: float | None) -> Fields:
@@ -58,7 +59,7 @@ def read_trailers(fields: Fields) -> tuple[int, str, Metadata] | None:
     """Status, text and the rest of trailers; None without a status."""
     found = dict(fields)
     status = found.get(b"grpc-status", b"")
-    if not status.isdigit():
+    if not _STATUS.fullmatch(status):
         return None
     text = unquote_to_bytes(found.get(b"grpc-message", b"")).decode(errors="replace")
     return int(status), text, tuple(_metadata(fields))

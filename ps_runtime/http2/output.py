@@ -16,9 +16,8 @@ from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameType
 from ps_runtime.http2.streams import Fields, Piece, Stream
 
 _HEADER_FRAME_BYTES = 16 * 1024
-_HEADER_TABLE_BYTES = 4096
-_MAX_CONTROL_BYTES = 64 * 1024
-"""Answers to a peer's PING and SETTINGS that it does not read."""
+_MAX_WAITING_BYTES = 1024 * 1024
+"""Of frames that wait to leave, their messages aside. 100 streams that end together need less."""
 
 
 class Output:
@@ -27,7 +26,7 @@ class Output:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.stream_window = wire.DEFAULT_WINDOW_BYTES
-        self._control_bytes = 0
+        self._waiting_bytes = 0
         self._encoder = hpack.Encoder()
         self._window = wire.DEFAULT_WINDOW_BYTES
         self._max_frame = wire.DEFAULT_MAX_FRAME_BYTES
@@ -35,25 +34,28 @@ class Output:
     def take(self) -> list[Piece]:
         """What to write now, in order; it is forgotten here."""
         pieces, self.pieces = self.pieces, []
-        self._control_bytes = 0
+        self._waiting_bytes = 0
         return pieces
 
-    def answer(self, frame: bytes) -> None:
-        """A frame that the peer asked for.
+    def put(self, frame: bytes) -> None:
+        """A frame, or the head of one."""
+        self._waiting_bytes += len(frame)
+        self.pieces.append(frame)
+
+    def check_that_it_leaves(self) -> None:
+        """Hear no more of a peer that has much to be answered, and does not read the answers.
 
         Raises:
-            ConnectionBroken: it asks, and does not read the answers.
+            ConnectionBroken: it is such a one.
         """
-        self._control_bytes += len(frame)
-        if self._control_bytes > _MAX_CONTROL_BYTES:
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "answers that nobody reads")
-        self.pieces.append(frame)
 
     def fields(self, stream: Stream, fields: Fields, *, ends: bool = False) -> None:
         """Headers or trailers, now."""
         block = self._encoder.encode(list(fields))
         frames = wire.header_frames(stream.stream_id, block, _HEADER_FRAME_BYTES, ends=ends)
-        self.pieces.append(frames)
+        self.put(frames)
 
     def message(self, stream: Stream, pieces: Sequence[Piece]) -> bool:
         """A message, of bytes that must not change until they are written.
@@ -68,8 +70,8 @@ class Output:
         if whole <= self._room(stream) and not stream.queued_bytes:
             self._spend(stream, whole)
             head = wire.head(whole, FrameType.DATA, 0, stream.stream_id)
-            self.pieces.append(head + wire.prefix(length))
-            self.pieces += pieces
+            self.put(head + wire.prefix(length))
+            self.pieces += filter(len, pieces)  # the loop of Python 3.12 never gets rid of nothing
             return True
         stream.put((wire.prefix(length), *pieces))
         self.pump(stream)
@@ -83,14 +85,14 @@ class Output:
             if count <= 0:
                 return
             self._spend(stream, count)
-            self.pieces.append(wire.head(count, FrameType.DATA, 0, stream.stream_id))
+            self.put(wire.head(count, FrameType.DATA, 0, stream.stream_id))
             self.pieces += stream.next_pieces(count)
         if stream.tail is not None and not stream.has_ended:
             stream.has_ended = True
             if stream.tail:
                 self.fields(stream, stream.tail, ends=True)
             else:
-                self.pieces.append(wire.frame(FrameType.DATA, Flag.END_STREAM, stream.stream_id))
+                self.put(wire.frame(FrameType.DATA, Flag.END_STREAM, stream.stream_id))
         if stream.had_to_wait:
             stream.had_to_wait = False
             stream.receiver.on_room()
@@ -123,7 +125,9 @@ class Output:
             ConnectionBroken: a window becomes more than there is.
         """
         if name == Setting.HEADER_TABLE_SIZE:
-            self._encoder.header_table_size = min(value, _HEADER_TABLE_BYTES)
+            # It never grows again: hpack remembers every change until the next headers leave.
+            if value < self._encoder.header_table_size:
+                self._encoder.header_table_size = value
         elif name == Setting.MAX_FRAME_SIZE:
             self._max_frame = value
         elif name == Setting.INITIAL_WINDOW_SIZE:

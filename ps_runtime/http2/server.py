@@ -25,7 +25,7 @@ from ps_runtime import logs
 from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
 from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.connection import Bounds
+from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport, trim_often
@@ -36,6 +36,9 @@ Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 _HEADERS: Fields = ((b":status", b"200"), grpc_fields.CONTENT_TYPE)
 _NO_GRPC: Fields = ((b":status", b"415"),)
 
+_CLEANUP_S = 1.0
+"""What methods that are cut may take to end."""
+
 
 class StreamServer:
     """A listening port. Made by `start`."""
@@ -44,6 +47,7 @@ class StreamServer:
         self.port = 0
         self.handlers = handlers
         self._server: asyncio.Server | None = None
+        self._is_stopping = False
         self._connections: set[Http2Transport] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._memory = MessageMemory()
@@ -78,15 +82,18 @@ class StreamServer:
 
         Blocking: up to `grace_s` and a little.
         """
+        self._is_stopping = True
         self._trimming()
         if self._server is not None:
             self._server.close()
-        for transport in self._connections:
+        for transport in list(self._connections):
             transport.go_away()
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=grace_s)
         for transport in list(self._connections):
             transport.close()
+        if self._calls:  # those that were cut: they are cancelled, and clean up
+            await asyncio.wait(set(self._calls), timeout=_CLEANUP_S)
 
     def begin(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Carry a call."""
@@ -103,8 +110,8 @@ class StreamServer:
 
         transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost, self._memory)
         self._connections.add(transport)
-        if len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
-            asyncio.get_running_loop().call_soon(transport.close)
+        if self._is_stopping or len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
+            transport.close()
         return transport
 
     def _lost(self, transport: Http2Transport) -> None:
@@ -171,9 +178,7 @@ class _Call:
     def on_broken(self, code: int | None, text: str) -> None:  # noqa: ARG002 - a receiver's
         """The client is gone, or does not want the answer."""
         self._is_done = True
-        self._room.set()
-        if self._task is not None:
-            self._task.cancel(text)
+        self._cut(text)
 
     def on_room(self) -> None:
         """What waited has left."""
@@ -218,7 +223,7 @@ class _Call:
         except grpc.aio.AbortError:
             self._finish(*(self._status or (status.UNKNOWN, "", ())))
         except asyncio.CancelledError:
-            self._finish(*(self._status or (status.CANCELLED, "the call was cancelled", ())))
+            self._finish(status.CANCELLED, "the call was cancelled")
         except Exception as failure:  # noqa: BLE001 - a status for every failure
             logs.exception("call_failed", failure, method=path)
             self._finish(status.UNKNOWN, f"the method failed with {type(failure).__name__}")
@@ -271,9 +276,14 @@ class _Call:
         self._transport.flush()
 
     def _fail(self, status: grpc.StatusCode, text: str) -> None:
-        """End the call from outside of its method."""
-        if self._task is not None and not self._is_done:
-            self._status = (status, text, ())
+        """End the call from outside of its method, which may not even have begun."""
+        self._finish(status, text)
+        self._cut(text)
+
+    def _cut(self, text: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
             self._task.cancel(text)
 
     def _expire(self) -> None:

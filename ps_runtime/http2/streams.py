@@ -20,6 +20,8 @@ from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.memory import MessageMemory
 
 Piece = bytes | memoryview
+"""Of a message; a view is one of single bytes."""
+
 Fields = Sequence[tuple[bytes, bytes]]
 """Header fields: names in lower case, and values."""
 
@@ -64,6 +66,11 @@ class Assembly:
     head: bytearray = field(default_factory=bytearray)
     memory: memoryview | None = None
     filled: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of a message has come, and not all."""
+        return self.memory is not None or len(self.head) > 0
 
     def rest(self, most: int) -> memoryview | None:
         """Up to `most` bytes that the message still has to fill; None between messages."""
@@ -171,3 +178,4 @@ class Stream:
         self.tail = ()
         self.pieces.clear()
         self.queued_bytes = 0
+        self.incoming.memory = None

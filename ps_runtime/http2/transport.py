@@ -16,7 +16,8 @@ from typing import cast
 
 from ps_runtime.channels import KEEPALIVE_TIME_S
 from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.connection import Bounds, Connection
+from ps_runtime.http2.bounds import Bounds
+from ps_runtime.http2.connection import Connection
 from ps_runtime.http2.frames import ConnectionBroken
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
@@ -62,9 +63,10 @@ class Http2Transport(asyncio.BufferedProtocol):
         self.is_open = False
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
+        self._is_unwanted = False
         self._look_at_s = 0.0
-        self._can_write = asyncio.Event()
-        self._can_write.set()
+        self._can_write = True
+        self._waiting: set[asyncio.Event] = set()
         self._has_heard = False
         self._has_asked = False
         self._timer: asyncio.TimerHandle | None = None
@@ -79,10 +81,12 @@ class Http2Transport(asyncio.BufferedProtocol):
             pieces: the message.
             room: what the stream's `on_room` sets, and its end.
 
-        Blocking: while the peer, or the socket, takes no more.
+        Blocking: while the peer, or the socket, takes no more, and the stream has not ended.
         """
-        while not self._can_write.is_set():
-            await self._can_write.wait()
+        while not self._can_write and not stream.has_ended:
+            room.clear()
+            self._waiting.add(room)
+            await room.wait()
         room.clear()
         has_left = self.connection.output.message(stream, pieces)
         self.flush()
@@ -102,15 +106,15 @@ class Http2Transport(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write what there is, at once or when the socket takes more."""
-        if self._transport is not None and self._can_write.is_set():
+        if self._transport is not None and self.is_open and self._can_write:
             pieces = self.connection.output.take()
             if pieces:
                 self._transport.writelines(pieces)
 
     def close(self) -> None:
-        """End the connection, after what was written."""
-        if self._transport is not None:
-            self._transport.close()
+        """End the connection, after what was written; what is open on it ends now."""
+        self._is_unwanted = True
+        self._give_up("the connection was closed")
 
     # --- asyncio.BufferedProtocol
 
@@ -119,6 +123,9 @@ class Http2Transport(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self.is_open = True
+        if self._is_unwanted:
+            self._transport.close()
+            return
         self.flush()
         self._look_in(KEEPALIVE_TIME_S)
 
@@ -139,12 +146,15 @@ class Http2Transport(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The socket takes no more."""
-        self._can_write.clear()
+        self._can_write = False
 
     def resume_writing(self) -> None:
         """It does again."""
-        self._can_write.set()
+        self._can_write = True
         self.flush()
+        waiting, self._waiting = self._waiting, set()
+        for room in waiting:
+            room.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
@@ -152,7 +162,6 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self.connection.broken(f"the connection was lost: {exc or 'it was closed'}")
-        self._can_write.set()  # who waits to write finds a stream that has gone
         if self._on_lost is not None:
             self._on_lost(self)
 
@@ -178,7 +187,7 @@ class Http2Transport(asyncio.BufferedProtocol):
         self._look_in(_ANSWER_S if self._has_asked else KEEPALIVE_TIME_S)
 
     def _give_up(self, text: str) -> None:
-        self._can_write.set()
+        self._can_write = True
         self.flush()
         self.connection.broken(text)
         if self._transport is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source, imports_of
 
 PURE_MODULES = {
+    "ps_runtime.http2.bounds",
     "ps_runtime.http2.connection",
     "ps_runtime.http2.frames",
     "ps_runtime.http2.grpc_fields",
