@@ -11,6 +11,7 @@ Everything belongs to the loop that it was connected on.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -24,6 +25,9 @@ from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 """What waits for the socket before those that write wait too."""
+
+_SAME_HOST_SEND_BYTES = 512 * 1024
+"""What the kernel keeps of a connection within one machine; measured in docs/PERFORMANCE.md."""
 
 _ANSWER_S = 20.0
 """How long a peer may take for a sign of life: its loop may be held up, unlike gRPC's threads."""
@@ -126,6 +130,7 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._is_unwanted:
             self._transport.close()
             return
+        _keep_in_cache(self._transport)
         self.flush()
         self._look_in(KEEPALIVE_TIME_S)
 
@@ -193,6 +198,16 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+
+
+def _keep_in_cache(transport: asyncio.Transport) -> None:
+    """On one machine, let no more wait in the kernel than the processor's caches hold: what is sent
+    is received before it has left them. Between machines the kernel knows better.
+    """
+    own, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+    made = transport.get_extra_info("socket")
+    if made is not None and own and peer and own[0] == peer[0]:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_SEND_BYTES)
 
 
 def trim_often(memory: MessageMemory) -> Callable[[], None]:
