@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -38,6 +39,20 @@ _OF_HTTP = {
     b"503": grpc.StatusCode.UNAVAILABLE,
     b"504": grpc.StatusCode.UNAVAILABLE,
 }
+
+
+class _Failure(NamedTuple):
+    """How a call failed. The exception is made anew for each who is told: one that was kept would
+    hold, by its traceback, all that they had, until the collector looks.
+    """
+
+    status: grpc.StatusCode
+    text: str
+    metadata: grpc_fields.Metadata = ()
+
+    def error(self) -> grpc.aio.AioRpcError:
+        trailing = grpc.aio.Metadata.from_tuple(self.metadata)
+        return grpc.aio.AioRpcError(self.status, grpc.aio.Metadata(), trailing, details=self.text)
 
 
 class StreamChannel:
@@ -79,7 +94,9 @@ class StreamChannel:
             grpc.aio.AioRpcError: the connection is gone, or takes no more calls.
         """
         if not self.is_open or not self._transport.connection.has_room:
-            raise _failure(grpc.StatusCode.UNAVAILABLE, "the connection takes no more calls")
+            raise _Failure(
+                grpc.StatusCode.UNAVAILABLE, "the connection takes no more calls"
+            ).error()
         call = StreamCall(self._transport)
         call.begin(grpc_fields.request_fields(path, self._authority, timeout_s), timeout_s)
         return call
@@ -100,7 +117,7 @@ class StreamChannel:
         finally:
             call.cancel()
         if response is None:
-            raise _failure(grpc.StatusCode.INTERNAL, f"{path} gave no answer")
+            raise _Failure(grpc.StatusCode.INTERNAL, f"{path} gave no answer").error()
         return response
 
     def close(self) -> None:
@@ -118,7 +135,7 @@ class StreamCall:
         self._messages: deque[Piece] = deque()
         self._came = asyncio.Event()
         self._room = asyncio.Event()
-        self._failure: grpc.aio.AioRpcError | None = None
+        self._failure: _Failure | None = None
         self._is_done = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -140,11 +157,11 @@ class StreamCall:
             grpc.aio.AioRpcError: the call has failed.
         """
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.error()
         if self._stream is not None:
             await self._transport.send(self._stream, pieces, self._room)
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.error()
 
     def done_writing(self) -> None:
         """Nothing more is sent."""
@@ -154,7 +171,7 @@ class StreamCall:
 
     def cancel(self) -> None:
         """Give the call up, if it has not ended."""
-        self._end(_failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"))
+        self._end(_Failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"))
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -167,7 +184,7 @@ class StreamCall:
         """
         while not self._messages:
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.error()
             if self._is_done:
                 raise StopAsyncIteration
             self._came.clear()
@@ -188,11 +205,11 @@ class StreamCall:
             number, text, metadata = ended
             status = _STATUS.get(number, grpc.StatusCode.UNKNOWN)
             is_ok = status is grpc.StatusCode.OK
-            self._close(None if is_ok else _failure(status, text, metadata))
+            self._close(None if is_ok else _Failure(status, text, metadata))
         elif found.get(b":status", b"200") != b"200":
             http = found[b":status"]
             status = _OF_HTTP.get(http, grpc.StatusCode.UNKNOWN)
-            self._end(_failure(status, f"HTTP status {http.decode(errors='replace')}"))
+            self._end(_Failure(status, f"HTTP status {http.decode(errors='replace')}"))
 
     def on_message(self, message: Piece) -> None:
         """A response."""
@@ -203,11 +220,11 @@ class StreamCall:
         """The call ends with what is wrong."""
         is_large = "larger" in problem
         status = grpc.StatusCode
-        self._end(_failure(status.RESOURCE_EXHAUSTED if is_large else status.INTERNAL, problem))
+        self._end(_Failure(status.RESOURCE_EXHAUSTED if is_large else status.INTERNAL, problem))
 
     def on_end(self) -> None:
         """The server's end; without trailers before it is none."""
-        self._close(_failure(grpc.StatusCode.INTERNAL, "the server ended without a status"))
+        self._close(_Failure(grpc.StatusCode.INTERNAL, "the server ended without a status"))
         if self._stream is not None and not self._stream.has_ended:
             self._transport.connection.reset(self._stream, ErrorCode.NO_ERROR)
 
@@ -216,23 +233,23 @@ class StreamCall:
         status = grpc.StatusCode.UNAVAILABLE
         if code is not None:
             status = _OF_RESET.get(code, grpc.StatusCode.INTERNAL)
-        self._end(_failure(status, text))
+        self._end(_Failure(status, text))
 
     def on_room(self) -> None:
         """What waited has left."""
         self._room.set()
 
     def _expire(self) -> None:
-        self._end(_failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
+        self._end(_Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
 
-    def _end(self, failure: grpc.aio.AioRpcError) -> None:
+    def _end(self, failure: _Failure) -> None:
         """Fail, and let the server know."""
         if self._stream is not None:  # it may be open still, of a server that goes on
             self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
             self._transport.flush()
         self._close(failure)
 
-    def _close(self, failure: grpc.aio.AioRpcError | None) -> None:
+    def _close(self, failure: _Failure | None) -> None:
         if self._is_done:
             return
         self._is_done, self._failure = True, failure
@@ -240,11 +257,3 @@ class StreamCall:
         self._room.set()
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _failure(
-    status: grpc.StatusCode, text: str, metadata: grpc_fields.Metadata = ()
-) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        status, grpc.aio.Metadata(), grpc.aio.Metadata.from_tuple(metadata), details=text
-    )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -287,3 +290,36 @@ def test_nobody_listens(run: Run) -> None:
             await StreamChannel.connect("127.0.0.1", 1, DEADLINE_S)
 
     run(main())
+
+
+class Held:
+    """What who waits for a call has."""
+
+
+def test_a_call_that_failed_holds_nothing_of_who_waited(run: Run) -> None:
+    """Not until the collector looks: it may be the memory of a server that has died."""
+    found: list[weakref.ref[Held]] = []
+
+    async def wait(call: StreamCall) -> None:
+        held = Held()
+        found.append(weakref.ref(held))
+        async for _ in call:
+            assert held is not None
+
+    async def main() -> None:
+        async with stream_server() as (server, _), stream_channel(port_of(server)) as channel:
+            call = channel.call(path_of("Talk"))
+            waiting = asyncio.create_task(wait(call))
+            await call.write((b"x",))
+            channel.close()
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await waiting
+            del waiting
+            await asyncio.create_task(failure_of(call))  # the loop lets go of the first meanwhile
+            assert found[0]() is None
+
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()
