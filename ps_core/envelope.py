@@ -30,8 +30,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 _FAST_BYTES = 512
-_MAX_FIELD_HEAD_BYTES = 2
-"""Of the fields that are read without a call: a key and a length or a number below 128."""
+"""Of the part of a message where small numbers are read without a call."""
 
 _SHORT = tuple(bytes((number,)) for number in range(0x80))
 """The varints of one byte: most of those that are written."""
@@ -189,31 +188,25 @@ def _inside(message: bytes | memoryview, outer_field: int) -> memoryview | None:
 
 
 def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryview]:
+    payload_key = payload_field << 3 | _BYTES
     rest: list[memoryview] = []
     payload = view[:0]
     at = kept = 0
     # What is beside a payload is short and before it: read as bytes it takes a third of the time.
     head = bytes(view[:_FAST_BYTES])
-    fast = len(head) - _MAX_FIELD_HEAD_BYTES
-    size = len(view)
-    while at < size:
+    last = len(head) - 1
+    while at < len(view):
         begin = at
-        key = head[at] if at < fast else 0x80
-        if key < 0x80 and key & 7 == _BYTES and head[at + 1] < 0x80:
-            value = at + 2
-            at = value + head[at + 1]
-            if at > size:
-                raise _cut_off(view, value)
-        elif key < 0x80 and key & 7 == _VARINT and head[at + 1] < 0x80:
-            value = at + 1
+        key, number = (head[at], head[at + 1]) if at < last else (0x80, 0)
+        if key | number < 0x80 and key & 7 == _VARINT:
             at += 2
         else:
             key, at = _read_varint(view, at)
             value, at = _skip(view, at, key & 7)
-        if key >> 3 == payload_field:
-            payload = view[value:at]
-            rest.append(view[kept:begin])
-            kept = at
+            if key == payload_key:
+                payload = view[value:at]
+                rest.append(view[kept:begin])
+                kept = at
     rest.append(view[kept:])
     return b"".join(rest), payload
 
@@ -233,12 +226,8 @@ def _skip(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
     else:
         raise InvalidTensor(f"a message has wire type {wire_type} at byte {at}")
     if at > len(view):
-        raise _cut_off(view, begin)
+        raise InvalidTensor(f"a message of {len(view)} bytes ends inside a field at byte {begin}")
     return begin, at
-
-
-def _cut_off(view: memoryview, at: int) -> InvalidTensor:
-    return InvalidTensor(f"a message of {len(view)} bytes ends inside a field at byte {at}")
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:

@@ -106,20 +106,31 @@ class MadeCheckpoint:
 
 
 async def create_checkpoint(
-    link: SchedulerLink, reason: str, deadline_s: float, covered_by: int
+    link: SchedulerLink, reason: str, deadline_s: float, covered_by: int, view_number: int
 ) -> MadeCheckpoint:
     """Ask for a checkpoint, and wait until it is complete; the one numbered `covered_by` will do.
+
+    Args:
+        link: to whom.
+        reason: for its manifest.
+        deadline_s: from now.
+        covered_by: 0 for none.
+        view_number: of the view that `covered_by` was found in; 0: whichever.
 
     Blocking: up to `deadline_s`.
 
     Raises:
+        StaleAssignment: a checkpoint was cut in a newer view.
         InvalidConfig: the cluster has nowhere to put it.
         InvalidCheckpoint: it could not be written.
         WaitExpired: it was not complete in time; the message says who is missing.
         Fenced: this node has been replaced.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
-        session=wire.session_to_proto(link.session), reason=reason, covered_by=covered_by
+        session=wire.session_to_proto(link.session),
+        reason=reason,
+        covered_by=covered_by,
+        view_number=view_number,
     )
     answer = await link.call(
         lambda stub, left_s: stub.CreateCheckpoint(request, timeout=left_s),

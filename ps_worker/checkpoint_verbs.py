@@ -168,7 +168,7 @@ class CheckpointVerbs(Catalogue):
         """
         self.check_usable()
         deadline_s = self.deadline_s(timeout_s)
-        covered_by = 0 if self.is_reader else self.save_points.covered_by()
+        covered_by = _by_none if self.is_reader else self.save_points.asks()
         future = self._loop.start(self.engine.create_checkpoint(reason, deadline_s, covered_by))
         if self.is_reader:
             return CheckpointTicket(future, deadline_s, None)
@@ -257,3 +257,8 @@ class CheckpointVerbs(Catalogue):
         if not self.save_points.has_state:
             raise InvalidConfig("this worker has attached no state; see attach_state")
         self.save_points.reach()
+
+
+def _by_none() -> tuple[int, int]:
+    """A reader has no steps: the next checkpoint will do, whatever was cut."""
+    return 0, 0

@@ -17,7 +17,13 @@ from typing import Any, cast
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import Fenced, PushpullError, TableNotFound, WaitExpired
+from ps_core.errors import (
+    Fenced,
+    PushpullError,
+    StaleAssignment,
+    TableNotFound,
+    WaitExpired,
+)
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime import logs, wire
@@ -221,10 +227,24 @@ class Engine:
         return await self._scheduler.set_consistency(name, consistency, after_clock, deadline_s)
 
     async def create_checkpoint(
-        self, reason: str, deadline_s: float, covered_by: int
+        self, reason: str, deadline_s: float, covered_by: Callable[[], tuple[int, int]]
     ) -> MadeCheckpoint:
-        """Make a checkpoint; the one numbered `covered_by` will do, 0: none would."""
-        return await create_checkpoint(self._scheduler, reason, deadline_s, covered_by)
+        """Make a checkpoint.
+
+        Args:
+            reason: for its manifest.
+            deadline_s: from now.
+            covered_by: says which one will do, and by which view; see `SavePoints.asks`. It is
+                asked again when there is a view in which one was cut.
+        """
+        end_s = now_s() + deadline_s
+        while True:
+            number, view_number = covered_by()
+            left_s = max(end_s - now_s(), 0.0)
+            try:
+                return await create_checkpoint(self._scheduler, reason, left_s, number, view_number)
+            except StaleAssignment:
+                await self._scheduler.view_at_least(view_number + 1, max(end_s - now_s(), 0.0))
 
     async def restore_checkpoint(self, url: str, deadline_s: float) -> str:
         """Take the cluster back to a checkpoint, which ends this session; its directory."""

@@ -112,6 +112,7 @@ class SavePoints:
         self._took: dict[TableId, int] = {}  # steps from the one before it to there
         self._view: ClusterView | None = None
         self._asked = 0  # the newest checkpoint that was answered
+        self._asked_first = 0  # the first that was, since the script began to rest
         self._saved = 0  # the newest that was written, or lost
         self._had = 0  # the newest that the script has asked for
         self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
@@ -164,6 +165,7 @@ class SavePoints:
             is_new = checkpoint is not None and checkpoint.number > self._asked
             if checkpoint is not None and is_new and not checkpoint.is_cut:
                 self._asked = checkpoint.number
+                self._asked_first = self._asked_first or checkpoint.number
                 self._join()
             if checkpoint is not None and checkpoint.is_cut:
                 self._cut = view
@@ -233,7 +235,7 @@ class SavePoints:
         """
         with self._changed:
             self._arrive()
-            asked = self._asked
+            asked, self._asked_first = self._asked, 0
 
         def ends() -> bool:
             begun = self._view is not None and self._view.checkpoint is not None
@@ -241,25 +243,39 @@ class SavePoints:
 
         self._rest(ends)
         with self._changed:
-            if self._asked != asked:
-                self._had = self._asked
+            # Others may have asked for another before this thread went on.
+            self._had = max(self._had, self._asked_first)
 
-    def covered_by(self) -> int:
-        """The number of a checkpoint that has all steps of this worker, which trains every table,
-        and that its script has not asked for yet; 0: none has.
+    def asks(self) -> Callable[[], tuple[int, int]]:
+        """The script asks for a checkpoint now.
+
+        Returns:
+            What says, at any time until it has one, the number of a checkpoint that has all steps
+            of this worker, which trains every table, and that its script had not asked for before;
+            0: none has. And the number of the newest view, which says so.
         """
         with self._changed:
-            view, checkpoint = self._cut, None if self._cut is None else self._cut.checkpoint
-            if view is None or checkpoint is None or checkpoint.number <= self._had:
+            had = self._had
+
+        def covered_by() -> tuple[int, int]:
+            with self._changed:
+                number = self._covered_by(had)
+                self._had = max(self._had, number)
+                return number, 0 if self._view is None else self._view.view_number
+
+        return covered_by
+
+    def _covered_by(self, had: int) -> int:
+        view, checkpoint = self._cut, None if self._cut is None else self._cut.checkpoint
+        if view is None or checkpoint is None or checkpoint.number <= had:
+            return 0
+        handles = {handle.table.table_id: handle for handle in self._handles()}
+        for table in view.tables:
+            handle = handles.get(table.table_id)
+            cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
+            if handle is None or cut is None or handle.clock > cut:
                 return 0
-            handles = {handle.table.table_id: handle for handle in self._handles()}
-            for table in view.tables:
-                handle = handles.get(table.table_id)
-                cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
-                if handle is None or cut is None or handle.clock > cut:
-                    return 0
-            self._had = checkpoint.number
-            return checkpoint.number
+        return checkpoint.number
 
     def stay(self, is_over: Callable[[], bool], within_s: float) -> None:
         """The script takes no step until `is_over`: it goes no further than it is, whatever it has

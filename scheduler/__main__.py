@@ -18,7 +18,7 @@ from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import LOOPBACK, NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
-from pushpull.v1 import scheduler_pb2_grpc
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.checkpointing import CheckpointPolicy
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
@@ -298,8 +298,8 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
     if not _makes_last(settings) or not servicer.has_tables:
         return
     within_s = settings.checkpoint_last_s
-    create = servicer.checkpointing.create
-    making = asyncio.create_task(create(reason, clock.now_s() + within_s))
+    request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
+    making = asyncio.create_task(servicer.checkpointing.create(request, clock.now_s() + within_s))
     left = asyncio.create_task(servicer.until_servers_have_left(2 * within_s))
     try:
         await asyncio.wait((making, left), return_when=asyncio.FIRST_COMPLETED)

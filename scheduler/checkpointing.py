@@ -22,7 +22,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
+from ps_core.errors import (
+    InvalidCheckpoint,
+    InvalidConfig,
+    PushpullError,
+    StaleAssignment,
+    WaitExpired,
+)
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, left_directory_name
 from ps_core.part_report import PartReport, ReportedTable
@@ -33,7 +39,7 @@ from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.metrics import SchedulerMetrics
 from ps_runtime.worker_copies import WorkerCopies
 from pushpull.v1 import scheduler_pb2
-from scheduler.checkpoint_state import Attempt, CheckpointFailed, CheckpointWritten
+from scheduler.checkpoint_state import Attempt, CheckpointCut, CheckpointFailed, CheckpointWritten
 from scheduler.checkpoints import LEAVING
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
@@ -97,6 +103,7 @@ class Checkpointing:
         self._last_s: float | None = None
         self._last_clock = 0
         self._not_before_s = 0.0
+        self._cut_in_view = 0
         self._has_left_parts = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -155,16 +162,18 @@ class Checkpointing:
 
     # --- one that somebody asked for
 
-    async def create(self, reason: str, deadline_s: float, covered_by: int = 0) -> Made:
-        """Make one, and wait until it is complete.
+    async def create(
+        self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
+    ) -> Made:
+        """Make one, and wait until it is complete; or wait for the one that would do, if it is
+        known and has not failed.
 
         Args:
-            reason: for its manifest.
+            request: what was asked for.
             deadline_s: a moment.
-            covered_by: the number of one that would do, 0: none. It is waited for if it is known
-                and has not failed.
 
         Raises:
+            StaleAssignment: one was cut that the caller does not know of, and that may do.
             InvalidConfig: the cluster has nowhere to put it.
             InvalidCheckpoint: it could not be written.
             WaitExpired: it was not complete in time; it may yet come to be.
@@ -174,11 +183,13 @@ class Checkpointing:
                 "this cluster has no place for checkpoints; start the scheduler with "
                 "checkpoint_url (PUSHPULL_CHECKPOINT_URL, or --checkpoint-url of pushpull train)"
             )
-        number = covered_by
+        reason = request.reason[:200] or "asked for"
+        number = covered_by = request.covered_by
         while True:
             if number == covered_by and not self._may_come(number):
                 number = covered_by = 0
             if not number:
+                self._check_knows_of_cuts(request)
                 pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:
@@ -192,6 +203,13 @@ class Checkpointing:
                 raise WaitExpired(said or f"checkpoint {number} is not complete")
             await asyncio.sleep(min(0.02, max(deadline_s - clock.now_s(), 0.0)))
 
+    def _check_knows_of_cuts(self, request: scheduler_pb2.CreateCheckpointRequest) -> None:
+        if 0 < request.view_number < self._cut_in_view:
+            raise StaleAssignment(
+                f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest view was "
+                f"{request.view_number}"
+            )
+
     def _may_come(self, number: int) -> bool:
         """Whether this one is complete, or is being made."""
         under_way = self._cluster.view.checkpoint
@@ -201,7 +219,9 @@ class Checkpointing:
 
     def published(self, transition: Transition, now_s: float) -> None:
         """Something has changed in the cluster."""
-        if isinstance(transition, CheckpointWritten):
+        if isinstance(transition, CheckpointCut):
+            self._cut_in_view = self._cluster.view.view_number
+        elif isinstance(transition, CheckpointWritten):
             self._start(self._complete(transition.attempt, now_s))
         elif isinstance(transition, CheckpointFailed):
             self._metrics.checkpoints.labels(result="failed").inc()

@@ -258,8 +258,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
         with self._refusals_counted():
             self._cluster.member(wire.session_from_proto(request.session))
-            reason = request.reason[:200] or "asked for"
-            made = await self.checkpointing.create(reason, deadline_s, request.covered_by)
+            made = await self.checkpointing.create(request, deadline_s)
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
         )

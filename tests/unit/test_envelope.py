@@ -47,6 +47,22 @@ def test_a_split_message_is_what_protobuf_wrote(
     assert parameters_pb2.BlockValue.FromString(rest) == value
 
 
+@pytest.mark.parametrize("length", range(490, 516))
+def test_fields_lie_anywhere_in_a_message(length: int) -> None:
+    """Also across the end of the part that is read in another way."""
+    value = parameters_pb2.BlockValue(presence=bytes(length), block=5)
+    inner = value.SerializeToString() + b"\x08\x07\x10\x81\x01\x7a\x02ab\x08\x06"
+    found = split(wrap(1, inner), 1, 15)
+    assert found is not None
+    assert (found[0], bytes(found[1])) == (inner.replace(b"\x7a\x02ab", b""), b"ab")
+
+
+def test_a_number_in_the_payloads_place_is_left_to_protobuf() -> None:
+    for number in (5, 300):
+        field = b"\x78" + varint(number)
+        assert split(wrap(1, field), 1, 15) == (field, memoryview(b""))
+
+
 def test_the_payload_may_come_first() -> None:
     payload, rest = b"\x7a\x03abc", parameters_pb2.BlockValue(block=3).SerializeToString()
     message = b"\x0a" + varint(len(payload + rest)) + payload + rest

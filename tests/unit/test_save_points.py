@@ -134,14 +134,33 @@ def test_a_checkpoint_that_is_given_up_lets_it_go(worker: Worker) -> None:
 # --- one that is there already
 
 
+def covered_by(worker: Worker) -> int:
+    """What will do for a script that asks now."""
+    return worker.points.asks()()[0]
+
+
+def test_one_that_was_cut_while_it_was_asked_for_will_do(worker: Worker) -> None:
+    """The request may be on its way meanwhile, or be refused since it knows of no such cut."""
+    worker.step()
+    found = worker.points.asks()
+    assert found()[0] == 0
+    asking = Resting(lambda: worker.points.rest(lambda: False))
+    worker.propose()
+    worker.cut(1)
+    assert asking.is_over()
+    number, view_number = found()
+    assert (number, view_number) == (1, worker.view.view_number)
+    assert covered_by(worker) == 0, "the script has it now"
+
+
 def test_a_checkpoint_with_all_its_steps_will_do_once(worker: Worker) -> None:
     worker.step()
     worker.points.reach()
-    assert worker.points.covered_by() == 0
+    assert covered_by(worker) == 0
     worker.propose()
     worker.cut(1)
     worker.see(None)  # it is complete
-    assert [worker.points.covered_by() for _ in range(2)] == [1, 0]
+    assert [covered_by(worker) for _ in range(2)] == [1, 0]
 
 
 def test_one_that_the_script_has_asked_for_will_not_do_again(worker: Worker) -> None:
@@ -149,7 +168,18 @@ def test_one_that_the_script_has_asked_for_will_not_do_again(worker: Worker) -> 
     worker.propose()
     worker.cut(0)
     assert asking.is_over()
-    assert worker.points.covered_by() == 0
+    assert covered_by(worker) == 0
+
+
+def test_the_next_one_is_not_taken_for_that_which_the_script_asked_for(worker: Worker) -> None:
+    """Others ask for it before the script's thread goes on from the first."""
+    asking = Resting(lambda: worker.points.rest(lambda: False))
+    with worker.points._changed:  # it gets no turn
+        for number in (1, 2):
+            worker.propose(number)
+            worker.cut(0, number=number)
+    assert asking.is_over()
+    assert covered_by(worker) == 2
 
 
 @pytest.mark.parametrize("lacking", ["a step", "a table", "a clock"])
@@ -160,7 +190,7 @@ def test_what_lacks_something_will_not_do(lacking: str) -> None:
     worker.cut(0 if lacking == "a step" else 1)
     if lacking == "a table":
         worker.drop(B)
-    assert worker.points.covered_by() == 0
+    assert covered_by(worker) == 0
 
 
 # --- a script that waits takes no step

@@ -282,14 +282,16 @@ class GetClusterStatusResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
 
 class CreateCheckpointRequest(_message.Message):
-    __slots__ = ("session", "reason", "covered_by")
+    __slots__ = ("session", "reason", "covered_by", "view_number")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     COVERED_BY_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     reason: str
     covered_by: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., covered_by: _Optional[int] = ...) -> None: ...
+    view_number: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., covered_by: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class CreateCheckpointResponse(_message.Message):
     __slots__ = ("number", "url", "byte_count")
