@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -51,7 +51,7 @@ class StreamServer:
         self._connections: set[Http2Transport] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._memory = MessageMemory()
-        self._trimming = trim_often(self._memory)
+        self._end_trimming: Callable[[], None] | None = None
 
     @classmethod
     async def start(cls, listen: str, service: str, handlers: Handlers) -> StreamServer:
@@ -69,6 +69,7 @@ class StreamServer:
             raise InvalidConfig(
                 f"stream_listen is '{listen}', which cannot be bound: {error}"
             ) from error
+        server._end_trimming = trim_often(server._memory)
         server.port = server._server.sockets[0].getsockname()[1]
         return server
 
@@ -83,7 +84,8 @@ class StreamServer:
         Blocking: up to `grace_s` and a little.
         """
         self._is_stopping = True
-        self._trimming()
+        if self._end_trimming is not None:
+            self._end_trimming()
         if self._server is not None:
             self._server.close()
         for transport in list(self._connections):
