@@ -74,7 +74,7 @@ def pieces(
     rest: bytes,
     payload_field: int,
     payload: bytes | memoryview,
-    padding_field: int = 0,
+    padding_field: int,
 ) -> tuple[bytes, memoryview]:
     """What `join` joins: all that is before the payload, and a view of the payload."""
     view = memoryview(payload).cast("B")
