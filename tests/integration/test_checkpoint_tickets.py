@@ -6,12 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 import ps_worker as ps
+from ps_core.errors import StaleAssignment
+from ps_runtime import wire
 from ps_runtime.checkpoint_store import resolve
+from ps_runtime.errors import from_rpc_error
 from ps_worker.checkpoint_verbs import CheckpointTicket
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.resumed_training import DEADLINE_S, Position, together
 
 COUNT = 500
@@ -121,3 +126,21 @@ def test_a_ticket_may_be_waited_for_while_training_goes_on(tmp_path: Path) -> No
     with resolve(root).reader as reader:
         (worker,), (table,) = reader.manifest.workers, reader.manifest.tables
         assert worker.clock == table.clock == 1
+
+
+def test_who_does_not_know_of_a_cut_is_told(tmp_path: Path) -> None:
+    """It may have all the caller's steps: a newer view says so."""
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "checkpoints")) as cluster,
+        ps.connect(cluster.address, rank=0) as client,
+        grpc.insecure_channel(cluster.address) as channel,
+    ):
+        Script(client).step()
+        assert client.checkpoint().wait(DEADLINE_S).number == 1
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        request = scheduler_pb2.CreateCheckpointRequest(
+            session=wire.session_to_proto(client.session), view_number=1
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.CreateCheckpoint(request, timeout=DEADLINE_S)
+        assert isinstance(from_rpc_error(caught.value), StaleAssignment)
