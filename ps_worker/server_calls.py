@@ -96,9 +96,11 @@ class ServerCalls:
             if (there.node_id, there.incarnation) == expected:
                 self._streams = streams
                 self._refused = ""
-                return
-            self._refuse(f"server {there.node_id} answers there")
-        streams.close()
+            else:
+                self._refuse(f"server {there.node_id} answers there")
+        finally:  # also where this client is closed meanwhile
+            if self._streams is not streams:
+                streams.close()
 
     def push_pull(self) -> ServerCall:
         """A PushPull stream."""
