@@ -36,6 +36,8 @@ class DType(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
 
+    __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
+
 
 class Codec(Enum):
     """How the elements of a payload are encoded: raw little-endian arrays."""
@@ -45,7 +47,7 @@ class Codec(Enum):
     BF16 = "bf16"
     FP64 = "fp64"
 
-    __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
+    __hash__ = object.__hash__
 
     @property
     def element_bytes(self) -> int:

@@ -19,7 +19,7 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -35,6 +35,40 @@ def new_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
+
+
+class LoopCounter(Collector):
+    """A Counter of what happens to every block or call, counted and scraped by the event loop's
+    thread alone: without locks.
+    """
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+        self._count = 0
+        self._count_elsewhere: Callable[[], int] | None = None
+        self._name = name
+        self._documentation = documentation
+        registry.register(self)
+
+    def inc(self, amount: int = 1) -> None:
+        """Count `amount` more."""
+        self._count += amount
+
+    def set_function(self, count: Callable[[], int]) -> None:
+        """Ask this at each scrape, which counts already, instead of being told."""
+        self._count_elsewhere = count
+
+    @property
+    def count(self) -> int:
+        """What has been counted."""
+        return self._count if self._count_elsewhere is None else self._count_elsewhere()
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The name that it takes in the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """What a scrape shows."""
+        yield CounterMetricFamily(self._name, self._documentation, self.count)
 
 
 class LoopHistogram(Collector):
@@ -167,7 +201,7 @@ class ServerMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.pull_duration_seconds = Histogram(
+        self.pull_duration_seconds = LoopHistogram(
             "pushpull_server_pull_duration_seconds",
             "From the arrival of a pull to its last block, waits included.",
             buckets=_LATENCY_BUCKETS_S,
@@ -189,18 +223,18 @@ class ServerMetrics:
         self._level(registry)
 
     def _count(self, registry: CollectorRegistry) -> None:
-        self.received_bytes = Counter(
+        self.received_bytes = LoopCounter(
             "pushpull_server_received_bytes_total", "Payload bytes received.", registry=registry
         )
-        self.sent_bytes = Counter(
+        self.sent_bytes = LoopCounter(
             "pushpull_server_sent_bytes_total", "Payload bytes sent.", registry=registry
         )
-        self.applied_updates = Counter(
+        self.applied_updates = LoopCounter(
             "pushpull_server_applied_updates_total",
             "Updates applied, counted once for each range of a table.",
             registry=registry,
         )
-        self.short_updates = Counter(
+        self.short_updates = LoopCounter(
             "pushpull_server_short_updates_total",
             "BSP updates applied without the step of a worker that was declared gone, counted once "
             "for each range of a table.",
@@ -217,7 +251,7 @@ class ServerMetrics:
             ("outcome",),
             registry=registry,
         )
-        self.resent_entries = Counter(
+        self.resent_entries = LoopCounter(
             "pushpull_server_resent_entries_total",
             "Entries that had been received before and were answered from the ledger.",
             registry=registry,
@@ -307,24 +341,24 @@ class WorkerMetrics:
     """What a worker or reader shows."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.pushed_bytes = Counter(
+        self.pushed_bytes = LoopCounter(
             "pushpull_worker_pushed_bytes_total",
             "Payload bytes sent, resends included.",
             registry=registry,
         )
-        self.pulled_bytes = Counter(
+        self.pulled_bytes = LoopCounter(
             "pushpull_worker_pulled_bytes_total", "Payload bytes received.", registry=registry
         )
         self.steps = Counter(
             "pushpull_worker_steps_total", "Steps sealed, of all tables.", registry=registry
         )
-        self.step_duration_seconds = Histogram(
+        self.step_duration_seconds = LoopHistogram(
             "pushpull_worker_step_duration_seconds",
             "From the first push of a step to the end of its pull.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.pull_duration_seconds = Histogram(
+        self.pull_duration_seconds = LoopHistogram(
             "pushpull_worker_pull_duration_seconds",
             "From a pull's call to its last block, waits included.",
             buckets=_LATENCY_BUCKETS_S,
@@ -336,7 +370,7 @@ class WorkerMetrics:
             ("code",),
             registry=registry,
         )
-        self.rejected_blocks = Counter(
+        self.rejected_blocks = LoopCounter(
             "pushpull_worker_rejected_blocks_total",
             "Blocks that the servers turned away because they were too stale.",
             registry=registry,
@@ -351,7 +385,7 @@ class WorkerMetrics:
             "Blocks that were still too stale when step(closure) gave them up.",
             registry=registry,
         )
-        self.discarded_steps = Counter(
+        self.discarded_steps = LoopCounter(
             "pushpull_worker_discarded_steps_total",
             "Steps that some update formed without (backup workers).",
             registry=registry,

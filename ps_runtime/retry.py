@@ -28,13 +28,15 @@ class Backoff:
         first_bound_s: float = FIRST_BOUND_S,
         last_bound_s: float = LAST_BOUND_S,
     ) -> None:
-        self._rng = rng if rng is not None else random.Random()  # noqa: S311 - jitter, no secret
+        self._rng = rng  # None: made at the first wait, which for most calls never comes
         self._first_bound_s = first_bound_s
         self._last_bound_s = last_bound_s
         self._bound_s = first_bound_s
 
     def next_s(self, error: PushpullError | None = None) -> float:
         """Seconds to wait before the next attempt; at least what `error` asks for, if it asks."""
+        if self._rng is None:
+            self._rng = random.Random()  # noqa: S311 - jitter, no secret
         jitter_s = self._rng.uniform(0.0, self._bound_s)
         self._bound_s = min(2 * self._bound_s, self._last_bound_s)
         asked_s = error.retry_after_ms / 1000 if error is not None else 0.0

@@ -61,11 +61,10 @@ def reads_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
             yield message.then_pull
 
 
-def more_follow(entry: Entry) -> bool:
-    """Whether its sender writes another message at once."""
+def more_follow(entry: Entry, kind: str | None) -> bool:
+    """Whether its sender writes another message at once; `kind` as `kind_of` says."""
     if isinstance(entry, BlockFrame):
         return entry.block.more_follow
-    kind = kind_of(entry)
     if kind == "batch":
         return bool(entry.batch.blocks) and entry.batch.blocks[-1].more_follow
     return kind == "block" and entry.block.more_follow

@@ -256,29 +256,27 @@ def check_may_push(role_is_worker: bool) -> None:
         raise NotPermitted("only workers push; this session is a reader's")
 
 
-def codec_of(request: parameters_pb2.PullRequest) -> Codec | None:
-    """The codec that a read asks for; None for the table's own."""
-    return wire.codec_from_proto(request.codec) if request.codec else None
-
-
-def read_problems(request: parameters_pb2.PullRequest) -> dict[int, PushpullError]:
-    """What is wrong with a read before any range is asked, by the range's place in it.
+def read_terms(
+    request: parameters_pb2.PullRequest,
+) -> tuple[Codec | None, dict[int, PushpullError]]:
+    """The codec that a read asks for (None: the table's own), and what is wrong with it before any
+    range is asked, by the range's place in it.
 
     Naming one thing often would make an answer of any size.
     """
+    try:
+        codec = wire.codec_from_proto(request.codec) if request.codec else None
+    except PushpullError as error:
+        return None, dict.fromkeys(range(len(request.ranges)), error)
     found: dict[int, PushpullError] = {}
     named: set[int] = set()
     for number, part in enumerate(request.ranges):
         if part.range_id in named:
             found[number] = InvalidKeys(f"range {part.range_id} comes twice; expected each once")
         named.add(part.range_id)
-        if len(set(part.blocks)) != len(part.blocks):
+        if part.blocks and len(set(part.blocks)) != len(part.blocks):
             found[number] = InvalidKeys(
                 f"the read of range {part.range_id} names {len(part.blocks)} blocks, of which "
                 f"{len(set(part.blocks))} differ; expected each once"
             )
-        try:
-            codec_of(request)
-        except PushpullError as error:
-            found[number] = error
-    return found
+    return codec, found

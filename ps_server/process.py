@@ -364,6 +364,9 @@ def _watch(
     node_metrics.watch(
         lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
     )
+    metrics.received_bytes.set_function(lambda: node.shards.received_bytes)
+    metrics.sent_bytes.set_function(lambda: node.sent_bytes)
+    metrics.resent_entries.set_function(lambda: node.machine.resent_count)
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
     metrics.state_bytes.set_function(lambda: node.shards.state_bytes)
     for cause in WaitCause:

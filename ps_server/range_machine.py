@@ -66,6 +66,7 @@ class RangeMachine:
         room: Room,
     ) -> None:
         """A fresh range part."""
+        self.resent_count = 0  # entries that were answered from the ledger
         self.state = RangeState(table, range_id, blocks, worker_count, room)
         self.reads = ReadGate(self.state)
         self._gate = UpdateGate(self.state, self.reads)
@@ -114,6 +115,7 @@ class RangeMachine:
             worker = self._worker(event.sender, now_s)
             worker.ledger.confirm(confirmed)
             if worker.ledger.has_ended(event.sequence):
+                self.resent_count += 1
                 ending = worker.ledger.ending(event.sequence)
                 self.state.reply(
                     out, event.sender, ReplyKind.COMMITTED, event.sequence, ending=ending

@@ -88,6 +88,7 @@ class ServerMachine:
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._ended: dict[Incarnation, Node] = {}
         self._new_parts: list[RangeMachine] = []  # they have not been told who these are
+        self._past_resent_count = 0  # of parts that are not here any more
         self.view_number = 0
 
     # --- what the scheduler says
@@ -122,6 +123,7 @@ class ServerMachine:
         effects: list[Effect] = []
         for place in [place for place in self._parts if place[1] == range_id]:
             part = self._parts.pop(place)
+            self._past_resent_count += part.resent_count
             self._timed.pop(part, None)
             self._rooms[place[0]].remove(part)
             for waiter in [w for w, waits_at in self._waiting.items() if waits_at is part]:
@@ -413,6 +415,11 @@ class ServerMachine:
     def gate_bytes(self) -> int:
         """Bytes staged, all tables."""
         return sum(room.staged_bytes for room in self._rooms.values())
+
+    @property
+    def resent_count(self) -> int:
+        """Entries that had ended before, and were answered from their ledgers."""
+        return self._past_resent_count + sum(part.resent_count for part in self._parts.values())
 
     def peer_version(
         self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from ps_core import limits
@@ -12,29 +12,24 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import (
     InvalidConfig,
     NotPermitted,
-    Overloaded,
     PushpullError,
     Recovering,
     WaitExpired,
 )
-from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.keys import TableId
 from ps_runtime.errors import translated
 from ps_server import intake
-from ps_server.events import EntryEvent, Place, Sender
+from ps_server.events import EntryEvent, Sender
 from ps_server.frames import (
     BlockFrame,
     Entry,
     kind_of,
     more_follow,
-    pull_end,
-    pull_part,
-    range_error,
     reads_of,
-    shared_answer,
     with_replies,
 )
 from ps_server.node import ParameterNode
-from ps_server.reads import AnswerPart, Read
+from ps_server.readings import Reading, framed, framed_as_it_comes, refused
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
@@ -46,9 +41,7 @@ _TURN_BLOCK_COUNT = 16
 tenth of a millisecond. Taken one by one they would cost more, since every block that is
 applied drives the interpreter out of the processor's caches."""
 
-_READ_RETRY_MS = 500
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
-_Answer = asyncio.Future[list[AnswerPart]]
 
 
 class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
@@ -124,7 +117,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
         """See parameters.proto; the responses come serialized (`frames`)."""
         session = self._node.sessions.admit(request.session)
-        async for response in self._read(request, session):
+        async for response in Reading(self._node, request, session).parts():
             yield response
 
     @translated
@@ -207,21 +200,17 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             self._node.close_stream(stream)
 
     async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
-        session = stream.session
+        node, session = self._node, stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin)
         try:
             async for message in messages:
                 await stream.has_room()
-                stream.hold(more_follow(message))
-                if kind_of(message) != "pull":
-                    await self._take_entries(stream, message, sender)
+                kind = kind_of(message)
+                stream.hold(more_follow(message, kind))
+                if kind != "pull":
+                    await _take_entries(node, stream, message, sender)
                 for request in reads_of(message):
-                    number = request.read_number
-                    if number and stream.reads.is_full:
-                        await self._put(stream, number, _refused(request))
-                    else:
-                        answer = self._read(request, session)
-                        await stream.reads.start(number, self._put(stream, number, answer))
+                    await _begin_read(node, stream, request)
         except asyncio.CancelledError:
             raise
         except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
@@ -229,128 +218,52 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         else:
             stream.end_input()
 
-    async def _take_entries(self, stream: EntryStream, message: Entry, sender: Sender) -> None:
-        events = intake.entry_events(message, sender, self._node.shards)
-        turn = self._turn(events)
-        while turn:
-            self._node.entries(stream, turn)
-            turn = self._turn(events)
-            if turn:
-                await asyncio.sleep(0)  # let others in, and what is answered out
 
-    def _turn(self, events: Iterator[EntryEvent]) -> list[EntryEvent]:
-        """The next that are done in one stretch: entries of so many blocks, or one."""
-        turn: list[EntryEvent] = []
-        block_count = 0
-        while block_count < _TURN_BLOCK_COUNT and (event := next(events, None)) is not None:
-            turn.append(event)
-            block_count += self._node.block_count(event)
-        return turn
-
-    @staticmethod
-    async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:
-        """Send the parts of a read's answer on the stream that it came by."""
-        held: bytes | None = None
-        async for response in answer:
-            if held is not None:
-                await stream.put_part(pull_part(held, number))
-            held = response
-        if held is not None:
-            await stream.put_part(pull_part(held, number, is_last=number > 0))
-        if held is None or not number:
-            await stream.put_part(pull_end(number))
-
-    # --- reads
-
-    async def _read(
-        self, request: parameters_pb2.PullRequest, session: Session
-    ) -> AsyncIterator[bytes]:
-        """Answer range after range; a consistent read is registered in all of them first."""
-        node = self._node
-        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
-        until_s = node.now() + min(deadline_s, limits.MAX_DEADLINE_S)
-        pulls = list(request.ranges)
-        problems = intake.read_problems(request)
-        # An answer in bytes is made when its turn comes, since a table's bytes are many; what is
-        # lent costs nothing to keep.
-        is_lent = (
-            request.shared
-            and not problems
-            and node.shards.homes.lends(
-                session, TableId(request.table_id), intake.codec_of(request)
-            )
-        )
-        batch_count = len(pulls) if request.consistent or is_lent else 1
-        for start in range(0, len(pulls), max(batch_count, 1)):
-            answers = [
-                self._begin(request, number, session, until_s, problems.get(number))
-                for number in range(start, min(start + batch_count, len(pulls)))
-            ]
-            try:
-                async for response in _grouped([answer for answer, _ in answers]):
-                    yield response
-            finally:
-                for _, number in answers:
-                    node.end_read(number)
-
-    def _begin(
-        self,
-        request: parameters_pb2.PullRequest,
-        number: int,
-        session: Session,
-        until_s: float,
-        problem: PushpullError | None,
-    ) -> tuple[_Answer, int]:
-        answer: _Answer = asyncio.get_running_loop().create_future()
-
-        def on_answer(responses: list[AnswerPart]) -> None:
-            if not answer.done():
-                answer.set_result(responses)
-
-        part = request.ranges[number]
-        if problem is not None:
-            on_answer([range_error(part.range_id, problem)])
-            return answer, 0
-        place = Place(
-            TableId(request.table_id),
-            RangeId(part.range_id),
-            AssignmentEpoch(part.assignment_epoch),
-        )
-        codec, is_shared = intake.codec_of(request), request.shared
-        read = Read(place, part.blocks, codec, session, is_shared, on_answer, request.cut)
-        waiter = self._node.begin_read(
-            read, request.clock, consistent=request.consistent, deadline_s=until_s
-        )
-        return answer, waiter
+async def _take_entries(
+    node: ParameterNode, stream: EntryStream, message: Entry, sender: Sender
+) -> None:
+    """Do what the entries of a message say."""
+    events = intake.entry_events(message, sender, node.shards)
+    turn = _turn(node, events)
+    while turn:
+        node.entries(stream, turn)
+        turn = _turn(node, events)
+        if turn:
+            await asyncio.sleep(0)  # let others in, and what is answered out
 
 
-async def _refused(request: parameters_pb2.PullRequest) -> AsyncIterator[bytes]:
-    """The answer to a read that is one too many on its stream."""
-    error = Overloaded(
-        f"{limits.MAX_STREAM_READ_COUNT} reads wait on this stream already",
-        retry_after_ms=_READ_RETRY_MS,
-    )
-    for part in request.ranges:
-        yield range_error(part.range_id, error)
+def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> list[EntryEvent]:
+    """The next that are done in one stretch: entries of so many blocks, or one."""
+    turn: list[EntryEvent] = []
+    block_count = 0
+    while block_count < _TURN_BLOCK_COUNT and (event := next(events, None)) is not None:
+        turn.append(event)
+        block_count += node.block_count(event)
+    return turn
 
 
-async def _grouped(answers: Iterable[_Answer]) -> AsyncIterator[bytes]:
-    """The answers in order; values that are lent leave together, as many as are there."""
-    values: list[parameters_pb2.SharedValue] = []
-    for answer in answers:
-        if values and not answer.done():
-            yield shared_answer(values)
-            values = []
-        for part in await answer:
-            if isinstance(part, bytes):
-                yield part
-                continue
-            values.append(part)
-            if len(values) == limits.MAX_BATCH_COUNT:
-                yield shared_answer(values)
-                values = []
-    if values:
-        yield shared_answer(values)
+async def _begin_read(
+    node: ParameterNode, stream: EntryStream, request: parameters_pb2.PullRequest
+) -> None:
+    """Answer a read that came on a stream: now, if it can be, else in a task."""
+    number = request.read_number
+    if number and stream.reads.is_full:
+        for part in framed(refused(request), number):
+            await stream.put_part(part)
+        return
+    reading = Reading(node, request, stream.session)
+    answer = reading.at_once() if number and stream.has_part_room else None
+    if answer is not None:
+        stream.put_parts(framed(answer, number))
+        return
+    task = await stream.reads.start(number, _put(stream, number, reading.parts()))
+    task.add_done_callback(lambda _: reading.close())
+
+
+async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:
+    """Send the parts of a read's answer on the stream that it came by."""
+    async for part in framed_as_it_comes(answer, number):
+        await stream.put_part(part)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -38,7 +38,7 @@ class StreamReads:
         """Whether a read with a number must be refused."""
         return len(self._tasks) >= limits.MAX_STREAM_READ_COUNT
 
-    async def start(self, number: int, read: Coroutine[Any, Any, None]) -> None:
+    async def start(self, number: int, read: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a read; one without a number waits for its turn while too many are on their way."""
         while self.is_full and not number:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -48,6 +48,7 @@ class StreamReads:
             task = self._last = asyncio.create_task(_after(self._last, read))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     async def close(self) -> None:
         """The stream has ended: nobody waits for the rest."""

@@ -127,10 +127,20 @@ class EntryStream:
 
     async def put_part(self, part: bytes) -> None:
         """Queue a serialized part of a read, waiting while too many wait already."""
-        while len(self._parts) >= _MAX_PART_COUNT:
+        while not self.has_part_room:
             self._drained.clear()
             await self._drained.wait()
         self._parts.append(part)
+        self._ready.set()
+
+    @property
+    def has_part_room(self) -> bool:
+        """Whether a part of a read can be queued at once."""
+        return len(self._parts) < _MAX_PART_COUNT
+
+    def put_parts(self, parts: Iterable[bytes]) -> None:
+        """Queue serialized parts of a read that is answered at once."""
+        self._parts.extend(parts)
         self._ready.set()
 
     def end_input(self, failure: BaseException | None = None) -> None:

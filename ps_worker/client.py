@@ -23,11 +23,11 @@ from ps_core.tables import Hyperparameters
 from ps_runtime import logs
 from ps_worker.checkpoint_verbs import CheckpointVerbs
 from ps_worker.config import worker_config
-from ps_worker.connection import complete
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
+from ps_worker.pulls import ReadOrder
 from ps_worker.table_handle import TableHandle
-from ps_worker.tickets import Pulled, PullTicket, PushTicket
+from ps_worker.tickets import PullTicket, PushTicket
 from ps_worker.values import Array, Values, empty, shape_of, writable_raw_of
 
 Part: TypeAlias = slice | str | None
@@ -372,16 +372,12 @@ class Client(CheckpointVerbs):
             check_shape(shape_of(out), region, "out")
         values = empty(region.shape, table.dtype) if out is None else out
         raw = writable_raw_of(values, table.dtype, "out")
-        reading = self.start_pull(
-            table, raw, region=region, consistent=consistent, timeout_s=timeout_s
-        )
-        done: Future[Array] = Future()
+        order = self.read_order(table, raw, region, consistent=consistent, timeout_s=timeout_s)
+        return PullTicket(table.table, self._loop.start(self._values(order, values)))
 
-        def finish(read: Future[Pulled]) -> None:
-            complete(done, read, values)
-
-        reading.future.add_done_callback(finish)
-        return PullTicket(table.table, done)
+    async def _values(self, order: ReadOrder, values: Array) -> Array:
+        await self.engine.read(order)
+        return values
 
     def _with_callback(
         self, ticket: PullTicket[Array], callback: Callable[[Array], None]
@@ -408,7 +404,9 @@ class Client(CheckpointVerbs):
 
 def _numbers(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
     """The numbers of a step, sorted; refused at once where the optimizer lacks one."""
-    numbers = tuple(sorted((name, float(value)) for name, value in (given or {}).items()))
+    if not given:
+        return ()
+    numbers = tuple(sorted((name, float(value)) for name, value in given.items()))
     table.spec.optimizer.merged(numbers)
     return numbers
 

@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -43,7 +43,7 @@ from ps_worker.step_record import StepRecord
 from ps_worker.steps import Step, TableSteps
 from ps_worker.straggler import ComputeTime
 from ps_worker.table_handle import TableHandle
-from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
+from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult, wait_until_ended
 from ps_worker.values import Raw, element_bytes
 
 ResultT = TypeVar("ResultT")
@@ -204,6 +204,22 @@ class Connection:
         Raises:
             InvalidKeys: `raw` has another length than the region.
         """
+        order = self.read_order(
+            table, raw, region, consistent=consistent, timeout_s=timeout_s, at=at
+        )
+        return PullTicket(table.table, self._loop.start(self.engine.read(order)))
+
+    def read_order(
+        self,
+        table: TableHandle,
+        raw: Raw,
+        region: Region | None,
+        *,
+        consistent: bool,
+        timeout_s: float | None,
+        at: Moment | None = None,
+    ) -> ReadOrder:
+        """What `start_pull` would begin; arguments and errors as there."""
         self.check_usable()
         self._check_own(table)
         deadline_s = self.deadline_s(timeout_s)
@@ -211,7 +227,7 @@ class Connection:
         expected_bytes = region.element_count * element_bytes(table.dtype)
         if raw.nbytes != expected_bytes:
             raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
-        order = ReadOrder(
+        return ReadOrder(
             table=table.table,
             region=region,
             raw=raw,
@@ -222,7 +238,6 @@ class Connection:
             steps=table.steps,
             cut=0 if at is None else at.cut,
         )
-        return PullTicket(table.table, self._loop.start(self.engine.read(order)))
 
     # --- waiting
 
@@ -267,14 +282,13 @@ class Connection:
         limit_s = self.deadline_s(timeout_s)
         # A pull's own deadline comes with a better message than ours: leave it time to arrive.
         grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
-        done, open_ = wait(
-            [ticket.future for ticket in waited], limit_s + grace_s, return_when=FIRST_EXCEPTION
-        )
-        for future in done:
-            future.result()
-        if open_:
-            ticket = next(ticket for ticket in waited if not ticket.done())
-            raise WaitExpired(self._why_open(ticket, limit_s))
+        wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)
+        still_open = [ticket for ticket in waited if not ticket.done()]
+        for ticket in waited:
+            if ticket not in still_open:
+                ticket.future.result()
+        if still_open:
+            raise WaitExpired(self._why_open(still_open[0], limit_s))
 
     def _why_open(self, ticket: Ticket, waited_s: float) -> str:
         name = ticket.table.spec.name
@@ -449,15 +463,6 @@ class Connection:
             handle = TableHandle(table, TableSteps(table, self.engine))
             handle = self._handles.setdefault(table.table_id, handle)
         return handle
-
-
-def complete(done: Future[ResultT], work: Future[Any], result: ResultT) -> None:
-    """Hand the end of `work` on to `done`, whose result is `result`."""
-    failure = WaitExpired("the work was given up") if work.cancelled() else work.exception()
-    if failure is not None:
-        done.set_exception(failure)
-    else:
-        done.set_result(result)
 
 
 _open: set[Connection] = set()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import cast
 
 import grpc
@@ -24,7 +24,35 @@ from ps_worker.outbox import Frame, Outbox
 from ps_worker.server_calls import ServerCall
 from pushpull.v1 import parameters_pb2
 
-_Parts = asyncio.Queue[parameters_pb2.PushPullResponse | PushpullError]
+
+class _Read:
+    """A read that has been asked for."""
+
+    def __init__(self, take: Callable[[parameters_pb2.PullResponse], None]) -> None:
+        self._take = take
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def part(self, part: parameters_pb2.PushPullResponse) -> None:
+        """A part of its answer came."""
+        if self.answered.done():  # given up, or failed with a part before
+            return
+        try:
+            if part.HasField("pull"):
+                self._take(part.pull)
+        except PushpullError as failure:
+            self.answered.set_exception(failure)
+        else:
+            if part.is_last or part.HasField("end"):
+                self.answered.set_result(None)
+
+    def expire(self, timeout_s: float) -> None:
+        """Time is up."""
+        self.fail(WaitExpired(f"a server did not answer a read within {timeout_s:.1f} s"))
+
+    def fail(self, failure: PushpullError) -> None:
+        """There will be no more."""
+        if not self.answered.done():
+            self.answered.set_exception(failure)
 
 
 class EntryStream:
@@ -39,7 +67,7 @@ class EntryStream:
         self.lane = lane
         self._call = call
         self._outbox = Outbox()
-        self._reads: dict[int, _Parts] = {}
+        self._reads: dict[int, _Read] = {}
         self._numbers = itertools.count(1)
         self._end: PushpullError | None = None
 
@@ -79,13 +107,21 @@ class EntryStream:
                 await asyncio.gather(writer, return_exceptions=True)
             self._call.cancel()
             self._end = Recovering("the push stream to the server ended")
-            for parts in self._reads.values():
-                parts.put_nowait(self._end)
+            for read in self._reads.values():
+                read.fail(self._end)
 
     async def read(
-        self, request: parameters_pb2.PullRequest, timeout_s: float
-    ) -> AsyncGenerator[parameters_pb2.PullResponse, None]:
-        """The parts of a read's answer.
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        take: Callable[[parameters_pb2.PullResponse], None],
+    ) -> None:
+        """Read, until the answer is there in full.
+
+        Args:
+            request: what to read.
+            timeout_s: how long it may take.
+            take: called with each part when it comes; what it raises ends the read.
 
         Raises:
             Recovering: the stream ended first.
@@ -94,22 +130,13 @@ class EntryStream:
         if self._end is not None:
             raise self._end
         number = request.read_number = next(self._numbers)
-        parts: _Parts = asyncio.Queue()
-        self._reads[number] = parts
+        read = self._reads[number] = _Read(take)
         self._outbox.put((request, None))
+        timer = asyncio.get_running_loop().call_later(timeout_s, read.expire, timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    part = await parts.get()
-                    if isinstance(part, PushpullError):
-                        raise part
-                    if part.HasField("pull"):
-                        yield part.pull
-                    if part.is_last or part.HasField("end"):
-                        return
-        except TimeoutError:
-            raise WaitExpired(f"a server did not answer a read within {timeout_s:.1f} s") from None
+            await read.answered
         finally:
+            timer.cancel()
             del self._reads[number]
 
     def _take(
@@ -123,9 +150,9 @@ class EntryStream:
             return
         if response.HasField("with_replies"):
             self._answered(response.with_replies, on_replies)
-        parts = self._reads.get(response.read_number)
-        if parts is not None:  # else nobody waits for it any more
-            parts.put_nowait(response)
+        read = self._reads.get(response.read_number)
+        if read is not None:  # else nobody waits for it any more
+            read.part(response)
 
     def _answered(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -184,18 +184,21 @@ class ServerLink:
         self._view_number = max(self._view_number, view_number)
 
     async def pull(
-        self, request: parameters_pb2.PullRequest, timeout_s: float, *, is_small: bool
-    ) -> AsyncGenerator[Answer, None]:
-        """The parts of the answer. A small one comes on the push stream, if there is one: opening a
-        stream costs more than such an answer.
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        take: Callable[[Answer], None],
+        *,
+        is_small: bool,
+    ) -> None:
+        """Read, and hand over each part of the answer when it comes. A small one comes on the push
+        stream, if there is one: opening a stream costs more than such an answer.
 
         Raises:
-            PushpullError: the call failed as a whole.
+            PushpullError: the call failed as a whole, or `take` raised it.
         """
         if is_small and self._stream is not None:
-            async with contextlib.aclosing(self._stream.read(request, timeout_s)) as responses:
-                async for response in responses:
-                    yield _small_answer(response)
+            await self._stream.read(request, timeout_s, lambda part: take(_small_answer(part)))
             return
         request.session.CopyFrom(self._identity)
         call: ServerCall | None = None
@@ -205,9 +208,9 @@ class ServerLink:
                 async for raw in call:
                     found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
                     if found is None:
-                        yield parameters_pb2.PullResponse.FromString(cast(bytes, raw))
+                        take(parameters_pb2.PullResponse.FromString(cast(bytes, raw)))
                     else:
-                        yield parameters_pb2.BlockValue.FromString(found[0]), found[1]
+                        take((parameters_pb2.BlockValue.FromString(found[0]), found[1]))
         except PushpullError as error:
             if isinstance(error, Recovering):
                 self._troubled(error)

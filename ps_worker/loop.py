@@ -7,11 +7,10 @@ It is a daemon thread, stopped when the interpreter exits, after the clients hav
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +28,24 @@ class _Held(threading.local):
     """What a thread collects under `BackgroundLoop.together`; None outside."""
 
     calls: list[Callable[[], object]] | None = None
+
+
+class Together:
+    """See `BackgroundLoop.together`; one within another does nothing."""
+
+    def __init__(self, held: _Held, loop: asyncio.AbstractEventLoop) -> None:
+        self._held = held
+        self._loop = loop
+        self._calls: list[Callable[[], object]] | None = None
+
+    def __enter__(self) -> None:
+        if self._held.calls is None:
+            self._held.calls = self._calls = []
+
+    def __exit__(self, *_: object) -> None:
+        if self._calls is not None:
+            self._held.calls = None
+            self._loop.call_soon_threadsafe(_call_all, self._calls)
 
 
 class BackgroundLoop:
@@ -60,21 +77,12 @@ class BackgroundLoop:
         self.post(self._begin, work, future)
         return future
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Together:
         """What this thread posts and starts meanwhile happens in one turn of the loop, afterwards.
 
         One turn is one wake-up of the loop's thread, and what it sends can share a message.
         """
-        if self._held.calls is not None:
-            yield
-            return
-        calls = self._held.calls = []
-        try:
-            yield
-        finally:
-            self._held.calls = None
-            self._loop.call_soon_threadsafe(_call_all, calls)
+        return Together(self._held, self._loop)
 
     def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
         task = self._loop.create_task(work)

@@ -15,7 +15,6 @@ Everything belongs to the background loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -261,12 +260,14 @@ class Puller:
             asking = _Asking(reading, view, self._lane(link, reading))
             request.shared = asking.lane is not None
             is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
-            parts = link.pull(request, wait_s + _CALL_GRACE_S, is_small=is_small)
-            async with asyncio.timeout(None) as patience, contextlib.aclosing(parts):
+
+            def take(answer: Answer) -> None:
+                errors.extend(self._take(asking, answer))
+
+            async with asyncio.timeout(None) as patience:
                 self._asked[patience] = server, ranges
                 try:
-                    async for answer in parts:
-                        errors += self._take(asking, answer)
+                    await link.pull(request, wait_s + _CALL_GRACE_S, take, is_small=is_small)
                 finally:
                     self._asked.pop(patience, None)
             reading.torn_count += bool(asking.torn)

@@ -12,10 +12,13 @@ that expires.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ps_core.errors import InvalidConfig
 
@@ -98,3 +101,24 @@ class PullTicket(Generic[ResultT]):
     def done(self) -> bool:
         """Whether the pull has ended; never blocks."""
         return self.future.done()
+
+
+def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
+    """Wait until all are done, or the first has failed, or time is up: as
+    `concurrent.futures.wait` does, in a fifth of its calls.
+
+    Blocking: up to `timeout_s`; Ctrl-C interrupts it.
+    """
+    numbers = itertools.count(1)
+    ended = threading.Lock()
+    ended.acquire()
+
+    def note(future: Future[Any]) -> None:
+        if next(numbers) == len(futures) or future.cancelled() or future.exception() is not None:
+            with contextlib.suppress(RuntimeError):  # a failure has ended the wait before
+                ended.release()
+
+    for future in futures:
+        future.add_done_callback(note)
+    if futures:
+        ended.acquire(timeout=timeout_s)

@@ -11,7 +11,7 @@ What it deliberately does not do: know blocks (`ps_worker.cutting` does).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,9 +65,9 @@ def raw_of(values: Values, dtype: DType, what: str) -> Raw:
     Raises:
         InvalidTensor: its dtype is not `dtype`; `what` names it in the message.
     """
-    if is_tensor(values):
-        return _raw_of_tensor(values, dtype, what)
     if not isinstance(values, np.ndarray | np.generic):
+        if is_tensor(values):
+            return _raw_of_tensor(values, dtype, what)
         if dtype is DType.BFLOAT16:
             raise InvalidTensor(
                 f"{what} is a {type(values).__name__}; expected a torch.bfloat16 tensor"
@@ -99,16 +99,16 @@ def writable_raw_of(out: Array, dtype: DType, what: str) -> Raw:
     Raises:
         InvalidTensor: another dtype, or memory that is not C-contiguous, on the host and writable.
     """
-    if is_tensor(out):
-        out = cast("torch.Tensor", out)
+    if not isinstance(out, np.ndarray):
+        if not is_tensor(out):
+            kind = type(out).__name__
+            raise InvalidTensor(f"{what} is a {kind}; expected a numpy array or a tensor")
         if out.device.type != "cpu" or not out.is_contiguous():
             raise InvalidTensor(
                 f"{what} is on {out.device}, contiguous: {out.is_contiguous()}; expected a "
                 "contiguous tensor on the CPU"
             )
         return _raw_of_tensor(out, dtype, what)
-    if not isinstance(out, np.ndarray):
-        raise InvalidTensor(f"{what} is a {type(out).__name__}; expected a numpy array or a tensor")
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise InvalidTensor(f"{what} is not C-contiguous and writable")
     return raw_of(out, dtype, what)

@@ -117,6 +117,7 @@ EDGE_MODULES = {
     "ps_server.replicated_ranges",
     "ps_server.replication_service",
     "ps_server.reads",
+    "ps_server.readings",
     "ps_server.replay",
     "ps_server.restored_values",
     "ps_server.run_log",
