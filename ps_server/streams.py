@@ -157,7 +157,6 @@ class EntryStream:
         """
         while True:
             await self._ready.wait()
-            await asyncio.sleep(0)  # what this turn of the loop still adds leaves together with it
             self._ready.clear()
             while self._replies or self._parts:
                 replies = None

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias, TypedDict, Unpack, overload
 
-import numpy as np
-
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
@@ -417,5 +415,5 @@ def _parts(
     """The blocks of a push, all checked before the first of them leaves."""
     pieces = pieces_of(table.table, values, part)
     if copy:
-        pieces = [Piece(piece.begin, piece.end, np.copy(piece.raw)) for piece in pieces]
+        pieces = [Piece(piece.begin, piece.end, piece.raw.copy()) for piece in pieces]
     return list(cut(table.table, pieces))

@@ -119,7 +119,7 @@ def pieces_of(
         InvalidTensor: another dtype or shape than the region has.
         InvalidKeys: the region or a tensor is not in the table.
     """
-    if isinstance(values, Mapping):
+    if not isinstance(values, np.ndarray) and isinstance(values, Mapping):
         if part is not None:
             raise InvalidKeys("a mapping of tensors says where it belongs; leave slice out")
         pieces = [_piece(table, given, name) for name, given in values.items()]

@@ -85,24 +85,12 @@ class BackgroundLoop:
         return Together(self._held, self._loop)
 
     def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
-        task = self._loop.create_task(work)
-
-        def ended(task: asyncio.Task[ResultT]) -> None:
-            if task.cancelled():
-                future.cancel()
-            if not future.set_running_or_notify_cancel():
-                return
-            failure = task.exception()
-            if failure is None:
-                future.set_result(task.result())
-            else:
-                future.set_exception(failure)
+        task = self._loop.create_task(_carry(work, future))
 
         def given_up(future: Future[ResultT]) -> None:
             if future.cancelled():
                 self._loop.call_soon_threadsafe(task.cancel)
 
-        task.add_done_callback(ended)
         future.add_done_callback(given_up)
 
     def stop(self) -> None:
@@ -123,6 +111,24 @@ class BackgroundLoop:
                 task.cancel()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+
+async def _carry(work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
+    """Do the work, and say how it ended, without another turn of the loop."""
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        future.cancel()
+        future.set_running_or_notify_cancel()
+        raise
+    except BaseException as failure:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(failure)
+        if not isinstance(failure, Exception):
+            raise
+    else:
+        if future.set_running_or_notify_cancel():
+            future.set_result(result)
 
 
 def _call_all(calls: Iterable[Callable[[], object]]) -> None:

@@ -295,7 +295,8 @@ class PushDriver:
         if effect.inline_seal is not None:
             sequence, terms = effect.inline_seal
             part = SealPart(key.range_id, sequence, effect.confirmed_sequence)
-            message.seal.CopyFrom(self._seal(key.table_id, effect.clock, (part,), terms))
+            message.seal.table_id, message.seal.clock = key.table_id, effect.clock
+            self._fill(message.seal, (part,), terms)
         link = self._links.find(effect.server)
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
@@ -304,37 +305,39 @@ class PushDriver:
     def _seal(
         self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
     ) -> parameters_pb2.Seal:
-        seal = parameters_pb2.Seal(
-            table_id=table_id,
-            clock=clock,
-            ranges=self._seals(parts),
-            hyperparameters=wire.hyperparameters_to_proto(terms.hyperparameters),
-            skip=terms.skip,
-            last=terms.last,
-        )
+        seal = parameters_pb2.Seal(table_id=table_id, clock=clock)
+        self._fill(seal, parts, terms)
+        return seal
+
+    def _fill(
+        self, seal: parameters_pb2.Seal, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> None:
+        self._add_ranges(seal, parts)
+        if terms.hyperparameters:
+            seal.hyperparameters.extend(wire.hyperparameters_to_proto(terms.hyperparameters))
+        seal.skip, seal.last = terms.skip, terms.last
         if terms.contribution_scale != 1.0:
             seal.contribution_scale = terms.contribution_scale
         if terms.clip_scale is not None:
             seal.clip_scale = terms.clip_scale
-        return seal
 
     def _scale(
         self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
     ) -> parameters_pb2.UpdateScale:
-        return parameters_pb2.UpdateScale(
-            table_id=table_id, clock=clock, ranges=self._seals(parts), scale=terms.update_scale
-        )
+        scale = parameters_pb2.UpdateScale(table_id=table_id, clock=clock, scale=terms.update_scale)
+        self._add_ranges(scale, parts)
+        return scale
 
-    def _seals(self, parts: tuple[SealPart, ...]) -> list[parameters_pb2.RangeSeal]:
-        return [
-            parameters_pb2.RangeSeal(
+    def _add_ranges(
+        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale, parts: tuple[SealPart, ...]
+    ) -> None:
+        for part in parts:
+            entry.ranges.add(
                 range_id=part.range_id,
                 assignment_epoch=self._epoch(part.range_id),
                 sequence=part.sequence,
                 confirmed_sequence=part.confirmed_sequence,
             )
-            for part in parts
-        ]
 
     def _epoch(self, range_id: RangeId) -> int:
         return self._view.ranges[range_id].assignment_epoch
