@@ -102,7 +102,7 @@ DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
 """Payload bytes that a worker has in flight to one server: sent and not yet RECEIVED."""
 
 DEFAULT_GATE_EXTRA_BYTES = 256 * 1024 * 1024
-"""Room for staged steps on one server and table beyond one accumulator, if that is more than a
+"""Room for staged steps and sums on one server and table beyond one step, if that is more than a
 step."""
 
 HEARTBEAT_INTERVAL_S = 1.0

@@ -6,50 +6,69 @@ converted payloads and scratch come from here and go back.
 Rules:
     - A buffer's content is unspecified when it is taken.
     - Whoever gives a buffer back holds no view of it any more.
-    - At most `kept_bytes` wait here to be used again; the rest goes to the allocator.
+    - As many are kept as were needed at once; what was not needed between two calls of `trim` goes
+      to the allocator.
 
 Invariants:
     POOL-1  No buffer is in the pool twice (a breach would hand one memory to two users).
 
 What it deliberately does not do: lock. `list.append` and `list.pop` are atomic, so one pool serves
-the stores of a whole server from several threads; the bound may be missed by one buffer a thread.
+the stores of a whole server from several threads; `trim` may let go of a few too many then.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from ps_core import limits
+
+@dataclass(slots=True)
+class _Free:
+    """Buffers of one kind that wait here, and how few there were at least since the last trim."""
+
+    buffers: list[Tensor] = field(default_factory=list)
+    least_count: int = 0
 
 
 class BufferPool:
-    """Flat tensors by dtype and number of elements.
+    """Flat tensors by dtype and number of elements."""
 
-    Attributes:
-        kept_bytes: how much may wait here.
-    """
+    __slots__ = ("_free",)
 
-    __slots__ = ("_free", "kept_bytes")
-
-    def __init__(self, kept_bytes: int = limits.DEFAULT_GATE_EXTRA_BYTES) -> None:
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self.kept_bytes = kept_bytes
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], _Free] = {}
 
     def take(self, element_count: int, dtype: torch.dtype) -> Tensor:
         """A flat contiguous tensor of unspecified content, the caller's until it is given back."""
         free = self._free.get((dtype, element_count))
-        if free:
-            try:
-                return free.pop()
-            except IndexError:  # another thread took the last one in between
-                pass
-        return torch.empty(element_count, dtype=dtype)
+        if free is None:
+            free = self._free.setdefault((dtype, element_count), _Free())
+        try:
+            buffer = free.buffers.pop()
+        except IndexError:
+            free.least_count = 0
+            return torch.empty(element_count, dtype=dtype)
+        free.least_count = min(free.least_count, len(free.buffers))
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """Ends the caller's use of a tensor that `take` gave."""
-        if self.held_bytes + buffer.nbytes <= self.kept_bytes:
-            self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+        key = (buffer.dtype, buffer.numel())
+        free = self._free.get(key)
+        if free is None:
+            free = self._free.setdefault(key, _Free())
+        free.buffers.append(buffer)
+
+    def trim(self) -> None:
+        """Let go of what was not needed since the last call. On the thread that owns the pool."""
+        for key, free in list(self._free.items()):
+            if free.least_count == len(free.buffers):  # all of it, or there is nothing
+                del self._free[key]
+                continue
+            del free.buffers[: free.least_count]  # those that were used longest ago
+            free.least_count = len(free.buffers)
 
     @property
     def held_bytes(self) -> int:
@@ -57,5 +76,5 @@ class BufferPool:
         held_bytes = 0
         # Other threads may add sizes meanwhile.
         for (dtype, element_count), free in tuple(self._free.items()):
-            held_bytes += dtype.itemsize * element_count * len(free)
+            held_bytes += dtype.itemsize * element_count * len(free.buffers)
         return held_bytes

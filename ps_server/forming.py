@@ -56,6 +56,7 @@ class Forming:
             step = worker.steps[clock]
             if not step.skip and step.pushes:
                 out.append(self._records.fold(worker, step))
+                state.add_to_sum(step)
             self._next_rank = rank + 1
         members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
@@ -71,6 +72,7 @@ class Forming:
         """All up to `clock` is decided, for everyone."""
         state = self._state
         state.clock = state.formed_clock = clock
+        state.end_sum()
         self._next_rank = 0
         for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
@@ -92,6 +94,7 @@ class Forming:
             step = worker.steps[clock]
             if not step.skip and step.pushes:
                 out.append(self._records.fold(worker, step))
+                state.add_to_sum(step)
         ready_count = len(self._folded)
         if not ready_count or ready_count < len(members) - setting.backup_workers:
             return False

@@ -24,6 +24,7 @@ from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_runtime.trimming import trim_often
 from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
 from ps_server.checkpoint_parts import CheckpointParts
@@ -225,6 +226,7 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         link, node = await _registered(settings, server.address, metrics, stack)
         _watch(link, node, metrics, node_metrics)
+        stack.callback(trim_often(node.shards.pool))
         finished = asyncio.Event()
         promises = Promises(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)

@@ -174,6 +174,7 @@ class RangeMachine:
         state = self.state
         state.failure = error
         state.unscaled = None
+        state.end_sum()
         ending = Ending(Outcome.INVALID, error)
         for worker in state.workers.values():
             for step in worker.steps.values():

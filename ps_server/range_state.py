@@ -35,6 +35,12 @@ class Room(Protocol):
     def release(self, step: Step, byte_count: int) -> None:
         """A payload is no longer staged."""
 
+    def add_sum(self, byte_count: int) -> None:
+        """What is no longer staged has become a sum, or so much more of one."""
+
+    def end_sum(self, byte_count: int) -> None:
+        """A sum is there no more."""
+
 
 @dataclass(slots=True, eq=False)
 class HeldPush:
@@ -174,6 +180,7 @@ class RangeState:
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
         self.said: Said | None = None  # the newest scale
+        self._summed: dict[int, int] = {}  # bytes of each block of the sum in the making
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
     @property
@@ -288,8 +295,27 @@ class RangeState:
             push.payload = None
             self.room.release(Step(step.clock, worker.rank), push.byte_count)
 
+    def add_to_sum(self, step: StepPart) -> None:
+        """BSP: what was staged of the step is in the sum of its clock now."""
+        summed = self._summed
+        more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
+        summed.update(more)
+        self.room.add_sum(sum(more.values()))
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the sum in the making."""
+        return sum(self._summed.values())
+
+    def end_sum(self) -> None:
+        """The sum in the making, if there was one, has been applied or dropped."""
+        if self._summed:
+            self.room.end_sum(self.summed_bytes)
+            self._summed = {}
+
     def unstage_all(self) -> None:
         """Nothing is held any more."""
+        self.end_sum()
         for worker in self.workers.values():
             for step in worker.steps.values():
                 for push in step.pushes.values():

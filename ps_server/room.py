@@ -2,14 +2,17 @@
 S3).
 
 Rules:
+    - A step is staged until it is added to a sum; then the sum counts, until the update is applied.
+      What takes part in a sum first becomes the sum, so together they never take more by it.
     - A step is (clock, rank). Room goes to the lowest step among those with something sent here.
     - Where a lower step finds no room, the highest steps are given back, whole, to be sent again.
     - So two servers never favour two different workers for good, and no order of arrival deadlocks.
 
 Invariants:
-    ROOM-1  Staged bytes never exceed the capacity.
+    ROOM-1  Staged bytes and sums never exceed the capacity.
     ROOM-3  A step never releases more than it stages.
-    ROOM-2  The capacity holds any one step whole, so the lowest step always finds room.
+    ROOM-2  The capacity holds a sum and any one step whole, so the lowest step always finds room.
+    ROOM-4  Sums are never larger than a step.
 
 What it deliberately does not do: hold payloads, or know ranges and sequences.
 """
@@ -45,11 +48,12 @@ class GateRoom:
 
     def __init__(self, capacity_bytes: int, step_bytes: int) -> None:
         """Args:
-        capacity_bytes: room for staged payloads; taken as `step_bytes` if it is less.
+        capacity_bytes: room for staged payloads and sums; two steps if it is less.
         step_bytes: the most that one step stages on this server.
         """
-        self._capacity_bytes = max(capacity_bytes, step_bytes)
+        self._capacity_bytes = max(capacity_bytes, 2 * step_bytes)
         self._step_bytes = step_bytes
+        self._summed_bytes = 0
         self._staged: dict[Step, int] = {}
         self._staged_bytes = 0
         self._waiting: dict[Step, int] = {}
@@ -57,16 +61,16 @@ class GateRoom:
     def resize(self, capacity_bytes: int, step_bytes: int) -> None:
         """The table grew on this server; the room never shrinks."""
         self._step_bytes = max(self._step_bytes, step_bytes)
-        self._capacity_bytes = max(self._capacity_bytes, capacity_bytes, self._step_bytes)
+        self._capacity_bytes = max(self._capacity_bytes, capacity_bytes, 2 * self._step_bytes)
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes staged at present."""
-        return self._staged_bytes
+    def held_bytes(self) -> int:
+        """Bytes of what is staged at present, and of sums."""
+        return self._staged_bytes + self._summed_bytes
 
     def admit(self, step: Step, byte_count: int) -> Admission:
         """Ask for room for one more payload of `step`."""
-        free = self._capacity_bytes - self._staged_bytes
+        free = self._capacity_bytes - self.held_bytes
         if free < byte_count:
             return self._make_room(step, byte_count, free)
         self._stage(step, byte_count)
@@ -95,7 +99,7 @@ class GateRoom:
         self._staged[step] = self._staged.get(step, 0) + byte_count
         self._staged_bytes += byte_count
         self._waiting.pop(step, None)
-        if self._staged_bytes > self._capacity_bytes:
+        if self.held_bytes > self._capacity_bytes:
             raise InvariantViolation("ROOM-1", "staged more than fits")
 
     def release(self, step: Step, byte_count: int) -> None:
@@ -111,6 +115,18 @@ class GateRoom:
         else:
             self._staged.pop(step, None)
 
+    def add_sum(self, byte_count: int) -> None:
+        """Payloads that were released have become a sum, or more of one."""
+        self._summed_bytes += byte_count
+        if self._summed_bytes > self._step_bytes:
+            raise InvariantViolation(
+                "ROOM-4", f"sums have {self._summed_bytes} bytes; a step {self._step_bytes}"
+            )
+
+    def end_sum(self, byte_count: int) -> None:
+        """A sum of so many bytes is there no more."""
+        self._summed_bytes -= byte_count
+
     def forget(self, rank: int) -> None:
         """A worker left: it waits for nothing any more."""
         for step in [step for step in self._waiting if step.rank == rank]:
@@ -124,7 +140,7 @@ class GateRoom:
         promised = 0
         for step in sorted(self._waiting):
             lower = sum(size for other, size in self._staged.items() if other <= step)
-            if lower + promised + self._waiting[step] > self._capacity_bytes:
+            if lower + promised + self._waiting[step] > self._capacity_bytes - self._summed_bytes:
                 break
             promised += self._waiting.pop(step)
             turns.append(step)

@@ -413,8 +413,8 @@ class ServerMachine:
 
     @property
     def gate_bytes(self) -> int:
-        """Bytes staged, all tables."""
-        return sum(room.staged_bytes for room in self._rooms.values())
+        """Bytes of what is staged, and of sums, all tables."""
+        return sum(room.held_bytes for room in self._rooms.values())
 
     @property
     def resent_count(self) -> int:

@@ -48,6 +48,7 @@ class Shards:
         lanes: the sessions on this host.
         captures: what has to be written for a checkpoint before it changes, if anything.
         homes: where values lie that are lent.
+        pool: the working memory of all stores.
     """
 
     def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
@@ -56,7 +57,7 @@ class Shards:
         self.captures: Captures | None = None
         self.lanes = lanes
         self._updates = updates
-        self._pool = BufferPool()
+        self.pool = BufferPool()
         self.homes = ValueHomes(lanes)
 
     @property
@@ -78,7 +79,7 @@ class Shards:
             lent = homes[part.range_id]
             home = None if lent is None else lent.values
             self.stores[table.table_id, part.range_id] = ShardStore(
-                table, part.blocks, self._pool, home, update
+                table, part.blocks, self.pool, home, update
             )
 
     def remove(self, range_id: RangeId) -> None:

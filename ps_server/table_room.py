@@ -23,9 +23,9 @@ class TableRoom:
         self._room = GateRoom(0, 0)
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes staged in all ranges."""
-        return self._room.staged_bytes
+    def held_bytes(self) -> int:
+        """Bytes of what is staged, and of sums, in all ranges."""
+        return self._room.held_bytes
 
     def add(self, part: RangeMachine) -> None:
         """A range joins; the room grows with the step."""
@@ -47,8 +47,7 @@ class TableRoom:
         bound = self._table.spec.gate_bytes or (
             self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
         )
-        # The bound holds the accumulator too, which is one step large.
-        self._room.resize(bound - self._step_bytes, self._step_bytes)
+        self._room.resize(bound, self._step_bytes)
 
     def remove(self, part: RangeMachine) -> None:
         """The range is not here any more, nor what it held."""
@@ -70,6 +69,14 @@ class TableRoom:
     def release(self, step: Step, byte_count: int) -> None:
         """See `range_machine.Room`."""
         self._room.release(step, byte_count)
+
+    def add_sum(self, byte_count: int) -> None:
+        """See `range_state.Room`."""
+        self._room.add_sum(byte_count)
+
+    def end_sum(self, byte_count: int) -> None:
+        """See `range_state.Room`."""
+        self._room.end_sum(byte_count)
 
     def heard(self, sender: Sender) -> None:
         """Remember where to send credit."""

@@ -21,8 +21,8 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
 from ps_runtime.config import resolve
 from ps_runtime.imported import spare_import_of
-from ps_worker.connection import close_all
 from ps_worker.measures import ProcessConfig, open_ports
+from ps_worker.open_clients import close_all
 
 _FAILED = 1
 _SIGNALLED = 128

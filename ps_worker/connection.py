@@ -11,10 +11,8 @@ Rules:
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -30,14 +28,13 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.tables import InitializerKind, Table
-from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.config import WorkerConfig
 from ps_worker.consistent_pulls import Moment
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
-from ps_worker.loop import CallbackThread, background, stop_background
-from ps_worker.measures import MEASURES, NODE_MEASURES
+from ps_worker.loop import CallbackThread, background
+from ps_worker.open_clients import OPEN
 from ps_worker.pulls import ReadOrder
 from ps_worker.step_record import StepRecord
 from ps_worker.steps import Step, TableSteps
@@ -72,7 +69,7 @@ class Connection:
         self.engine = self._result(starting, config.connect_deadline_s + GRACE_S)
         directory = "" if self.is_reader else config.record
         self.record = StepRecord(directory, self.rank, self.world_size)
-        _open.add(self)
+        OPEN.add(self)
 
     # --- who and where
 
@@ -283,12 +280,14 @@ class Connection:
         # A pull's own deadline comes with a better message than ours: leave it time to arrive.
         grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
         wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)
-        still_open = [ticket for ticket in waited if not ticket.done()]
+        late: Ticket | None = None
         for ticket in waited:
-            if ticket not in still_open:
+            if ticket.done():
                 ticket.future.result()
-        if still_open:
-            raise WaitExpired(self._why_open(still_open[0], limit_s))
+            else:
+                late = late or ticket
+        if late is not None:
+            raise WaitExpired(self._why_open(late, limit_s))
 
     def _why_open(self, ticket: Ticket, waited_s: float) -> str:
         name = ticket.table.spec.name
@@ -387,7 +386,7 @@ class Connection:
         """Close everything; with a reason the scheduler is told that this node has left."""
         self._is_closed = True
         self.record.close()
-        _open.discard(self)
+        OPEN.discard(self)
         self._result(self._loop.start(self.engine.stop(reason)), GRACE_S)
         self._callbacks.stop()
 
@@ -463,43 +462,3 @@ class Connection:
             handle = TableHandle(table, TableSteps(table, self.engine))
             handle = self._handles.setdefault(table.table_id, handle)
         return handle
-
-
-_open: set[Connection] = set()
-"""Clients stay here until they are closed: one that its script lost has to leave all the same."""
-
-MEASURES.window_bytes.set_function(lambda: sum(c.engine.in_flight_bytes for c in list(_open)))
-NODE_MEASURES.watch(
-    lambda: max((c.engine.view_number for c in list(_open)), default=0),
-    lambda: max((c.engine.contact_age_s for c in list(_open)), default=0.0),
-)
-
-
-def close_all(*, leave: bool) -> None:
-    """Close every client of this process, leaving or not.
-
-    Blocking, Raises: as `Connection.leave`; all are closed before the first failure is raised.
-    """
-    failures: list[PushpullError] = []
-    for connection in list(_open):
-        try:
-            connection.close(leave=leave)
-        except PushpullError as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
-
-
-def _at_exit() -> None:
-    """A script that ended without closing: it leaves, unless an exception ended it."""
-    clients: Sequence[Connection] = list(_open)
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    for client in clients:
-        try:
-            client.close(leave=not failed)
-        except PushpullError as failure:
-            logs.error("leave_failed", error=failure)
-    stop_background()
-
-
-atexit.register(_at_exit)

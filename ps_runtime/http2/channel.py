@@ -24,7 +24,8 @@ from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ErrorCode
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
-from ps_runtime.http2.transport import Http2Transport, trim_often
+from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.trimming import trim_often
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _OF_RESET: dict[int, grpc.StatusCode] = {

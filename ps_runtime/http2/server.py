@@ -28,7 +28,8 @@ from ps_runtime.http2 import grpc_fields
 from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
-from ps_runtime.http2.transport import Http2Transport, trim_often
+from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.trimming import trim_often
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 """By the method's name."""

@@ -38,11 +38,6 @@ _LATE_S = 1.0
 _LINGER_S = 1.0
 """What was written when a connection breaks may still leave for so long."""
 
-_TRIM_S = 60.0
-"""Memory of messages that was not needed for so long is let go: longer than a step takes, since
-a step's memory is the next one's.
-"""
-
 _PING = b"pushpull"
 
 
@@ -208,17 +203,3 @@ def _keep_in_cache(transport: asyncio.Transport) -> None:
     made = transport.get_extra_info("socket")
     if made is not None and own and peer and own[0] == peer[0]:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_SEND_BYTES)
-
-
-def trim_often(memory: MessageMemory) -> Callable[[], None]:
-    """Let go of what is not needed, from now until the result is called."""
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-
-    def trim() -> None:
-        nonlocal timer
-        memory.trim()
-        timer = loop.call_later(_TRIM_S, trim)
-
-    timer = loop.call_later(_TRIM_S, trim)
-    return lambda: timer.cancel()

@@ -108,7 +108,7 @@ def _check_parts(effects: list[Effect]) -> None:
 
 
 def _check_state(machine: RangeMachine, room: TableRoom) -> None:
-    """RM-1, and that the gate counts exactly what is staged."""
+    """RM-1, and that the gate counts exactly what is staged, and the sum."""
     staged = 0
     for worker in machine.state.by_rank.values():
         found: list[int] = []
@@ -120,7 +120,7 @@ def _check_state(machine: RangeMachine, room: TableRoom) -> None:
             assert not any(sequence in worker.held for sequence in step.missing)
         assert sorted(found) == sorted(worker.held)
         assert not any(worker.ledger.has_ended(sequence) for sequence in worker.held)
-    assert room.staged_bytes == staged
+    assert room.held_bytes == staged + machine.state.summed_bytes
 
 
 @pytest.mark.parametrize("from_rank_zero", [False, True])

@@ -20,9 +20,10 @@ class Rooms(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.room = GateRoom(0, 0)
-        self.capacity = STEP_BYTES
+        self.capacity = 2 * STEP_BYTES
         self.room.resize(0, STEP_BYTES)
         self.staged: list[tuple[Step, int]] = []
+        self.summed = 0
         self.waiting: set[Step] = set()
 
     def _bytes(self, step: Step) -> int:
@@ -30,8 +31,8 @@ class Rooms(RuleBasedStateMachine):
 
     @rule(extra=st.integers(0, 60))
     def grow(self, extra: int) -> None:
-        self.room.resize(STEP_BYTES + extra, STEP_BYTES)
-        self.capacity = max(self.capacity, STEP_BYTES + extra)
+        self.room.resize(2 * STEP_BYTES + extra, STEP_BYTES)
+        self.capacity = max(self.capacity, 2 * STEP_BYTES + extra)
 
     @rule(step=STEPS, size=st.integers(1, 20))
     def admit(self, step: Step, size: int) -> None:
@@ -45,7 +46,7 @@ class Rooms(RuleBasedStateMachine):
         if not admission.admitted:
             assert not admission.given_back
             lower = sum(n for other, n in self.staged if other <= step)
-            assert lower + size > self.capacity, "refused although room could be made"
+            assert lower + size + self.summed > self.capacity, "refused although room could be made"
             self.waiting.add(step)
             return
         self.waiting.discard(step)
@@ -60,6 +61,21 @@ class Rooms(RuleBasedStateMachine):
             step, size = self.staged.pop(index)
             self.room.release(step, size)
 
+    @rule(draw=st.data())
+    def fold(self, draw: st.DataObject) -> None:
+        """A payload becomes more of a sum, or is added to what is there."""
+        if self.staged:
+            step, size = self.staged.pop(draw.draw(st.integers(0, len(self.staged) - 1)))
+            self.room.release(step, size)
+            new = draw.draw(st.integers(0, min(size, STEP_BYTES - self.summed)))
+            self.room.add_sum(new)
+            self.summed += new
+
+    @rule()
+    def apply(self) -> None:
+        self.room.end_sum(self.summed)
+        self.summed = 0
+
     @rule()
     def credit(self) -> None:
         turns = self.room.credit()
@@ -71,7 +87,8 @@ class Rooms(RuleBasedStateMachine):
 
     @invariant()
     def within_bounds(self) -> None:
-        assert self.room.staged_bytes == sum(size for _, size in self.staged) <= self.capacity
+        held_bytes = sum(size for _, size in self.staged) + self.summed
+        assert self.room.held_bytes == held_bytes <= self.capacity
 
 
 Rooms.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -319,14 +319,32 @@ WITH_DECAY = {
 }
 
 
-def test_buffers_are_used_again_up_to_the_bound() -> None:
-    pool = BufferPool(kept_bytes=1024)
-    first, second = pool.take(128, torch.float32), pool.take(128, torch.float32)
-    third = pool.take(128, torch.float32)
-    addresses = {first.data_ptr(), second.data_ptr()}
-    for buffer in (first, second, third):
-        pool.give_back(buffer)
-    assert pool.held_bytes == 1024
-    again = {pool.take(128, torch.float32).data_ptr() for _ in range(2)}
-    assert again == addresses
+def test_buffers_are_used_again_and_as_many_kept_as_were_needed_at_once() -> None:
+    pool = BufferPool()
+
+    def use(count: int) -> set[int]:
+        taken = [pool.take(128, torch.float32) for _ in range(count)]
+        for buffer in taken:
+            pool.give_back(buffer)
+        return {buffer.data_ptr() for buffer in taken}
+
+    addresses = use(3)
+    assert len(addresses) == 3
+    pool.trim()
+    assert pool.held_bytes == 3 * 512
+    assert use(2) < addresses
+    pool.trim()
+    assert pool.held_bytes == 2 * 512
+    assert use(2) < addresses
+    pool.trim()
+    pool.trim()  # nothing was needed since the one before
     assert pool.held_bytes == 0
+
+
+def test_a_buffer_that_is_in_use_is_kept_when_it_comes_back() -> None:
+    pool = BufferPool()
+    buffer = pool.take(64, torch.float64)
+    pool.trim()
+    pool.trim()
+    pool.give_back(buffer)
+    assert pool.take(64, torch.float64).data_ptr() == buffer.data_ptr()

@@ -151,6 +151,7 @@ EDGE_MODULES = {
     "ps_worker.loop",
     "ps_worker.measures",
     "ps_worker.model_pull",
+    "ps_worker.open_clients",
     "ps_worker.optimizer_state",
     "ps_worker.outbox",
     "ps_worker.pulls",

@@ -44,10 +44,10 @@ PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
 
 
 class FreeRoom:
-    """Room for everything; refuses the steps in `closed`; counts what is staged."""
+    """Room for everything; refuses the steps in `closed`; counts what is staged and summed."""
 
     def __init__(self) -> None:
-        self.staged_bytes = 0
+        self.staged_bytes = self.summed_bytes = 0
         self.closed: set[Step] = set()
 
     def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:  # noqa: ARG002 - the seam's shape
@@ -60,6 +60,14 @@ class FreeRoom:
     def release(self, step: Step, byte_count: int) -> None:  # noqa: ARG002 - the seam's shape
         """See `range_state.Room`."""
         self.staged_bytes -= byte_count
+
+    def add_sum(self, byte_count: int) -> None:
+        """See `range_state.Room`."""
+        self.summed_bytes += byte_count
+
+    def end_sum(self, byte_count: int) -> None:
+        """See `range_state.Room`."""
+        self.summed_bytes -= byte_count
 
 
 def make_table(

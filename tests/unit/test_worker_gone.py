@@ -430,13 +430,14 @@ def test_those_who_waited_for_its_room_get_credit() -> None:
     table = make_table(blocks=4)
     server = Server(replace(table, spec=replace(table.spec, gate_bytes=1)))
     server.observe()
-    for block in range(4):
-        server.push(2, block + 1, 1, block)
+    for rank in (0, 2):  # there is room for a sum and a step
+        for block in range(4):
+            server.push(rank, block + 1, 1, block)
     assert kinds(server.push(1, 1, 2)) == [ReplyKind.REFUSED]
     found = server.machine.ended([dead()], 100.0)
     credited = [
         e.sender.rank for e in found if isinstance(e, ReplyTo) and e.kind is ReplyKind.CREDIT
     ]
     assert credited == [1]
-    assert server.machine.gate_bytes == 0
+    assert server.machine.gate_bytes == 4 * 256
     assert kinds(server.push(1, 1, 2)) == [ReplyKind.RECEIVED]
