@@ -349,7 +349,7 @@ class WorkerMetrics:
         self.pulled_bytes = LoopCounter(
             "pushpull_worker_pulled_bytes_total", "Payload bytes received.", registry=registry
         )
-        self.steps = Counter(
+        self.steps = LoopCounter(
             "pushpull_worker_steps_total", "Steps sealed, of all tables.", registry=registry
         )
         self.step_duration_seconds = LoopHistogram(

@@ -221,7 +221,9 @@ def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> 
         InvalidConfig: a name comes twice or is too long, or there are more than
             limits.MAX_HYPERPARAMETER_COUNT.
     """
-    pairs = tuple(sorted((message.name, message.value) for message in messages))
+    pairs = tuple(sorted([(message.name, message.value) for message in messages]))
+    if not pairs:  # as in most steps
+        return ()
     if len(pairs) > limits.MAX_HYPERPARAMETER_COUNT:
         raise InvalidConfig(
             f"hyperparameters has {len(pairs)} entries; expected at most "

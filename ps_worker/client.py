@@ -283,7 +283,7 @@ class Client(CheckpointVerbs):
         with self._loop.together():
             ticket = self.push(table, values, hyperparameters=hyperparameters)
             pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
-        self.wait_all([ticket, pulled], timeout_s)
+        self._wait_for([ticket, pulled], timeout_s)
         return pulled.future.result()
 
     # --- pulling

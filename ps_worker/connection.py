@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -45,9 +45,6 @@ from ps_worker.values import Raw, element_bytes
 
 ResultT = TypeVar("ResultT")
 Ticket = PushTicket | PullTicket[Any]
-
-MAX_UNCOMMITTED_STEP_COUNT = 8
-"""Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
 
 _EXPLAIN_DEADLINE_S = 2.0
 _LOOK_S = 0.5
@@ -143,12 +140,11 @@ class Connection:
         """
         self.check_may_push("push")
         self._check_own(table)
-        uncommitted = table.steps.uncommitted()
-        if len(uncommitted) >= MAX_UNCOMMITTED_STEP_COUNT:
-            # A step that failed is its own ticket's to tell; here only its room counts.
-            oldest = uncommitted[0]
-            if not wait([oldest.future], self._config.request_deadline_s).done:
-                raise WaitExpired(self._why_open(oldest, self._config.request_deadline_s))
+        oldest = table.steps.oldest_of_too_many()
+        # A step that failed is its own ticket's to tell; here only its room counts.
+        limit_s = self._config.request_deadline_s
+        if oldest is not None and not wait([oldest.future], limit_s).done:
+            raise WaitExpired(self._why_open(oldest, limit_s))
         return table.steps.open_step()
 
     def begin_assign(self, table: TableHandle) -> Step:
@@ -276,6 +272,9 @@ class Connection:
         for ticket in waited:
             if isinstance(ticket, PushTicket):
                 ticket.check_sealed()
+        self._wait_for(waited, timeout_s)
+
+    def _wait_for(self, waited: Sequence[Ticket], timeout_s: float | None) -> None:
         limit_s = self.deadline_s(timeout_s)
         # A pull's own deadline comes with a better message than ours: leave it time to arrive.
         grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0

@@ -169,7 +169,6 @@ class Engine:
         is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
         if clock and is_step:
             self._clocks[table.table_id] = clock
-            MEASURES.steps.inc()
         elif not clock:
             self._assigned.add(table.table_id)
         self._post(self._pushes.seal, table, clock, terms)

@@ -155,6 +155,8 @@ class PushDriver:
             return
         if terms.last:
             self._leaving.add((table.table_id, clock))
+        elif clock and terms.update_scale is None:
+            MEASURES.steps.inc()
         self._window.seal(table.table_id, clock, self._plans[table.table_id].ranges, terms)
         self._pump_soon()
 

@@ -28,6 +28,9 @@ from ps_worker.cutting import BlockPart, merged
 from ps_worker.push_entries import SealTerms
 from ps_worker.tickets import PushTicket, StepResult
 
+MAX_UNCOMMITTED_STEP_COUNT = 8
+"""Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
+
 
 class PushBody(NamedTuple):
     """What a push says of one block, opaque to the push window; the payload is in the table's own
@@ -152,7 +155,8 @@ class Step:
             InvalidConfig: sealed already, or a hyperparameter that the table's optimizer lacks.
         """
         self._check_open()
-        self.table.spec.optimizer.merged(hyperparameters)
+        if hyperparameters:
+            self.table.spec.optimizer.merged(hyperparameters)
         terms = SealTerms(hyperparameters, contribution_scale, skip, last, clip_scale)
         self._sealed = True
         self._parts = {}  # its ticket and this step hold each other: the values shall not wait
@@ -222,7 +226,8 @@ class TableSteps:
     def sealed(self, step: Step) -> None:
         """`step` has ended for this worker."""
         with self._lock:
-            self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
+            if len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT:
+                self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
             self._tickets.append(step.ticket)
             if step.clock:
                 self._clock, self._open = step.clock, None
@@ -245,6 +250,13 @@ class TableSteps:
         """Sealed steps that have not ended, oldest first."""
         with self._lock:
             return [ticket for ticket in self._tickets if not ticket.done()]
+
+    def oldest_of_too_many(self) -> PushTicket | None:
+        """The oldest sealed step that has not ended, if there are as many as may be."""
+        if len(self._tickets) < MAX_UNCOMMITTED_STEP_COUNT:
+            return None
+        tickets = self.uncommitted()
+        return tickets[0] if len(tickets) >= MAX_UNCOMMITTED_STEP_COUNT else None
 
     def catch_up(self, clock: int) -> None:
         """All updates up to `clock` have formed, perhaps without this worker: its next step is for
