@@ -206,9 +206,12 @@ class ServerMachine:
 
         Raises:
             TableNotFound: there is none.
+            Recovering: no view has come yet.
         """
         found = self._tables.get(table_id)
         if found is None:
+            if not self.view_number:  # it may have the address of one that others knew
+                raise Recovering("the server has no view of the cluster yet", retry_after_ms=100)
             raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
         return found
 

@@ -397,17 +397,20 @@ async def test_initial_values_that_were_still_to_come_are_refused_too(stages: St
 
 @on_a_loop
 async def test_who_waits_for_room_is_not_left_waiting(stages: Stages) -> None:
-    stage = stages(BSP, gate_bytes=1)
-    stage.take(0, *(stage.push(0, 1, 1 + (b == 2), 26.0, block=b) for b in range(RANGES)))
+    stage = stages(BSP, gate_bytes=1, workers=3)  # room for a sum and a step
+    for rank, value in enumerate((26.0, 13.0)):  # 13 in the mean of three
+        pushes = (stage.push(rank, 1, 1 + (b == 2), value, block=b) for b in range(RANGES))
+        stage.take(rank, *pushes)
     for _ in range(3):  # asks for three blocks: the room of two is not enough
-        said = stage.take(1, stage.push(1, 1, 1, 13.0, block=1))
+        said = stage.take(2, stage.push(2, 1, 1, 13.0, block=1))
         assert [reply.kind for reply in said] == [ReplyKind.REFUSED]
-    stage.take(1, stage.seal(1, 1, 1))
+    stage.take(2, stage.seal(2, 1, 1))
+    stage.take(1, stage.seal(1, 1, 3))
     said = stage.take(0, stage.seal(0, 1, 3))
     assert stage.outcome(0, 1) is stage.outcome(0, 1, block=3) is Outcome.INVALID
-    assert ReplyKind.CREDIT in [reply.kind for reply in said if reply.sender.rank == 1]
-    stage.take(1, stage.push(1, 1, 1, 13.0, block=1))
-    assert stage.outcome(1, 1, block=1) is Outcome.INVALID
+    assert ReplyKind.CREDIT in [reply.kind for reply in said if reply.sender.rank == 2]
+    stage.take(2, stage.push(2, 1, 1, 13.0, block=1))
+    assert stage.outcome(2, 1, block=1) is Outcome.INVALID
 
 
 @pytest.mark.parametrize("consistency", [BSP, "bsp:backup=1,grace=50ms", "ssp:2", ASP])

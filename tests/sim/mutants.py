@@ -34,8 +34,8 @@ _ONE_TABLE = (
         "a resend is taken as new",
         "S2",
         _RANGE,
-        "            if worker.ledger.has_ended(event.sequence):\n                ending",
-        "            if event.sequence in worker.ledger._endings:\n                ending",
+        "            if worker.ledger.has_ended(event.sequence):\n                self.resent",
+        "            if event.sequence in worker.ledger._endings:\n                self.resent",
         _STEPS,
     ),
     Mutant(

@@ -9,7 +9,7 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
+from ps_core.errors import Fenced, InvalidConfig, InvalidTensor, Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
@@ -424,6 +424,14 @@ def test_a_table_that_is_made_later_does_not_wait_for_it() -> None:
     for rank in (0, 1):
         server.push(rank, 1, 1)
     assert applied(server.seal(0, 2, 1) + server.seal(1, 2, 1))[0][0] == 1
+
+
+def test_a_server_without_a_view_asks_to_come_again() -> None:
+    """It may have the address of one that is gone; that there is no such table is not known."""
+    server = Server(make_table())
+    event = PullEvent(PLACE, 1, Incarnation(1000), 0, False, 110.0)
+    for found in (server.machine.pull(event, 100.0), server.push(0, 1, 1)):
+        assert isinstance(problem(found), Recovering)
 
 
 def test_those_who_waited_for_its_room_get_credit() -> None:
