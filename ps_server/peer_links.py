@@ -22,15 +22,19 @@ from ps_core.keys import NodeId
 from ps_runtime import logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
+from ps_runtime.http2.streams import Piece
 from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
+from ps_server.replication_wire import stream_port_from
 from pushpull.v1 import replication_pb2, types_pb2
-
-_Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 REPLICATE = "/pushpull.v1.ReplicationService/Replicate"
 
 _LAST_BACKOFF_S = 0.5
 """A peer that is back is found again within this time."""
+
+_GREETING_S = 2.0
+"""How long a stream port may take to answer, when the gRPC port has answered."""
 
 
 class PeerListener(Protocol):
@@ -39,8 +43,39 @@ class PeerListener(Protocol):
     def peer_opened(self, peer: NodeId) -> None:
         """A stream to the peer is there; nothing of what was sent before may have come."""
 
-    def peer_said(self, peer: NodeId, response: bytes) -> None:
+    def peer_said(self, peer: NodeId, response: Piece) -> None:
         """The peer answered."""
+
+
+class Backlog:
+    """What waits to be written to one stream, and whether any of it has waited for long.
+
+    That something waits says little of a stream that takes all the time what comes all the time.
+
+    Attributes:
+        queued_bytes: what waits.
+        is_slow: whether something waits that was there at the last but one `look`.
+    """
+
+    def __init__(self) -> None:
+        self.queued_bytes = 0
+        self.is_slow = False
+        self._put_bytes = 0
+        self._mark_bytes = 0
+
+    def put(self, byte_count: int) -> None:
+        """So much more waits."""
+        self._put_bytes += byte_count
+        self.queued_bytes += byte_count
+
+    def taken(self, byte_count: int) -> None:
+        """So much has left."""
+        self.queued_bytes -= byte_count
+
+    def look(self) -> None:
+        """To be called now and then: how it has gone since the last time."""
+        self.is_slow = self._put_bytes - self.queued_bytes < self._mark_bytes
+        self._mark_bytes = self._put_bytes
 
 
 class PeerLink:
@@ -50,19 +85,20 @@ class PeerLink:
         self, node: Node, identity: types_pb2.SessionIdentity, listener: PeerListener
     ) -> None:
         self.node = node
-        self.queued_bytes = 0
+        self.backlog = Backlog()
         self._identity = identity
         self._listener = listener
         self._channel = aio_channel(node.address)
-        self._open_call = self._channel.stream_stream(
-            REPLICATE,
-            request_serializer=_unchanged,
-            response_deserializer=_unchanged,
+        self._stream_port = StreamPort(node)
+        self._open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
+            self._channel.stream_stream(
+                REPLICATE, request_serializer=_unchanged, response_deserializer=_unchanged
+            )
         )
         self._queue: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._call: _Call | None = None
+        self._call: ServerCall | None = None
         self._is_troubled = False
 
     @property
@@ -77,7 +113,7 @@ class PeerLink:
             return
         for message in messages:
             self._queue.append(message)
-            self.queued_bytes += len(message)
+            self.backlog.put(len(message))
         self._news.set()
 
     def send_first(self, message: bytes) -> None:
@@ -85,7 +121,7 @@ class PeerLink:
         self._begin()
         if self._call is not None:
             self._queue.appendleft(message)
-            self.queued_bytes += len(message)
+            self.backlog.put(len(message))
             self._news.set()
 
     def reset(self) -> None:
@@ -123,41 +159,77 @@ class PeerLink:
             await asyncio.sleep(backoff.next_s(error))
 
     async def _run(self, backoff: Backoff) -> None:
-        call = self._open_call()
-        writer: asyncio.Task[None] | None = None
-        try:
-            header = replication_pb2.ReplicateHeader(
-                session=self._identity, receiver_node_id=self.node.node_id
-            )
-            first = replication_pb2.ReplicateRequest(header=header)
-            await call.write(first.SerializeToString())
-            if await call.read() is grpc.aio.EOF:  # else the peer says that it listens
+        async with contextlib.AsyncExitStack() as stack:
+            call = GrpcioCall(self._open_call())
+            stack.callback(call.cancel)
+            first = await self._greeted(call)
+            if first is None:
                 return
-            self._call = call
-            self._reached()
-            backoff.reset()
-            writer = asyncio.create_task(self._write(call))
+            port = stream_port_from(first)
+            by_stream_port = await self._by_stream_port(port, stack) if port else None
+            if by_stream_port is not None:
+                call.cancel()
+            await self._carry(by_stream_port or call, backoff, stack)
+
+    async def _greeted(self, call: ServerCall) -> Piece | None:
+        """Say who this is; the peer's word that it listens, or None if it has ended the stream."""
+        header = replication_pb2.ReplicateHeader(
+            session=self._identity, receiver_node_id=self.node.node_id
+        )
+        await call.write((replication_pb2.ReplicateRequest(header=header).SerializeToString(),))
+        return await anext(aiter(call), None)
+
+    async def _by_stream_port(
+        self, port: int, stack: contextlib.AsyncExitStack
+    ) -> ServerCall | None:
+        """The stream by the peer's stream port, if that serves; what it takes ends with `stack`."""
+        streams = await self._stream_port.connect(port, _GREETING_S)
+        if streams is None:
+            return None
+        stack.callback(streams.close)
+        try:
+            call = streams.call(REPLICATE)
+            async with asyncio.timeout(_GREETING_S):
+                first = await self._greeted(call)
+        except (grpc.RpcError, TimeoutError) as error:
+            said = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            self._stream_port.refuse(f"Replicate failed there: {said}")
+            return None
+        if first is None:
+            self._stream_port.refuse("the peer ended the stream")
+            return None
+        self._stream_port.confirm()
+        return call
+
+    async def _carry(
+        self, call: ServerCall, backoff: Backoff, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Write what waits and hear what is said, until the stream ends."""
+        self._call = call
+        stack.callback(call.cancel)
+        self._reached()
+        backoff.reset()
+        writer = asyncio.create_task(self._write(call))
+        try:
             self._listener.peer_opened(self.node.node_id)
-            while isinstance(response := await call.read(), bytes):
+            async for response in call:
                 self._listener.peer_said(self.node.node_id, response)
         finally:
             self._call = None
             self._queue.clear()
-            self.queued_bytes = 0
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-            call.cancel()
+            self.backlog = Backlog()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
-    async def _write(self, call: _Call) -> None:
+    async def _write(self, call: ServerCall) -> None:
         """Write what comes. If the stream breaks, the reader says why."""
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:
                     while self._queue:
                         message = self._queue.popleft()
-                        self.queued_bytes -= len(message)
-                        await call.write(message)
+                        self.backlog.taken(len(message))
+                        await call.write((message,))
                     self._news.clear()
                     await self._news.wait()
         except Exception:
@@ -217,24 +289,29 @@ class PeerLinks:
         return self._links.get(peer)
 
     def is_idle(self, peer: NodeId) -> bool:
-        """Whether there is a stream to the server, and nothing waits for it."""
+        """Whether there is a stream to the server, and nothing has waited long for it."""
         link = self._links.get(peer)
-        return link is not None and link.is_open and not link.queued_bytes
+        return link is not None and link.is_open and not link.backlog.is_slow
+
+    def look(self) -> None:
+        """To be called now and then: see which streams take what is put to them."""
+        for link in self._links.values():
+            link.backlog.look()
 
     @property
     def busy(self) -> set[NodeId]:
-        """The servers to which something is on its way that their streams have not taken."""
-        return {node_id for node_id, link in self._links.items() if link.queued_bytes}
+        """The servers to which something waits that their streams have long not taken."""
+        return {node_id for node_id, link in self._links.items() if link.backlog.is_slow}
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written, to all of them."""
-        return sum(link.queued_bytes for link in self._links.values())
+        return sum(link.backlog.queued_bytes for link in self._links.values())
 
     def reset_others(self, wanted: Container[NodeId]) -> None:
         """Forget what is on its way to servers that nothing is for any more."""
         for node_id, link in self._links.items():
-            if node_id not in wanted and link.queued_bytes:
+            if node_id not in wanted and link.backlog.queued_bytes:
                 link.reset()
 
     async def close(self) -> None:

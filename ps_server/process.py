@@ -159,7 +159,7 @@ async def _serve(settings: ServerConfig) -> None:
         ],
         registry=registry,
     )
-    streams = await _stream_port(settings, servicer)
+    streams = await _stream_port(settings, servicer, backups)
     stop = asyncio.create_task(shutdown.wait_for_stop_signal())
 
     def attach(node: ParameterNode, view_at_least: ViewAtLeast) -> None:
@@ -202,15 +202,21 @@ async def _serve(settings: ServerConfig) -> None:
         await asyncio.gather(*ends)
 
 
-async def _stream_port(settings: ServerConfig, servicer: ParameterServicer) -> StreamServer | None:
-    """Serve streams on a port of their own, and have clients hear of it."""
+async def _stream_port(
+    settings: ServerConfig, servicer: ParameterServicer, backups: ReplicationServicer
+) -> StreamServer | None:
+    """Serve streams on a port of their own, and have clients and other servers hear of it."""
     if settings.stream_listen == "off":
         return None
     listen = settings.stream_listen
     if listen == "auto":
         listen = join_address(split_address(settings.listen, "listen")[0], 0)
-    streams = await StreamServer.start(listen, frames.SERVICE, frames.handlers_of(servicer))
-    servicer.stream_port = streams.port
+    services = {
+        frames.SERVICE: frames.handlers_of(servicer),
+        replication_service.SERVICE: replication_service.handlers_of(backups),
+    }
+    streams = await StreamServer.start(listen, services)
+    servicer.stream_port = backups.stream_port = streams.port
     logs.info("stream_port", port=streams.port)
     return streams
 

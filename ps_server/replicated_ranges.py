@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_runtime import logs, wire
+from ps_runtime.http2.streams import Piece
 from ps_server.changes import Put
 from ps_server.encoded_log import EncodedLog
 from ps_server.events import Effect
@@ -29,7 +32,7 @@ from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.peer_links import PeerLinks
 from ps_server.replica import Replica
 from ps_server.replication import Replication
-from ps_server.replication_messages import Ack, Batch, Beat, Grant
+from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.replication_wire import (
     Pieces,
     answers_from,
@@ -112,6 +115,7 @@ class ReplicatedRanges:
         self._now = now
         self._links = PeerLinks(wire.session_to_proto(session), self)
         self._view: ClusterView | None = None
+        self._view_came = asyncio.Event()
         self._tables: dict[TableId, Table] = {}
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
@@ -138,6 +142,7 @@ class ReplicatedRanges:
             self._shards.remove(range_id)
             self.output.forget(range_id)
         self._view = view
+        self._view_came.set()
         self._make_room(view)
         if self.update_log is not None:
             self._encoded_log.add_tables(view.tables)
@@ -214,6 +219,7 @@ class ReplicatedRanges:
         join; to be called ten times a lease at least.
         """
         now_s = self._now()
+        self._links.look()
         self.replication.sending(self._links.busy, now_s)
         self._send_again(now_s)  # first: it looks whether anything waits, and beats do
         if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
@@ -335,7 +341,7 @@ class ReplicatedRanges:
         if link is None:
             return False
         link.send(())  # opens it
-        return link.is_open and link.queued_bytes < _SNAPSHOT_ROOM_BYTES
+        return link.is_open and link.backlog.queued_bytes < _SNAPSHOT_ROOM_BYTES
 
     # --- what other servers say of this one's ranges
 
@@ -346,7 +352,7 @@ class ReplicatedRanges:
             self._send(node_id, batch)
         self._lacks = {key: lack for key, lack in self._lacks.items() if key[0] != peer}
 
-    def peer_said(self, peer: NodeId, response: bytes) -> None:
+    def peer_said(self, peer: NodeId, response: Piece) -> None:
         """See `PeerListener`."""
         now_s = self._now()
         freed: dict[RangeId, None] = {}
@@ -371,6 +377,16 @@ class ReplicatedRanges:
             self._lost_track(batch.range_id, error)
             return None
         return ack
+
+    async def view_of(self, snapshot: Snapshot) -> None:
+        """Wait a moment for the view that a snapshot was made in: its primary may have that sooner,
+        and what comes too early is dropped.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s / _BEATS_A_LEASE):
+                while not self.replication.knows(snapshot):
+                    self._view_came.clear()
+                    await self._view_came.wait()
 
     def join(self, copy: RangeCopy) -> Ack | None:
         """All of a range came from its primary."""

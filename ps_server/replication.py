@@ -338,6 +338,14 @@ class Replication:
         """What is here of the range is of no use: be taken for dead, and join anew."""
         self.replicas.pop(range_id, None)
 
+    def knows(self, snapshot: Snapshot) -> bool:
+        """Whether the newest view is not older than the assignment that a snapshot was made in."""
+        ranges = self._view.ranges if self._view is not None else ()
+        return (
+            snapshot.range_id < len(ranges)
+            and ranges[snapshot.range_id].assignment_epoch >= snapshot.assignment_epoch
+        )
+
     def join(self, snapshot: Snapshot) -> Ack | None:
         """All of a range came, which the newest view has this server join."""
         range_id = snapshot.range_id

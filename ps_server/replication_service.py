@@ -71,6 +71,7 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
 
     def __init__(self) -> None:
         self._node: ParameterNode | None = None
+        self.stream_port = 0
 
     def attach(self, node: ParameterNode) -> None:
         """The server has registered: serve `node`."""
@@ -85,7 +86,7 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         """See replication.proto."""
         reader = ReplicationReader()
         replicas = self._admitted(reader.read(await anext(aiter(request_iterator), b"")))
-        yield answers_message(())  # it listens
+        yield answers_message((), self.stream_port)  # it listens
         answers = _Answers()
         taking = asyncio.create_task(_take(replicas, reader, request_iterator, answers))
         try:
@@ -126,6 +127,7 @@ async def _take(
                 case Beat() as beat:
                     answers.put(replicas.grant(beat))
                 case RangeCopy() as copy:
+                    await replicas.view_of(copy.snapshot)
                     answers.put(replicas.join(copy))
     except asyncio.CancelledError:
         raise
@@ -135,12 +137,16 @@ async def _take(
         answers.end()
 
 
+def handlers_of(servicer: ReplicationServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's method by its short name, with messages as they are on the wire."""
+    replicate: Any = servicer.Replicate
+    handler = grpc.stream_stream_rpc_method_handler(replicate, _unchanged, _unchanged)
+    return {"Replicate": handler}
+
+
 def add_to_server(servicer: ReplicationServicer, server: grpc.aio.Server) -> None:
-    """As the generated function of that name, with messages as they are on the wire."""
-    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-        servicer.Replicate, _unchanged, _unchanged
-    )
-    handlers = {"Replicate": handler}
+    """As the generated function of that name."""
+    handlers = handlers_of(servicer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 

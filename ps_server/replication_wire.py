@@ -285,9 +285,9 @@ def beat_from_proto(message: replication_pb2.Beat) -> Beat:
     return Beat(message.sent_s, tuple(zip(ranges, epochs, strict=True)))
 
 
-def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
-    """Answers of a backup as a serialized response."""
-    response = replication_pb2.ReplicateResponse()
+def answers_message(answers: Iterable[Ack | Grant], stream_port: int = 0) -> bytes:
+    """Answers of a backup as a serialized response; the first names its stream port."""
+    response = replication_pb2.ReplicateResponse(stream_port=stream_port)
     for answer in answers:
         if isinstance(answer, Ack):
             response.acks.add(
@@ -300,7 +300,16 @@ def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
     return response.SerializeToString()
 
 
-def answers_from(raw: bytes) -> list[Ack | Grant]:
+def stream_port_from(raw: bytes | memoryview) -> int:
+    """The stream port that a backup's first answer names; 0 for none.
+
+    Raises:
+        InvalidConfig: it is no response.
+    """
+    return parsed(replication_pb2.ReplicateResponse, raw).stream_port
+
+
+def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:
     """What a backup answered: acknowledgements, then grants.
 
     Raises:

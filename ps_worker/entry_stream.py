@@ -19,9 +19,9 @@ from typing import cast
 import grpc
 
 from ps_core.errors import PushpullError, Recovering, WaitExpired
+from ps_runtime.stream_port import ServerCall
 from ps_worker.lane import SharedLane
 from ps_worker.outbox import Frame, Outbox
-from ps_worker.server_calls import ServerCall
 from pushpull.v1 import parameters_pb2
 
 

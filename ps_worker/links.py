@@ -23,10 +23,11 @@ from ps_runtime.channels import aio_channel
 from ps_runtime.clock import now_s
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.stream_port import ServerCall
 from ps_worker.entry_stream import EntryStream
 from ps_worker.lane import SharedLane
 from ps_worker.measures import MEASURES
-from ps_worker.server_calls import ServerCall, ServerCalls
+from ps_worker.server_calls import ServerCalls
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse

@@ -1,39 +1,22 @@
-"""The two ways to call the methods that move parameters: a server's stream port, where it has one
-that can be reached, else its gRPC port by grpcio. What goes over the wire is the same.
+"""The calls of one client to one server: by its stream port, where that serves, else by its gRPC
+port.
 
 Everything belongs to the background loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import grpc
 import grpc.aio
 
 from ps_core.cluster_view import Node
-from ps_runtime import logs
-from ps_runtime.addresses import split_address
 from ps_runtime.http2.channel import StreamChannel
-from ps_runtime.http2.streams import Piece
+from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
 from pushpull.v1 import parameters_pb2
 
 _SERVICE = "/pushpull.v1.ParameterService/"
-_CONNECT_S = 2.0
-
-
-class ServerCall(Protocol):
-    """A call that is open. Failures are `grpc.RpcError`."""
-
-    async def write(self, pieces: Sequence[Piece]) -> None:
-        """Send a message in pieces, which must not change until it is answered."""
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        """The serialized answers."""
-
-    def cancel(self) -> object:
-        """Give the call up, if it has not ended."""
 
 
 class ServerCalls:
@@ -45,10 +28,9 @@ class ServerCalls:
     """
 
     def __init__(self, node: Node, channel: grpc.aio.Channel) -> None:
-        self._node = node
+        self._stream_port = StreamPort(node)
         self._streams: StreamChannel | None = None
         self._port = 0
-        self._refused = ""
         # The outbox writes messages around their payloads, and payloads are not copied out of them.
         self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"{_SERVICE}PushPull", request_serializer=None, response_deserializer=None
@@ -77,12 +59,8 @@ class ServerCalls:
         if not port:
             return
         self._port = port
-        host, _ = split_address(self._node.address, "address")
-        deadline_s = min(deadline_s, _CONNECT_S)
-        try:
-            streams = await StreamChannel.connect(host, port, deadline_s)
-        except OSError as error:
-            self._refuse(f"it cannot be reached: {error!r}")
+        streams = await self._stream_port.connect(port, deadline_s)
+        if streams is None:
             return
         try:
             raw = await streams.unary(
@@ -90,14 +68,15 @@ class ServerCalls:
             )
             there = parameters_pb2.OpenSessionResponse.FromString(cast(bytes, raw))
         except grpc.RpcError as error:
-            self._refuse(f"OpenSession failed there: {cast(grpc.Call, error).details()}")
+            details = cast(grpc.Call, error).details()
+            self._stream_port.refuse(f"OpenSession failed there: {details}")
         else:
             expected = (response.node_id, response.incarnation)
             if (there.node_id, there.incarnation) == expected:
                 self._streams = streams
-                self._refused = ""
+                self._stream_port.confirm()
             else:
-                self._refuse(f"server {there.node_id} answers there")
+                self._stream_port.refuse(f"server {there.node_id} answers there")
         finally:  # also where this client is closed meanwhile
             if self._streams is not streams:
                 streams.close()
@@ -106,7 +85,7 @@ class ServerCalls:
         """A PushPull stream."""
         if self._streams is not None and self._streams.is_open:
             return self._streams.call(f"{_SERVICE}PushPull")
-        return _GrpcioCall(self._push_pull())
+        return GrpcioCall(self._push_pull())
 
     async def pull(self, request: parameters_pb2.PullRequest, timeout_s: float) -> ServerCall:
         """A Pull."""
@@ -116,43 +95,10 @@ class ServerCalls:
             await call.write((raw,))
             call.done_writing()
             return call
-        return _GrpcioCall(self._pull(raw, timeout=timeout_s))
+        return GrpcioCall(self._pull(raw, timeout=timeout_s))
 
     def close(self) -> None:
         """Leave the stream port; calls that are open there fail."""
         if self._streams is not None:
             self._streams.close()
             self._streams = None
-
-    def _refuse(self, reason: str) -> None:
-        """Say why the stream port is not used, once."""
-        if reason != self._refused:
-            self._refused = reason
-            logs.warning(
-                "stream_port_not_used",
-                server=self._node.node_id,
-                address=self._node.address,
-                stream_port=self._port,
-                reason=reason,
-            )
-
-
-class _GrpcioCall:
-    """A call of grpcio's, which takes messages in one piece."""
-
-    def __init__(
-        self,
-        call: grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes],
-    ) -> None:
-        self._call = call
-
-    async def write(self, pieces: Sequence[Piece]) -> None:
-        message = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        stream = cast("grpc.aio.StreamStreamCall[bytes, bytes]", self._call)
-        await stream.write(bytes(message))
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return aiter(self._call)
-
-    def cancel(self) -> object:
-        return self._call.cancel()

@@ -55,13 +55,23 @@ class StreamServer:
         self._end_trimming: Callable[[], None] | None = None
 
     @classmethod
-    async def start(cls, listen: str, service: str, handlers: Handlers) -> StreamServer:
+    async def start(cls, listen: str, services: Mapping[str, Handlers]) -> StreamServer:
         """Bind and answer calls.
+
+        Args:
+            listen: "host:port"; port 0 is a free one.
+            services: the methods, by the service's full name.
 
         Raises:
             InvalidConfig: the address is malformed or cannot be bound.
         """
-        server = cls({f"/{service}/{name}": handler for name, handler in handlers.items()})
+        server = cls(
+            {
+                f"/{service}/{name}": handler
+                for service, handlers in services.items()
+                for name, handler in handlers.items()
+            }
+        )
         host, port = split_address(listen, "stream_listen")
         loop = asyncio.get_running_loop()
         try:

@@ -123,7 +123,7 @@ class Methods:
 @contextlib.asynccontextmanager
 async def stream_server() -> AsyncIterator[tuple[StreamServer, Methods]]:
     methods = Methods()
-    server = await StreamServer.start("127.0.0.1:0", SERVICE, methods.handlers())
+    server = await StreamServer.start("127.0.0.1:0", {SERVICE: methods.handlers()})
     try:
         yield server, methods
     finally:

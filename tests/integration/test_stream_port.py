@@ -305,6 +305,6 @@ def test_an_address_that_cannot_be_bound_is_named(run: Run) -> None:
         async with stream_server() as (server, _):
             address = f"127.0.0.1:{server.port}"
             with pytest.raises(InvalidConfig, match=f"'{address}', which cannot be bound"):
-                await StreamServer.start(address, SERVICE, {})
+                await StreamServer.start(address, {SERVICE: {}})
 
     run(main())
