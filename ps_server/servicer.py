@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from ps_core import limits
@@ -248,21 +248,28 @@ async def _begin_read(
     """Answer a read that came on a stream: now, if it can be, else in a task."""
     number = request.read_number
     if number and stream.reads.is_full:
-        for part in framed(refused(request), number):
-            await stream.put_part(part)
+        await _put_all(stream, framed(refused(request), number))
         return
     reading = Reading(node, request, stream.session)
     answer = reading.at_once() if number and stream.has_part_room else None
-    if answer is not None:
+    if answer is None:
+        task = await stream.reads.start(number, _put(stream, reading.parts(), number))
+        task.add_done_callback(lambda _: reading.close())
+    elif sum(map(len, answer)) <= limits.STREAM_READ_BYTES:
         stream.put_parts(framed(answer, number))
-        return
-    task = await stream.reads.start(number, _put(stream, number, reading.parts()))
-    task.add_done_callback(lambda _: reading.close())
+    else:
+        await stream.reads.start(number, _put_all(stream, framed(answer, number)))
 
 
-async def _put(stream: EntryStream, number: int, answer: AsyncIterator[bytes]) -> None:
-    """Send the parts of a read's answer on the stream that it came by."""
+async def _put(stream: EntryStream, answer: AsyncIterator[bytes], number: int) -> None:
+    """Send the parts of a read's answer on the stream that it came by, as they come."""
     async for part in framed_as_it_comes(answer, number):
+        await stream.put_part(part)
+
+
+async def _put_all(stream: EntryStream, parts: Iterable[bytes]) -> None:
+    """Send parts that are there, as fast as the stream takes them."""
+    for part in parts:
         await stream.put_part(part)
 
 

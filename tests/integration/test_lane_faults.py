@@ -213,6 +213,23 @@ def _ring(server: Served) -> str:
     return rings[0] if rings else ""
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_what_moves_is_counted_by_the_servers(cluster: LaneCluster, lane: str) -> None:
+    names = ("received_bytes_total", "sent_bytes_total", "pull_duration_seconds_count")
+
+    def counts() -> list[float]:
+        return [cluster.metric(f"pushpull_server_{name}") for name in names]
+
+    with worker(cluster, lane) as client:
+        handle = table(client, f"counted over {lane}")
+        before = counts()
+        client.wait(client.push(handle, gradient()))
+        assert np.all(steps_in(client, handle) == 1)
+        received, sent, pulls = (now - was for now, was in zip(counts(), before, strict=True))
+    assert received == sent == SIZE * 4
+    assert pulls >= 2  # one at each server
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["streams", "grpcio"])
 def wire(request: pytest.FixtureRequest) -> Iterator[CutWire]:
     with cut_wire(workers=4, streams=request.param) as made:

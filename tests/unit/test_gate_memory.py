@@ -81,6 +81,16 @@ def test_a_sum_that_waits_for_its_scale_counts_until_it_has_it() -> None:
     assert gate.room.held_bytes == 0
 
 
+def test_entries_that_come_again_are_counted() -> None:
+    gate = Gate(1, Consistency(Mode.BSP))
+    gate.push(0)
+    gate.seal(0)
+    assert gate.bench.machine.resent_count == 0
+    gate.push(0)
+    gate.seal(0)
+    assert gate.bench.machine.resent_count == BLOCK_COUNT + 1
+
+
 def test_a_sum_that_is_given_up_counts_no_more() -> None:
     gate = Gate(2, Consistency(Mode.BSP))
     gate.push(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from ps_core import errors as tree
 from ps_runtime import clock, logs, metrics
@@ -141,6 +141,27 @@ def test_all_metrics_live_in_one_registry_and_have_pushpull_names_and_help() -> 
     ours = [m for m in registry.collect() if not m.name.startswith(("python_", "process_"))]
     assert len(ours) > 20
     assert all(m.name.startswith("pushpull_") and m.documentation.endswith(".") for m in ours)
+
+
+def test_a_loop_counter_shows_what_a_counter_shows() -> None:
+    texts = []
+    for kind in (metrics.LoopCounter, Counter):
+        registry = CollectorRegistry()
+        counter = kind("waits_total", "Waits.", registry=registry)
+        counter.inc()
+        counter.inc(41)
+        lines = generate_latest(registry).decode().splitlines()
+        texts.append([line for line in lines if "_created" not in line])
+    assert texts[0] == texts[1]
+    assert "waits_total 42.0" in texts[0]
+
+
+def test_a_loop_counter_can_show_what_another_counts() -> None:
+    registry = CollectorRegistry()
+    counter = metrics.LoopCounter("waits_total", "Waits.", registry=registry)
+    counter.set_function(lambda: 7)
+    assert counter.count == 7
+    assert "waits_total 7.0" in generate_latest(registry).decode()
 
 
 def test_a_loop_histogram_shows_what_a_histogram_shows() -> None:
