@@ -76,6 +76,22 @@ def test_reads_without_a_number_are_answered_in_turn(wire: Wire, bad: RawWorker)
     assert read_values[-1] == payload(-0.5)
 
 
+def test_long_answers_come_whole(wire: Wire, bad: RawWorker) -> None:
+    """They are there at once, but do not leave at once."""
+    count = 2 * limits.STREAM_READ_BYTES // 4
+    table = wire.create("long answers", element_count=count, block_elements=count)
+    header, *_ = _step(bad, table, 1.0)
+    read_count = 20
+    reads = [
+        Request(pull=wire.pull_request(table, [0], read_number=number))
+        for number in range(1, read_count + 1)
+    ]
+    parts = _answers(wire, table, [header, *reads])
+    assert all(part.is_last for part in parts)
+    assert sorted(part.read_number for part in parts) == list(range(1, read_count + 1))
+    assert {len(part.pull.block.payload) for part in parts} == {4 * count}
+
+
 def test_answers_do_not_wait_for_what_never_follows(wire: Wire, bad: RawWorker) -> None:
     """A sender says that more follows, and waits for its answers instead."""
     table = wire.create("more to follow", blocks=1)
