@@ -73,6 +73,7 @@ class Load:
 
     Attributes:
         committed: its steps that have been committed.
+        pushed: its steps.
         on_commit: told of each when it was begun and when that was known, by `time.monotonic`.
     """
 
@@ -87,7 +88,9 @@ class Load:
         self._stop = threading.Event()
         self._news = threading.Condition()
         self._failure: BaseException | None = None
+        self._last = 0
         self.committed = 0
+        self.pushed = 0
         self.on_commit: Callable[[float, float], None] = _ignore
 
     def run(self) -> int:
@@ -96,16 +99,15 @@ class Load:
         """
         waiting: deque[tuple[ps.PushTicket, float]] = deque()
         seen = np.zeros((self._counted.block_count, self._counted.world), np.int64)
-        pushed = 0
         try:
-            while not self._stop.is_set():
+            while self.pushed < self._last or not self._stop.is_set():
                 begun_s = time.monotonic()
                 waiting.append((self._client.push(self._table, self._gradient), begun_s))
-                pushed += 1
+                self.pushed += 1
                 if len(waiting) >= self._in_flight:
                     self._commit(*waiting.popleft())
-                if pushed % 8 == 0:
-                    seen = self._read(seen, pushed)
+                if self.pushed % 8 == 0:
+                    seen = self._read(seen)
             for ticket, begun_s in waiting:
                 self._commit(ticket, begun_s)
         except BaseException as failure:
@@ -115,7 +117,7 @@ class Load:
             with self._news:
                 self._stop.set()
                 self._news.notify_all()
-        return pushed
+        return self.pushed
 
     def _commit(self, ticket: ps.PushTicket, begun_s: float) -> None:
         self._client.wait(ticket)
@@ -124,8 +126,8 @@ class Load:
             self.committed += 1
             self._news.notify_all()
 
-    def _read(self, seen: npt.NDArray[np.int64], pushed: int) -> npt.NDArray[np.int64]:
-        least = self.committed
+    def _read(self, seen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        least, pushed = self.committed, self.pushed
         found = self._counted.steps(self._client.pull(self._table))
         assert np.all(found >= seen), "a read takes back what another one showed"
         own = found[:, self._client.rank]
@@ -145,6 +147,20 @@ class Load:
     def stop(self) -> None:
         """Push no more."""
         self._stop.set()
+
+    def stop_after(self, last: int) -> None:
+        """Push no more than so many steps."""
+        self._last = last
+        self._stop.set()
+
+
+def stop_together(loads: list[Load]) -> None:
+    """All end with the same step, which none has begun: under SSP one that is ahead would wait for
+    one that pushes no more.
+    """
+    last = max(load.pushed for load in loads) + 100
+    for load in loads:
+        load.stop_after(last)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from tests.integration.counted_steps import BLOCK, Counted, Load
+from tests.integration.counted_steps import BLOCK, Counted, Load, stop_together
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
     ReplicatedCluster,
@@ -167,17 +167,14 @@ def test_a_consistent_read_and_a_change_of_consistency_end_well(
                 change("ssp:1")
                 look()
             finally:
-                for load in loads:
-                    load.stop()
+                stop_together(loads)
 
         *taken, _ = together([*(load.run for load in loads), disturb])
     cluster.kill(dying)
     cluster.taken_over_from(dying)
     for found in read:
         assert np.all(found == found[0]), "a consistent read is of several clocks"
-    # Under SSP the one that is ahead would wait for the other, which takes no more steps.
-    behind, table = min(made, key=lambda pair: pair[1].clock)
-    COUNTED.check(behind.pull(table), taken)
+    COUNTED.check(clients[0].pull(made[0][1]), taken)
 
 
 # --- a worker dies with a server
