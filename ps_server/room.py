@@ -10,8 +10,8 @@ Rules:
 
 Invariants:
     ROOM-1  Staged bytes and sums never exceed the capacity.
-    ROOM-3  A step never releases more than it stages.
     ROOM-2  The capacity holds a sum and any one step whole, so the lowest step always finds room.
+    ROOM-3  A step never releases more than it stages.
     ROOM-4  Sums are never larger than a step.
 
 What it deliberately does not do: hold payloads, or know ranges and sequences.

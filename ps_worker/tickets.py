@@ -105,7 +105,7 @@ class PullTicket(Generic[ResultT]):
 
 def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
     """Wait until all are done, or the first has failed, or time is up: as
-    `concurrent.futures.wait` does, in a fifth of its calls.
+    `concurrent.futures.wait` does, in fewer calls, which a small `push_pull` feels.
 
     Blocking: up to `timeout_s`; Ctrl-C interrupts it.
     """
