@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 from ps_core import limits
 from ps_core.change import Change, Join, TableCut
@@ -433,12 +435,9 @@ class Table:
         """The range that block `block` lives in."""
         return range_of_slot(slot_of_ordinal(self.first_ordinal + block), range_count)
 
-    def blocks_by_range(self, range_count: int) -> dict[RangeId, tuple[int, ...]]:
+    def blocks_by_range(self, range_count: int) -> Mapping[RangeId, tuple[int, ...]]:
         """The table's blocks, by range, each ascending; ranges that hold none are absent."""
-        found: dict[RangeId, list[int]] = {}
-        for block in range(self.block_count):
-            found.setdefault(self.range_of_block(block, range_count), []).append(block)
-        return {range_id: tuple(blocks) for range_id, blocks in sorted(found.items())}
+        return _blocks_by_range(self.first_ordinal, self.block_count, range_count)
 
     @cached_property
     def numbers(self) -> StepNumbers:
@@ -466,6 +465,18 @@ class Table:
             if low < high:
                 found.append(Segment(index, low - begin, high - begin))
         return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _blocks_by_range(
+    first_ordinal: int, block_count: int, range_count: int
+) -> Mapping[RangeId, tuple[int, ...]]:
+    """Of a table; kept, since every view that arrives asks for it again."""
+    found: dict[RangeId, list[int]] = {}
+    for block in range(block_count):
+        range_id = range_of_slot(slot_of_ordinal(first_ordinal + block), range_count)
+        found.setdefault(range_id, []).append(block)
+    return MappingProxyType({range_id: tuple(found[range_id]) for range_id in sorted(found)})
 
 
 def presence_bytes(segment_count: int) -> int:

@@ -63,7 +63,7 @@ class LogFollower:
         self._shards = shards
         self._range_count = range_count
         self._starts = starts
-        self._blocks: dict[TableId, dict[RangeId, tuple[int, ...]]] = {}
+        self._blocks: dict[TableId, Mapping[RangeId, tuple[int, ...]]] = {}
         self._segment = 0
         self._reader = ReplicationReader(is_open=True)
 

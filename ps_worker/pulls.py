@@ -15,7 +15,7 @@ Everything belongs to the background loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ from ps_core.errors import (
     StaleAssignment,
     WaitExpired,
 )
-from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.keys import NodeId, RangeId
 from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
@@ -113,7 +113,6 @@ class Puller:
         self._links = links
         self._counters = counters
         self._view = view
-        self._blocks: dict[TableId, dict[RangeId, tuple[int, ...]]] = {}
         self._asked: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
 
     def take_view(self, view: ClusterView) -> None:
@@ -187,13 +186,9 @@ class Puller:
         counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
         return _Reading(order, clock, deadline_s, wanted, counts)
 
-    def blocks_by_range(self, table: Table) -> dict[RangeId, tuple[int, ...]]:
+    def blocks_by_range(self, table: Table) -> Mapping[RangeId, tuple[int, ...]]:
         """The table's blocks by range."""
-        found = self._blocks.get(table.table_id)
-        if found is None:
-            found = table.blocks_by_range(len(self._view().ranges))
-            self._blocks[table.table_id] = found
-        return found
+        return table.blocks_by_range(len(self._view().ranges))
 
     def links_of(self, table: Table) -> list[ServerLink]:
         """The servers that have a part of the table.
