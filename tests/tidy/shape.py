@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source
 
 MAX_FUNCTION_LINES = 70
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_PARAMETERS = 6
 MAX_LINE_CHARACTERS = 100
 
@@ -47,7 +47,7 @@ def check_function_length(source: Source) -> Iterator[Finding]:
 
 
 def check_file_length(source: Source) -> Iterator[Finding]:
-    """A file has at most 500 lines."""
+    """A file has at most 800 lines: one idea, however long, is not cut for its length."""
     lines = source.text.count("\n")
     if lines > MAX_FILE_LINES:
         yield Finding(source.path, lines, f"the file has {lines} lines; at most {MAX_FILE_LINES}")
