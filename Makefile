@@ -11,6 +11,7 @@ PYTHON ?= python3
 COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
+ROUNDS ?= 3
 KIND ?=
 CHAOS ?=
 TORCH_INDEX ?=
@@ -29,7 +30,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format sim sim-mutants core-mutants chaos bench bench-check checkpoint-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +76,12 @@ lint: $(READY) ## Lint and type-check the code and the protos
 format: $(READY) ## Format the code and apply the lint's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+fuzz: $(READY) ## Draw other examples than `make test` has, ROUNDS=3 times; each says its seed (SEED=17: that one alone)
+	@for round in $$(seq $(if $(SEED),1,$(ROUNDS))); do seed=$(or $(SEED),$$(( RANDOM * 32768 + RANDOM ))); \
+	echo "make fuzz SEED=$$seed"; \
+	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis or drawn' --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(FAST_TESTS) \
+	|| { echo "To see it again: make fuzz SEED=$$seed" >&2; exit 1; }; done
 
 sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED= with its transcript (KIND=failover: only those)
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(KIND),--kind $(KIND))

@@ -7,6 +7,7 @@ Rules:
       model would be begun again and again. The oldest go when the log is above its bound, and every
       range begins in a later one.
     - A range that begins in an older segment lags, until a base of it is on its way.
+    - What is appended is written in that order: how many beginnings are written says which.
 
 Invariants:
     SEG-1  A segment in which a range begins, of which all is there, is not let go, nor any later.
@@ -16,6 +17,7 @@ What it deliberately does not do: write, or remove files (`ps_server.update_log`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from ps_core.keys import RangeId
@@ -39,8 +41,8 @@ class LogSegments:
         self._bound_bytes = bound_bytes
         self._sizes = dict(sizes)
         self._starts = dict(starts)
-        self._live = set(starts)  # ranges that have begun in the log, and not ended
-        self._on_its_way: set[RangeId] = set()  # those that begin in what is not written yet
+        # Beginnings that are not written yet: range, segment; None where the range has ended since.
+        self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
         self._update_bytes = 0  # in the newest segment
 
     @property
@@ -56,9 +58,14 @@ class LogSegments:
     @property
     def lagging(self) -> list[RangeId]:
         """The ranges that lag, the oldest first: a base of each lets what is old go."""
-        newest = self.newest
-        found = [r for r, at in self._starts.items() if at < newest and r not in self._on_its_way]
+        newest, coming = self.newest, self._coming
+        found = [r for r, at in self._starts.items() if at < newest and r not in coming]
         return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
+
+    @property
+    def _coming(self) -> set[RangeId]:
+        """The ranges that begin in what is not written yet."""
+        return {each[0] for each in self._on_its_way if each is not None}
 
     def begin(self, byte_count: int) -> int:
         """Another segment, which begins with so much; its number."""
@@ -73,17 +80,18 @@ class LogSegments:
         if kind is FrameKind.BATCH:
             self._update_bytes += byte_count
         elif kind in (FrameKind.BASE, FrameKind.BEGUN):
-            self._live.add(range_id)
-            self._on_its_way.add(range_id)
+            self._on_its_way.append((range_id, self.newest))
         elif kind is FrameKind.ENDED:
-            self._live.discard(range_id)
-            self._on_its_way.discard(range_id)
+            still = [None if each and each[0] == range_id else each for each in self._on_its_way]
+            self._on_its_way = deque(still)
             self._starts.pop(range_id, None)
 
-    def wrote(self, starts: Mapping[RangeId, int]) -> None:
-        """Ranges whose beginning is written now, and in which segment."""
-        self._starts |= {r: at for r, at in starts.items() if r in self._live}
-        self._on_its_way -= starts.keys()
+    def wrote(self, begin_count: int) -> None:
+        """So many beginnings more are written, `BASE` and `BEGUN`: the first that were not."""
+        for _ in range(begin_count):
+            begun = self._on_its_way.popleft()
+            if begun is not None:
+                self._starts[begun[0]] = begun[1]
 
     def is_full(self, state_bytes: int) -> bool:
         """Whether another segment should begin.
@@ -91,7 +99,7 @@ class LogSegments:
         Args:
             state_bytes: what bases of all ranges would take, about.
         """
-        if self.lagging or self._on_its_way:
+        if self.lagging or self._coming:
             return False
         return self._update_bytes >= max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
 

@@ -66,12 +66,12 @@ class Written:
 
     Attributes:
         numbers: the newest batch, by range and tenure.
-        starts: the ranges that begin there, and in which segment.
+        begin_count: how many ranges begin there.
         byte_count: of all of it.
     """
 
     numbers: dict[tuple[RangeId, AssignmentEpoch], int] = field(default_factory=dict)
-    starts: dict[RangeId, int] = field(default_factory=dict)
+    begin_count: int = 0
     byte_count: int = 0
 
 
@@ -168,7 +168,7 @@ class UpdateLog:
             logs.error("update_log_failed", reason=problem)
             return
         self.queued_bytes -= written.byte_count
-        self.segments.wrote(written.starts)
+        self.segments.wrote(written.begin_count)
         self.on_written(written)
 
     async def close(self) -> None:
@@ -240,9 +240,7 @@ class _Writer(threading.Thread):
             if item.kind in (FrameKind.BASE, FrameKind.BATCH):
                 written.numbers[item.range_id, item.tenure] = item.number
             if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
-                written.starts[item.range_id] = self._segment
-            elif item.kind is FrameKind.ENDED:
-                written.starts.pop(item.range_id, None)
+                written.begin_count += 1
         if self._is_synced and self._descriptor is not None:
             self._disk.sync(self._descriptor)
         return written

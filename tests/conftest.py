@@ -6,14 +6,23 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from ps_runtime.imported import spared
 from ps_runtime.role_starts import begin_by
 from tests.integration.warm_roles import FORKER, begin_warm
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
-settings.register_profile("pushpull", deadline=None)
+# Examples are the same every time: what fails in one clone fails in all. `make fuzz` has others.
+settings.register_profile("pushpull", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
 settings.load_profile("pushpull")
+# Hypothesis would also draw constants of the modules that are imported: which those are depends on
+# the tests that run beside, and on what ran before.
+vars(providers)["is_local_module_file"] = lambda _path: False
+
+SEED = 20_240_229
+"""Of every test that draws for itself, but under `make fuzz`."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,6 +51,13 @@ def sim_seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
     if only is not None:
         return (only,)
     return tuple(range(request.config.getoption("--sim-seeds")))
+
+
+@pytest.fixture(scope="session")
+def drawn_seed(request: pytest.FixtureRequest) -> int:
+    """The seed of a test that draws for itself: `make fuzz` gives another each time."""
+    given: str | None = request.config.getoption("--hypothesis-seed")
+    return SEED if given is None else int(given)
 
 
 @pytest.fixture(scope="session", autouse=True)

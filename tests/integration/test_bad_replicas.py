@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
 import sys
@@ -236,7 +235,7 @@ _NOBODYS = replication_pb2.Beat(sent_s=1.0, range_ids=[1_000_000], assignment_ep
     "message",
     [
         b"\xff\xff\xff",
-        os.urandom(64),
+        bytes(range(150, 214)),
         replication_pb2.ReplicateRequest(beat=_UNEVEN).SerializeToString(),
         replication_pb2.ReplicateRequest(beat=_NOBODYS).SerializeToString(),
         replication_pb2.ReplicateRequest(

@@ -95,7 +95,7 @@ def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
 def test_data_loaders_with_processes_do_not_hang(client: ps.Client, method: str) -> None:
     model = nn.Linear(12, 2)
     optimizer = optimizer_for(client, model, name=f"loader-{method}")
-    dataset = TensorDataset(torch.randn(24, 12))
+    dataset = TensorDataset(torch.linspace(-1, 1, 24 * 12).reshape(24, 12))
     loader = DataLoader(dataset, 6, num_workers=2, multiprocessing_context=method)
     steps = 0
     for _ in range(2):

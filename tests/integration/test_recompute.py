@@ -34,6 +34,7 @@ class Spread(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.long = nn.Parameter(torch.randn(220))
         self.short = nn.Parameter(torch.randn(36))
         self.wide = nn.Parameter(torch.randn(2, 64))

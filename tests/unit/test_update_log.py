@@ -17,7 +17,7 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.disk import Disk
 from ps_server.kept_log import claimable
-from ps_server.update_log import Item, Written, _Writer
+from ps_server.update_log import Item, _Writer
 from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log_reader import scan
@@ -140,21 +140,6 @@ def test_a_server_at_rest_writes_nothing_whatever_its_size(tmp_path: Path) -> No
             server.node.tick()
             await server.written()
         assert (server.log.segments.newest, server.log.segments.byte_count) == at_rest
-        await server.end()
-
-    ran(scene)
-
-
-def test_a_range_that_ends_while_its_base_is_on_its_way_holds_no_segment(tmp_path: Path) -> None:
-    async def scene() -> None:
-        server = LoggedServer(tmp_path, 1, Setting())
-        await server.push(1)
-        server.log.append(Item(FrameKind.BASE, ((b"",),), RangeId(0)))
-        server.log.append(Item(FrameKind.ENDED, ((b"",),), RangeId(0)))
-        server.log._heard(Written(starts={RangeId(0): 1}), "")  # of the base, in a group of its own
-        await server.written()
-        server.log._next_segment()
-        assert server.log.segments.lagging == [RangeId(1)]
         await server.end()
 
     ran(scene)
