@@ -203,6 +203,8 @@ MAX_HTTP_REQUEST_BYTES = 8192
 """Request line and headers of a GET on a node's HTTP port."""
 
 MAX_HTTP_CONNECTION_COUNT = 64
+"""Beyond it the oldest is closed."""
+
 HTTP_REQUEST_DEADLINE_S = 5.0
 """From the accept of an HTTP connection to its close."""
 

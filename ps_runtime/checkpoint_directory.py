@@ -82,17 +82,20 @@ def locate(url: str) -> Location:
     """The place that a URL or a path names; a path is made absolute.
 
     Raises:
-        InvalidConfig: it is empty, or of a protocol that fsspec does not know or lacks what for.
+        InvalidConfig: it is empty or no text, or of a protocol that fsspec does not know, lacks
+            what for, or cannot open by a URL alone.
     """
     if not url:
         raise InvalidConfig("the checkpoints' URL is empty; expected a path or a URL")
+    if not url.isprintable():
+        raise InvalidConfig(f"the checkpoints' URL is {url!a}; expected printable characters")
     protocol = url.split("://", 1)[0].rsplit("::", 1)[-1] if "://" in url else "file"
     try:
         filesystem, path = url_to_fs(url)
     except ImportError as error:
         needed = _EXTRAS.get("s3" if protocol == "s3a" else protocol, str(error))
         raise InvalidConfig(f"{url}: '{protocol}' needs {needed}") from error
-    except (ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - each filesystem has errors of its own
         raise InvalidConfig(
             f"{url}: {error}; expected a path, or a URL that fsspec knows"
         ) from None

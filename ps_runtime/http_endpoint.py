@@ -1,7 +1,8 @@
 """The HTTP port of a node: GET /metrics for Prometheus and GET /healthz for probes.
 
 Small on purpose: one request a connection, bounded in size, time and number, on the node's own
-event loop. It is no web server and parses nothing beyond the request line.
+event loop. Where connections are too many the oldest makes room for the newest: a probe is
+answered while others say nothing. It is no web server and parses nothing beyond the request line.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class HttpEndpoint:
         self._registry = registry
         self._is_serving = is_serving
         self._request_deadline_s = request_deadline_s
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -74,9 +75,9 @@ class HttpEndpoint:
         if task is None:
             return
         if len(self._connections) >= MAX_HTTP_CONNECTION_COUNT:
-            writer.transport.abort()
-            return
-        self._connections.add(task)
+            oldest = next(iter(self._connections))
+            self._connections.pop(oldest).transport.abort()  # which ends its task
+        self._connections[task] = writer
         try:
             async with asyncio.timeout(self._request_deadline_s):
                 writer.write(await self._respond(reader))
@@ -89,7 +90,7 @@ class HttpEndpoint:
             logs.debug("http_request_dropped")
         finally:
             writer.transport.abort()  # whatever is still unsent has had its time
-            self._connections.discard(task)
+            self._connections.pop(task, None)
 
     async def _respond(self, reader: asyncio.StreamReader) -> bytes:
         try:

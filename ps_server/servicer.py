@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ps_core import limits
@@ -253,17 +254,17 @@ async def _begin_read(
     reading = Reading(node, request, stream.session)
     answer = reading.at_once() if number and stream.has_part_room else None
     if answer is None:
-        task = await stream.reads.start(number, _put(stream, reading.parts(), number))
+        task = await stream.reads.start(number, partial(_put, stream, reading, number))
         task.add_done_callback(lambda _: reading.close())
     elif sum(map(len, answer)) <= limits.STREAM_READ_BYTES:
         stream.put_parts(framed(answer, number))
     else:
-        await stream.reads.start(number, _put_all(stream, framed(answer, number)))
+        await stream.reads.start(number, partial(_put_all, stream, framed(answer, number)))
 
 
-async def _put(stream: EntryStream, answer: AsyncIterator[bytes], number: int) -> None:
+async def _put(stream: EntryStream, reading: Reading, number: int) -> None:
     """Send the parts of a read's answer on the stream that it came by, as they come."""
-    async for part in framed_as_it_comes(answer, number):
+    async for part in framed_as_it_comes(reading.parts(), number):
         await stream.put_part(part)
 
 

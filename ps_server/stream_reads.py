@@ -15,6 +15,8 @@ from typing import Any
 
 from ps_core import limits
 
+BeginRead = Callable[[], Coroutine[Any, Any, None]]
+
 
 class StreamReads:
     """The reads of one stream.
@@ -38,12 +40,17 @@ class StreamReads:
         """Whether a read with a number must be refused."""
         return len(self._tasks) >= limits.MAX_STREAM_READ_COUNT
 
-    async def start(self, number: int, read: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a read; one without a number waits for its turn while too many are on their way."""
+    async def start(self, number: int, read: BeginRead) -> asyncio.Task[None]:
+        """Begin a read; one without a number waits for its turn while too many are on their way.
+
+        Args:
+            number: its number; 0: it has none.
+            read: begins it; it may never be called, if the stream ends before.
+        """
         while self.is_full and not number:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         if number:
-            task = asyncio.create_task(read)
+            task = asyncio.create_task(read())
         else:
             task = self._last = asyncio.create_task(_after(self._last, read))
         self._tasks.add(task)
@@ -61,11 +68,7 @@ class StreamReads:
         self._on_end(None if task.cancelled() else task.exception())
 
 
-async def _after(before: asyncio.Task[None] | None, read: Coroutine[Any, Any, None]) -> None:
-    try:
-        if before is not None:
-            await asyncio.wait([before])
-    except BaseException:
-        read.close()
-        raise
-    await read
+async def _after(before: asyncio.Task[None] | None, read: BeginRead) -> None:
+    if before is not None:
+        await asyncio.wait([before])
+    await read()

@@ -8,6 +8,8 @@ Rules:
     - A peer that breaks the protocol, or a bound, ends its connection, and nobody else's.
     - What is received counts until it is consumed, on the stream and on the connection, so that
       a peer can fill no memory. What comes on a stream that has gone counts as consumed.
+    - Frames that bring nothing are counted, whatever their type; what is said and heard pays for
+      them, and so does time. A peer that sends more of them than that ends its connection.
 
 Invariants:
     H2C-1  A peer never has more on its way to us than the windows that it was told.
@@ -41,6 +43,22 @@ _MAX_CONTROL_FRAME_BYTES = 32 * 1024
 _MAX_RESET_COUNT = 1000
 """Streams that a peer may open and reset beyond those that came to their end."""
 
+_MAX_VAIN_COUNT = 2000
+"""Frames that bring nothing, beyond those that are paid for, until `renew`."""
+
+_PAID_COUNT = 10
+"""So many of them a message that comes pays for, and a frame of DATA that leaves: its reader widens
+two windows, and may ask for the time that a ping takes."""
+
+_LEAST_DATA_BYTES = 1024
+"""DATA that is shorter, and completes no message, brings nothing."""
+
+_MAX_LATE_COUNT = 1000
+"""Streams that were ended here first, so that the peer's own end of them may still come."""
+
+_STREAM_FRAMES = (FrameType.HEADERS, FrameType.CONTINUATION, FrameType.RST_STREAM)
+"""What they bring is counted by what they do."""
+
 
 class Connection:
     """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens.
@@ -73,6 +91,9 @@ class Connection:
         self._next_id = 1
         self._last_peer_id = 0
         self._reset_count = 0
+        self._vain_count = 0
+        self._paid_frame_count = 0
+        self._late_ids: dict[int, None] = {}
         self._peer_stream_count = wire.MAX_WINDOW_BYTES
         self._window = bounds.connection_window_bytes
         self._credit = 0
@@ -132,6 +153,7 @@ class Connection:
         """Drop a stream, and tell the peer so."""
         if self._is_open(stream):
             self.output.put(wire.reset(stream.stream_id, code))
+            self._end_here(stream.stream_id)
             self._drop(stream)
 
     def go_away(self, code: ErrorCode = ErrorCode.NO_ERROR, text: str = "") -> None:
@@ -145,6 +167,10 @@ class Connection:
         stream.unconsumed -= count
         self._credit_stream(stream, count)
         self._give_back(count)
+
+    def renew(self) -> None:
+        """Time has passed: frames that brought nothing are forgiven."""
+        self._vain_count = 0
 
     def broken(self, text: str) -> None:
         """The connection is gone: every stream hears of it."""
@@ -277,6 +303,7 @@ class Connection:
             return self._begin_body(head, view, begins)
         take = self._controls.get(head.kind)
         if take is None:
+            self._in_vain()
             self._skip_left = head.length
             return begins
         if head.length > _MAX_CONTROL_FRAME_BYTES:
@@ -285,8 +312,22 @@ class Connection:
             )
         if end - begins < head.length:
             return at
+        if head.kind not in _STREAM_FRAMES:
+            self._in_vain()
         take(head, bytes(view[begins : begins + head.length]))
         return begins + head.length
+
+    def _in_vain(self) -> None:
+        """A frame brings nothing."""
+        self._vain_count += 1
+        if self._vain_count <= _MAX_VAIN_COUNT:
+            return
+        sent = self.output.data_frame_count
+        self._vain_count -= _PAID_COUNT * (sent - self._paid_frame_count)
+        self._paid_frame_count = sent
+        if self._vain_count > _MAX_VAIN_COUNT:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "frames that bring nothing")
+        self._vain_count = max(self._vain_count, 0)
 
     def _check_place(self, head: FrameHead) -> None:
         if not self._has_settings and head.kind != FrameType.SETTINGS:
@@ -308,6 +349,8 @@ class Connection:
         if stream is not None and stream.peer_has_ended:
             raise ConnectionBroken(ErrorCode.STREAM_CLOSED, "DATA behind the end of its stream")
         self._body_ends = bool(head.flags & Flag.END_STREAM)
+        if stream is None or (head.length - overhead < _LEAST_DATA_BYTES and not self._body_ends):
+            self._in_vain()  # a message that it completes pays for it
         if stream is None or stream.is_deaf:
             self._skip_left = head.length - min(overhead, 1)
             self._give_back(head.length)
@@ -351,6 +394,7 @@ class Connection:
         return stop
 
     def _hand_over(self, stream: Stream, messages: list[Piece]) -> None:
+        self._vain_count = max(self._vain_count - _PAID_COUNT * len(messages), 0)
         for message in messages:
             if stream.is_deaf:
                 return
@@ -401,8 +445,8 @@ class Connection:
         stream = self.streams.get(head.stream_id)
         if stream is None:
             if self._accept is None or head.stream_id <= self._last_peer_id:
-                self._check_not_idle(head)
-                return  # of a stream that has gone
+                self._check_late(head)
+                return
             self._last_peer_id = head.stream_id
             stream = self._accepted(head, fields, self._accept)
         elif stream.peer_has_ended or (self._accept is not None and not ends):
@@ -414,11 +458,30 @@ class Connection:
         if stream is not None and ends and self._is_open(stream):
             self._peer_ended(stream)
 
+    def _end_here(self, stream_id: int) -> None:
+        """A stream of the peer's ends before the peer has ended it."""
+        self._late_ids[stream_id] = None
+        if len(self._late_ids) > _MAX_LATE_COUNT:
+            del self._late_ids[next(iter(self._late_ids))]
+
+    def _check_late(self, head: FrameHead) -> None:
+        """Headers of a stream that is not open: they may have been on their way when it was ended
+        here. Else the peer's numbers go back (RFC 9113, 5.1.1).
+        """
+        self._check_not_idle(head)
+        self._in_vain()
+        if self._accept is not None and head.stream_id not in self._late_ids:
+            raise ConnectionBroken(
+                ErrorCode.PROTOCOL_ERROR,
+                f"stream {head.stream_id} is opened after {self._last_peer_id}",
+            )
+
     def _accepted(
         self, head: FrameHead, fields: Fields, accept: Callable[[], ServerReceiver]
     ) -> Stream | None:
         if self.is_going_away or len(self.streams) >= self._bounds.stream_count:
             self.output.put(wire.reset(head.stream_id, ErrorCode.REFUSED_STREAM))
+            self._end_here(head.stream_id)
             return None
         receiver = accept()
         stream = self._new_stream(head.stream_id, receiver)
@@ -432,6 +495,7 @@ class Connection:
         self._check_not_idle(head)
         stream = self.streams.get(head.stream_id)
         if stream is None:
+            self._in_vain()
             return
         self._reset_count += 1
         if self._accept is not None and self._reset_count > _MAX_RESET_COUNT:

@@ -25,6 +25,7 @@ class Output:
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
+        self.data_frame_count = 0
         self.stream_window = wire.DEFAULT_WINDOW_BYTES
         self._waiting_bytes = 0
         self._encoder = hpack.Encoder()
@@ -103,6 +104,7 @@ class Output:
     def _spend(self, stream: Stream, count: int) -> None:
         stream.send_window -= count
         self._window -= count
+        self.data_frame_count += 1
 
     # --- what the peer says
 

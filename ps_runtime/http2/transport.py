@@ -184,6 +184,7 @@ class Http2Transport(asyncio.BufferedProtocol):
             self.connection.output.pieces.append(wire.ping(_PING, is_ack=False))
             self.flush()
         self._has_heard = False
+        self.connection.renew()
         self._look_in(_ANSWER_S if self._has_asked else KEEPALIVE_TIME_S)
 
     def _give_up(self, text: str) -> None:

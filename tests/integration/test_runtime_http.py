@@ -91,13 +91,16 @@ def test_a_client_that_says_nothing_is_dropped_at_the_deadline() -> None:
     with_endpoint(work, deadline_s=0.05)
 
 
-def test_connections_are_limited_and_their_end_makes_room() -> None:
+def test_connections_are_limited_and_the_oldest_makes_room_for_the_newest() -> None:
     async def work(endpoint: HttpEndpoint) -> None:
         place = split_address(endpoint.address, "address")
         idle = [await asyncio.open_connection(*place) for _ in range(MAX_HTTP_CONNECTION_COUNT)]
         request = b"GET /healthz HTTP/1.1\r\n\r\n"
+        assert (await answer_to(endpoint.address, request)).endswith(b"ok\n")
+        reader, writer = idle.pop(0)
         with contextlib.suppress(ConnectionResetError):
-            assert await answer_to(endpoint.address, request) == b""
+            assert await reader.read(-1) == b""
+        await closed(writer)
         for reader, writer in idle:
             writer.write(request)
             assert (await reader.read(-1)).endswith(b"ok\n")

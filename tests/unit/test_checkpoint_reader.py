@@ -239,6 +239,9 @@ def test_what_is_no_place_is_refused(tmp_path: Path) -> None:
         locate("")
     with pytest.raises(InvalidConfig, match="Protocol not known: nonsense"):
         CheckpointStore("nonsense://x")
+    for lacking in ("github://a", "reference://", "dir://", "generic://x", "a\0b", "\ud800"):
+        with pytest.raises(InvalidConfig):
+            locate(lacking)
     with pytest.raises(InvalidConfig, match="keep is 0; expected at least 1"):
         CheckpointStore(str(tmp_path)).prune(0)
     (tmp_path / "file").write_text("")

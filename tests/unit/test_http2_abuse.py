@@ -180,11 +180,82 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(flood: str) -> None:
     assert len(taken(raw.connection)) < 4 * 1024 * 1024
 
 
-def test_a_peer_that_asks_and_reads_may_ask_forever() -> None:
+def test_a_peer_that_asks_now_and_then_may_ask_forever() -> None:
     raw = Raw()
     for _ in range(30):
-        raw.feed(wire.ping(bytes(8), is_ack=False) * 3000)
-        assert len(taken(raw.connection)) == 3000 * 17
+        raw.feed(wire.ping(bytes(8), is_ack=False) * 1000)
+        assert len(taken(raw.connection)) == 1000 * 17
+        raw.connection.renew()
+
+
+VAIN = {
+    "pings": wire.ping(bytes(8), is_ack=False),
+    "settings": OPENING,
+    "windows of one byte": wire.window_update(1, 1),
+    "data of no bytes": body(1, b""),
+    "data of no bytes with padding": body(1, b"", padding=9),
+    "data of a byte": body(1, b"\0"),
+    "data on a stream that has gone": body(3, b""),
+    "the end of a stream that has gone": body(3, b"", END),
+    "resets of a stream that has gone": wire.reset(3, ErrorCode.CANCEL),
+    "trailers of a stream that has gone": wire.frame(HEADERS, Flag.END_HEADERS | END, 3, BLOCK),
+    "priorities": wire.frame(FrameType.PRIORITY, 0, 9, bytes(5)),
+    "frames of no type": wire.frame(200, 255, 77, b"x"),
+}
+
+
+@pytest.mark.parametrize("vain", VAIN)
+def test_a_flood_of_frames_that_bring_nothing_is_cut(vain: str) -> None:
+    raw = Raw()
+    raw.open()
+    raw.feed(body(1, wire.prefix(90_000)))
+    gone = raw.open(3)
+    raw.connection.reset(gone.opened, ErrorCode.CANCEL)
+    taken(raw.connection)
+    raw.feed(VAIN[vain] * 1900)
+    assert raw.broken_by(VAIN[vain] * 200) == ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_what_is_said_and_heard_pays_for_frames_that_bring_nothing() -> None:
+    """A reader widens two windows for every frame of an answer, and a sender may write the prefix
+    of a message by itself.
+    """
+    raw = Raw()
+    heard = raw.open()
+    answer = whole(bytes(100))
+    for _ in range(3000):
+        raw.connection.output.message(heard.opened, (answer,))
+        taken(raw.connection)
+        raw.feed(wire.window_update(1, 200) + wire.window_update(0, 200))
+        raw.feed(wire.ping(bytes(8), is_ack=False))
+        message = whole(b"abc")
+        raw.feed(body(1, message[:5]) + body(1, message[5:]))
+        raw.connection.consumed(heard.opened, heard.pieces[-1])
+    assert len(heard.messages) == 3000
+
+
+def test_a_stream_number_that_goes_back_breaks_the_connection() -> None:
+    """One that was never opened, one that its peer has ended, and one that its peer has reset."""
+    for number in (3, 5, 7):
+        raw = Raw()
+        ended = raw.open(5, END)
+        raw.connection.end(ended.opened, TRAILERS)
+        raw.open(7)
+        raw.feed(wire.reset(7, ErrorCode.CANCEL))
+        raw.open(9)
+        taken(raw.connection)
+        opening = wire.frame(HEADERS, Flag.END_HEADERS, number, BLOCK)
+        assert raw.broken_by(opening) == ErrorCode.PROTOCOL_ERROR
+
+
+def test_trailers_that_were_on_their_way_when_a_stream_was_ended_mean_nothing() -> None:
+    raw = Raw()
+    heard = raw.open(5)
+    raw.connection.end(heard.opened, TRAILERS)  # answered in full, before the client's own end
+    assert not raw.connection.streams
+    taken(raw.connection)
+    raw.feed(wire.frame(HEADERS, Flag.END_HEADERS | END, 5, BLOCK))
+    assert taken(raw.connection) == b""
 
 
 def test_a_peer_that_opens_and_does_not_read_is_given_up() -> None:
@@ -263,7 +334,6 @@ def test_frames_of_streams_that_have_gone_mean_nothing() -> None:
     raw.feed(wire.reset(5, ErrorCode.CANCEL))
     raw.feed(body(5, whole(b"late"), padding=3) + wire.window_update(5, 1))
     raw.feed(wire.reset(5, ErrorCode.CANCEL) + body(3, b"never opened, and passed over"))
-    raw.open(5, END)
     assert len(raw.server.heard) == 1
     assert taken(raw.connection) == b""
     check_credits(raw.connection)

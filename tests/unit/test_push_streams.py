@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
@@ -10,6 +11,7 @@ from ps_core.errors import NotOwner
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_server.events import ReplyTo, Sender
+from ps_server.stream_reads import StreamReads
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, types_pb2
 
@@ -35,6 +37,31 @@ def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
             sent_count += len(replies.replies)
         assert sent_count == limits.MAX_QUEUED_REPLY_COUNT
         await waiting
+
+    asyncio.run(whole())
+
+
+def test_a_read_whose_turn_never_came_has_not_begun() -> None:
+    """The second waits for the first, and for its task's first step; a stream that ends meanwhile
+    leaves nothing that was begun and is never waited for.
+    """
+
+    async def whole() -> None:
+        begun: list[int] = []
+        has_begun = asyncio.Event()
+
+        async def read(number: int) -> None:
+            begun.append(number)
+            has_begun.set()
+            await asyncio.Event().wait()
+
+        reads = StreamReads(lambda _: None)
+        for number in range(3):
+            await reads.start(0, partial(read, number))
+        await has_begun.wait()
+        await reads.start(0, partial(read, 3))
+        await reads.close()
+        assert begun == [0]
 
     asyncio.run(whole())
 
