@@ -14,7 +14,15 @@ import numpy as np
 from google.protobuf.message import Message
 
 from docs.wire_dump import dump
-from docs.worked_messages import EXAMPLE_TOKEN_KEY, WorkedMessage, example_session, worked_messages
+from docs.worked_messages import (
+    EXAMPLE_CHALLENGE,
+    EXAMPLE_SECRET,
+    EXAMPLE_TOKEN_KEY,
+    WorkedMessage,
+    example_joiner,
+    example_session,
+    worked_messages,
+)
 from ps_core import codec as codecs
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.tables import (
@@ -175,6 +183,20 @@ def token_vector() -> dict[str, Any]:
     }
 
 
+def join_vector() -> dict[str, Any]:
+    """A secret, a challenge, who asks to join, the text that is signed, and the proof."""
+    joiner = example_joiner()
+    return {
+        "secret": EXAMPLE_SECRET.decode(),
+        "challenge": EXAMPLE_CHALLENGE.hex(),
+        "registration_id": joiner.registration_id.hex(),
+        "role": joiner.role.value,
+        "rank": joiner.rank,
+        "address": joiner.address,
+        "join_proof": joiner.proof(EXAMPLE_SECRET, EXAMPLE_CHALLENGE).hex(),
+    }
+
+
 def serialized(message: Message) -> bytes:
     """The message's bytes, fields in the order of their numbers."""
     return message.SerializeToString(deterministic=True)
@@ -202,6 +224,7 @@ def vectors() -> dict[str, Any]:
         "presence": presence_vectors(),
         "codecs": codec_vectors(),
         "token": token_vector(),
+        "join": join_vector(),
         "messages": message_vectors(),
     }
 

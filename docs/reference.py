@@ -17,7 +17,8 @@ import typer
 from prometheus_client import CollectorRegistry
 
 from ps_cli.__main__ import app
-from ps_core import limits
+from ps_core import limits, rights
+from ps_core.cluster_view import Role
 from ps_core.errors import CATALOGUE
 from ps_runtime import metrics
 from ps_runtime.config import flag_name, variable_name
@@ -25,6 +26,7 @@ from ps_runtime.environment import VARIABLES
 from ps_runtime.errors import STATUS
 from ps_server.process import ServerConfig
 from ps_worker.config import WorkerConfig
+from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2
 from scheduler.__main__ import SchedulerConfig
 
 PAGE = Path(__file__).resolve().parent / "REFERENCE.md"
@@ -34,6 +36,17 @@ ROLES = {
     "python -m ps_server": ServerConfig,
     "ps_worker.connect": WorkerConfig,
 }
+
+SERVICES = [
+    scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+    parameters_pb2.DESCRIPTOR.services_by_name["ParameterService"],
+    replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"],
+]
+
+_CALLERS = """Each with its own session, which RegisterNode gave it. Without one, or with one that
+was not issued, the answer is UNAUTHENTICATED; with another role's it is PERMISSION_DENIED.
+RegisterNode asks for the proof of the join secret instead. The standard health service and
+reflection are open to everybody."""
 
 HEAD = """# Reference
 
@@ -47,8 +60,8 @@ A setting is taken from its flag, else from its environment variable, else from 
 
 def page() -> str:
     """The whole page."""
-    sections = [HEAD, *settings(), variables(), *commands(), errors(), measurements(), bounds()]
-    return "\n".join(sections)
+    sections = [HEAD, *settings(), variables(), *commands(), callers()]
+    return "\n".join((*sections, errors(), measurements(), bounds()))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -109,6 +122,20 @@ def _commands(group: Any) -> Iterator[tuple[str, Any]]:
         yield name, command
         if hasattr(command, "commands"):
             yield from ((f"{name} {inner}", c) for inner, c in _commands(command))
+
+
+def callers() -> str:
+    """Who may call each method of the contract."""
+    roles = list(Role)
+    rows = []
+    for service in SERVICES:
+        for name in service.methods_by_name:
+            allowed = rights.MAY_CALL.get(name)
+            cells = ["yes" if allowed and role in allowed else "" for role in roles]
+            cells = ["no session needed", *cells[1:]] if allowed is None else cells
+            rows.append((f"`{service.name}.{name}`", *cells))
+    head = ("method", *(f"{role.value}s" for role in roles))
+    return f"## Who may call what\n\n{_CALLERS}\n\n{table(head, rows)}"
 
 
 def errors() -> str:

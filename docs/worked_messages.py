@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from ps_core import codec as codecs
 from ps_core.cluster_view import Role, Session
+from ps_core.join_proof import Joiner
 from ps_core.keys import Incarnation, NodeId, range_of_slot, slot_of_ordinal
 from ps_core.limits import RANGE_COUNT
 from ps_core.tables import Codec
@@ -17,6 +18,8 @@ from pushpull.v1 import scheduler_pb2 as scheduler
 from pushpull.v1 import types_pb2 as types
 
 EXAMPLE_TOKEN_KEY = bytes(range(32))
+EXAMPLE_SECRET = b"correct horse battery staple"
+EXAMPLE_CHALLENGE = bytes(range(0xC0, 0xD0))
 TABLE_ID = 2
 FIRST_ORDINAL = 1
 RANGE_ID = range_of_slot(slot_of_ordinal(FIRST_ORDINAL), RANGE_COUNT)
@@ -123,17 +126,25 @@ def _one_message_step() -> parameters.PushRequest:
     return parameters.PushRequest(block=block)
 
 
+def example_joiner() -> Joiner:
+    """The example's worker, when it asks to join."""
+    return Joiner(bytes(range(0xA0, 0xB0)), Role.WORKER, rank=0)
+
+
 def _register() -> tuple[WorkedMessage, ...]:
+    challenge = scheduler.GetJoinChallengeResponse(challenge=EXAMPLE_CHALLENGE)
     request = scheduler.RegisterNodeRequest(
-        registration_id=bytes(range(0xA0, 0xB0)),
+        registration_id=example_joiner().registration_id,
         role=types.NODE_ROLE_WORKER,
         requested_rank=0,
         protocol_version=1,
+        join_proof=example_joiner().proof(EXAMPLE_SECRET, EXAMPLE_CHALLENGE),
     )
     response = scheduler.RegisterNodeResponse(
         session=_identity(), worker_count=1, heartbeat_interval_ms=1000, lease_ms=3000
     )
     return (
+        WorkedMessage("challenge", "The scheduler's answer to `GetJoinChallenge`:", challenge),
         WorkedMessage("register-request", "To the scheduler's `RegisterNode`:", request),
         WorkedMessage("register-response", "Its answer:", response),
     )

@@ -134,8 +134,8 @@ def _addresses(scheduler: str) -> list[str]:
 
 
 async def _show_status(addresses: list[str], as_json: bool) -> int:
-    response = await first_status(addresses)
-    document = status_document(response, await server_answers(response))
+    answer = await first_status(addresses)
+    document = status_document(answer.response, await server_answers(answer))
     if as_json:
         print(json.dumps(document, indent=2))
     else:

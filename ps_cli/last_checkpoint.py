@@ -37,7 +37,7 @@ def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
     import ps_worker
 
     with ps_worker.connect(
-        scheduler, role="reader", request_deadline_s=timeout_s, connect_deadline_s=timeout_s
+        scheduler, role="operator", request_deadline_s=timeout_s, connect_deadline_s=timeout_s
     ) as client:
         made = client.checkpoint(reason).wait()
     return made.url, made.byte_count

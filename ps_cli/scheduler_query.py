@@ -1,17 +1,22 @@
-"""The two calls that the command line makes: the scheduler's status and the servers'."""
+"""The two calls that the command line makes, as an operator: the scheduler's status and the
+servers'.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import grpc
 
-from ps_core.errors import InvalidConfig, PushpullError, Recovering
+from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
+from ps_runtime.registration import answer_of, operator_session
 from pushpull.v1 import (
     parameters_pb2,
     parameters_pb2_grpc,
@@ -30,6 +35,7 @@ class SchedulerQuery:
     def __init__(self, address: str) -> None:
         self._channel = aio_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self.session: types_pb2.SessionIdentity | None = None
 
     async def status(self) -> scheduler_pb2.GetClusterStatusResponse:
         """The cluster's status.
@@ -39,13 +45,19 @@ class SchedulerQuery:
         Raises:
             PushpullError: the scheduler did not answer, or refused.
         """
-        request = scheduler_pb2.GetClusterStatusRequest()
-        try:
-            response: scheduler_pb2.GetClusterStatusResponse = await self._stub.GetClusterStatus(
-                request, timeout=QUERY_DEADLINE_S
-            )
-        except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from failure
+        if self.session is not None:
+            with contextlib.suppress(Fenced):  # the cluster has been restored, or is another
+                return await self._ask(self.session)
+        self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
+        return await self._ask(self.session)
+
+    async def _ask(
+        self, session: types_pb2.SessionIdentity
+    ) -> scheduler_pb2.GetClusterStatusResponse:
+        request = scheduler_pb2.GetClusterStatusRequest(session=session)
+        response: scheduler_pb2.GetClusterStatusResponse = await answer_of(
+            self._stub.GetClusterStatus(request, timeout=QUERY_DEADLINE_S)
+        )
         return response
 
     async def __aenter__(self) -> Self:
@@ -64,13 +76,22 @@ ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
 """What a server said of its ranges, or why it said nothing."""
 
 
-async def first_status(addresses: Sequence[str]) -> scheduler_pb2.GetClusterStatusResponse:
+@dataclass(frozen=True, slots=True)
+class ClusterAnswer:
+    """What a scheduler said, and the session with which the servers can be asked."""
+
+    response: scheduler_pb2.GetClusterStatusResponse
+    session: types_pb2.SessionIdentity
+
+
+async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
     """The status from the first scheduler of the list that answers.
 
     Blocking: up to `QUERY_DEADLINE_S` an address.
 
     Raises:
         InvalidConfig: the list is empty.
+        Unauthenticated: this process does not have the cluster's join secret.
         Recovering: none answers; the message says why for each.
     """
     if not addresses:
@@ -81,30 +102,33 @@ async def first_status(addresses: Sequence[str]) -> scheduler_pb2.GetClusterStat
     for address in addresses:
         try:
             async with SchedulerQuery(address) as query:
-                return await query.status()
+                response = await query.status()
+                return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
+        except Unauthenticated:
+            raise
         except PushpullError as error:
             failures.append(f"{address}: {error.message}")
     raise Recovering("no scheduler answers; " + "; ".join(failures))
 
 
-async def server_answers(
-    response: scheduler_pb2.GetClusterStatusResponse,
-) -> dict[int, ServerAnswer]:
+async def server_answers(answer: ClusterAnswer) -> dict[int, ServerAnswer]:
     """What each living server says of its ranges, by node id; asked all at once."""
     servers = [
         status.node
-        for status in response.nodes
+        for status in answer.response.nodes
         if status.node.role == types_pb2.NODE_ROLE_SERVER
         and status.node.state != types_pb2.NODE_STATE_LEFT
     ]
-    answers = await asyncio.gather(*(_range_stats(server.address) for server in servers))
+    answers = await asyncio.gather(
+        *(_range_stats(server.address, answer.session) for server in servers)
+    )
     return {server.node_id: answer for server, answer in zip(servers, answers, strict=True)}
 
 
-async def _range_stats(address: str) -> ServerAnswer:
+async def _range_stats(address: str, session: types_pb2.SessionIdentity) -> ServerAnswer:
     async with aio_channel(address) as channel:
         stub = parameters_pb2_grpc.ParameterServiceStub(channel)
-        request = parameters_pb2.GetRangeStatsRequest()
+        request = parameters_pb2.GetRangeStatsRequest(session=session)
         try:
             response: parameters_pb2.GetRangeStatsResponse = await stub.GetRangeStats(
                 request, timeout=QUERY_DEADLINE_S

@@ -32,7 +32,7 @@ async def matching_tables(addresses: Sequence[str], pattern: str) -> list[str]:
     Raises:
         TableNotFound: none does; the message names some that there are.
     """
-    response = await first_status(addresses)
+    response = (await first_status(addresses)).response
     names = [table.spec.name for table in response.view.tables]
     found = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
     if not found:
@@ -44,7 +44,7 @@ async def matching_tables(addresses: Sequence[str], pattern: str) -> list[str]:
 
 async def list_tables(addresses: Sequence[str], output: Output) -> int:
     """Print a line for each table."""
-    response = await first_status(addresses)
+    response = (await first_status(addresses)).response
     for message in response.view.tables:
         table = wire.table_from_proto(message)
         since = f" from clock {table.change.after_clock + 1} on" if table.change else ""
@@ -71,7 +71,7 @@ def set_consistency(
     # Here, so that the other commands start without torch.
     import ps_worker
 
-    with ps_worker.connect(address, role="reader", request_deadline_s=timeout_s) as client:
+    with ps_worker.connect(address, role="operator", request_deadline_s=timeout_s) as client:
         for name in names:
             last = client.set_consistency(name, wanted, after_clock=after_clock)
             output.say(f"{name}: {wanted} from clock {last + 1} on")

@@ -26,6 +26,7 @@ class Role(Enum):
     SERVER = "server"
     WORKER = "worker"
     READER = "reader"
+    OPERATOR = "operator"
 
 
 class NodeState(Enum):

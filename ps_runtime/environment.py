@@ -14,6 +14,9 @@ PREFIX = "PUSHPULL_"
 
 VARIABLES: dict[str, str] = {
     "PUSHPULL_SCHEDULER": "Where the scheduler is: host:port, or several of them with commas.",
+    "PUSHPULL_JOIN_SECRET": "The join secret, the same in every process of a cluster; 16 bytes up.",
+    "PUSHPULL_JOIN_SECRET_FILE": "A file with it; the scheduler makes it. Default: "
+    "~/.pushpull/join-secret.",
     "PUSHPULL_WORKERS": "The number of workers that opens clock 1 of a BSP table.",
     "PUSHPULL_MAX_WORKERS": "How many workers there may be, those that join later included.",
     "PUSHPULL_SERVERS": "The number of servers that must have registered before a table is placed.",
@@ -21,7 +24,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_RANGES": "Key ranges of the cluster; 0: as many as suit the servers.",
     "PUSHPULL_MIN_IN_SYNC": "How many replicas must hold a push before it counts.",
     "PUSHPULL_RANK": "The rank that a worker asks for; unset lets the scheduler choose.",
-    "PUSHPULL_ROLE": "What a client connects as: worker or reader.",
+    "PUSHPULL_ROLE": "What a client connects as: worker, reader or operator.",
     "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",
     "PUSHPULL_ADVERTISE": "host:port or host under which others reach the role.",
     "PUSHPULL_STREAM_LISTEN": "host:port of a server's stream port; auto: a free one; off: none.",

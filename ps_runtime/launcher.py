@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
-from ps_runtime import role_starts
+from ps_runtime import join_secret, role_starts
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.role_environment import role_environment
 from ps_runtime.role_starts import RoleChild, RoleStart
@@ -382,9 +382,11 @@ def start_scheduler(
     Blocking: as `Launcher.wait_ready`.
 
     Raises:
+        InvalidConfig: there is a join secret that cannot be read.
         Recovering: it ended first.
         WaitExpired: it did not serve in time.
     """
+    join_secret.ensure(os.environ)
     bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)
     arguments = (
         f"--listen={shape.listen}",

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 import grpc
 import grpc.aio
 
-from ps_core.errors import PushpullError, Recovering, WaitExpired
-from ps_runtime import clock, logs
+from ps_core.errors import PushpullError, Recovering, Unauthenticated, WaitExpired
+from ps_runtime import clock, join_secret, logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
-from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
+
+REGISTRATION_ID_BYTES = 16
+PROTOCOL_VERSION = 1
 
 ATTEMPT_DEADLINE_S = 5.0
 """The longest that one attempt at a short call may take before the next address is tried."""
@@ -83,9 +87,7 @@ async def registered(
         request.waiting_ms = round((clock.now_s() - begun_s) * 1000)
         attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
         try:
-            answer: scheduler_pb2.RegisterNodeResponse = await answer_of(
-                book.stub().RegisterNode(request, timeout=attempt_s)
-            )
+            answer = await register_once(book.stub(), request, attempt_s)
         except PushpullError as error:
             if not (is_retryable(error) or isinstance(error, WaitExpired)):
                 raise
@@ -113,6 +115,56 @@ async def registered(
                 incarnation=session.incarnation,
             )
             return answer
+
+
+async def register_once(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub,
+    request: scheduler_pb2.RegisterNodeRequest,
+    timeout_s: float,
+) -> scheduler_pb2.RegisterNodeResponse:
+    """One attempt to register, with the proof that this process knows the join secret.
+
+    Raises:
+        PushpullError: the scheduler did not answer, or refused.
+        InvalidConfig: there is a secret that cannot be read, or cannot be one.
+    """
+    secret = await asyncio.to_thread(join_secret.found)
+    while True:
+        challenge = await _challenge(stub, timeout_s)
+        join_secret.set_proof(request, secret, challenge)
+        try:
+            response: scheduler_pb2.RegisterNodeResponse = await answer_of(
+                stub.RegisterNode(request, timeout=timeout_s)
+            )
+        except Unauthenticated:
+            if await _challenge(stub, timeout_s) == challenge:
+                raise  # else the cluster was restored in between
+        else:
+            return response
+
+
+async def operator_session(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float
+) -> types_pb2.SessionIdentity:
+    """The session of an operator, who needs no heartbeat and no farewell.
+
+    Raises:
+        PushpullError: the scheduler did not answer, or refused.
+    """
+    request = scheduler_pb2.RegisterNodeRequest(
+        registration_id=os.urandom(REGISTRATION_ID_BYTES),
+        role=types_pb2.NODE_ROLE_OPERATOR,
+        protocol_version=PROTOCOL_VERSION,
+    )
+    return (await register_once(stub, request, timeout_s)).session
+
+
+async def _challenge(stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float) -> bytes:
+    request = scheduler_pb2.GetJoinChallengeRequest()
+    answer: scheduler_pb2.GetJoinChallengeResponse = await answer_of(
+        stub.GetJoinChallenge(request, timeout=timeout_s)
+    )
+    return answer.challenge
 
 
 async def answer_of(call: Awaitable[AnswerT]) -> AnswerT:

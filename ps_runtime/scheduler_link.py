@@ -26,7 +26,13 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import from_rpc_error
-from ps_runtime.registration import LEAST_ATTEMPT_S, Addresses, answer_of, registered
+from ps_runtime.registration import (
+    LEAST_ATTEMPT_S,
+    REGISTRATION_ID_BYTES,
+    Addresses,
+    answer_of,
+    registered,
+)
 from ps_runtime.retry import Backoff, is_retryable
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -34,7 +40,6 @@ AnswerT = TypeVar("AnswerT")
 Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
 """One call, given the stub and the seconds that it may take."""
 
-REGISTRATION_ID_BYTES = 16
 FAREWELL_DEADLINE_S = 5.0
 
 

@@ -68,6 +68,7 @@ _ROLES = {
     Role.SERVER: types_pb2.NODE_ROLE_SERVER,
     Role.WORKER: types_pb2.NODE_ROLE_WORKER,
     Role.READER: types_pb2.NODE_ROLE_READER,
+    Role.OPERATOR: types_pb2.NODE_ROLE_OPERATOR,
 }
 _STATES = {
     NodeState.ALIVE: types_pb2.NODE_STATE_ALIVE,

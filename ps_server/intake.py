@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, NotPermitted, PushpullError
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime import wire
@@ -244,16 +244,6 @@ def _check_batch(batch: parameters_pb2.BlockBatch) -> None:
         raise InvalidConfig(
             f"a batch has {len(batch.blocks)} blocks; expected 1 to {limits.MAX_BATCH_COUNT}"
         )
-
-
-def check_may_push(role_is_worker: bool) -> None:
-    """Refuse readers.
-
-    Raises:
-        NotPermitted: the session is not a worker's.
-    """
-    if not role_is_worker:
-        raise NotPermitted("only workers push; this session is a reader's")
 
 
 def read_terms(

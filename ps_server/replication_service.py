@@ -18,8 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ps_core.cluster_view import Role
-from ps_core.errors import InvalidConfig, NotOwner, NotPermitted, Recovering
+from ps_core.errors import InvalidConfig, NotOwner, Recovering
 from ps_runtime.errors import translated
 from ps_server.node import ParameterNode
 from ps_server.replicated_ranges import ReplicatedRanges
@@ -105,9 +104,7 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         own = self._node.session.node_id
         if header.receiver_node_id != own:
             raise NotOwner(f"this is server {own}; server {header.receiver_node_id} is meant")
-        session = self._node.sessions.admit(header.session)
-        if session.role is not Role.SERVER:
-            raise NotPermitted(f"a {session.role.value} replicates; only servers do")
+        self._node.sessions.admit(header.session, "Replicate")
         if self._node.replicas is None:
             raise InvalidConfig("this cluster does not replicate its ranges")
         return self._node.replicas

@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from ps_core import limits
-from ps_core.cluster_view import Role, Session
 from ps_core.errors import (
     InvalidConfig,
-    NotPermitted,
     PushpullError,
     Recovering,
     WaitExpired,
@@ -33,7 +31,7 @@ from ps_server.node import ParameterNode
 from ps_server.readings import Reading, framed, framed_as_it_comes, refused
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
@@ -83,7 +81,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.OpenSessionRequest, context: Any
     ) -> parameters_pb2.OpenSessionResponse:
         """See parameters.proto."""
-        session = self._node.sessions.admit(request.session)
+        session = self._node.sessions.admit(request.session, "OpenSession")
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
         await self._view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
         if self._node.machine.view_number < request.view_number:
@@ -105,7 +103,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request_iterator: AsyncIterator[Entry], context: Any
     ) -> AsyncIterator[parameters_pb2.PushResponse]:
         """See parameters.proto."""
-        async with self._stream(request_iterator) as stream:
+        async with self._stream(request_iterator, "Push") as stream:
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
             try:
                 async for replies, _ in stream.batches():
@@ -117,7 +115,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     @translated
     async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
         """See parameters.proto; the responses come serialized (`frames`)."""
-        session = self._node.sessions.admit(request.session)
+        session = self._node.sessions.admit(request.session, "Pull")
         async for response in Reading(self._node, request, session).parts():
             yield response
 
@@ -126,7 +124,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request_iterator: AsyncIterator[Entry], context: Any
     ) -> AsyncIterator[parameters_pb2.PushPullResponse | bytes]:
         """See parameters.proto."""
-        async with self._stream(request_iterator) as stream:
+        async with self._stream(request_iterator, "PushPull") as stream:
             reader = asyncio.create_task(self._read_entries(stream, request_iterator))
             try:
                 async for replies, part in stream.batches():
@@ -143,7 +141,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.BeginCutRequest, context: Any
     ) -> parameters_pb2.BeginCutResponse:
         """See parameters.proto."""
-        session = self._reader(request.session)
+        session = self._node.sessions.admit(request.session, "BeginCut")
         if not request.cut:
             raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
         lasts_s = min(request.deadline_ms / 1000 or limits.DEFAULT_CUT_S, limits.MAX_CUT_S)
@@ -155,30 +153,24 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.EndCutRequest, context: Any
     ) -> parameters_pb2.EndCutResponse:
         """See parameters.proto."""
-        session = self._reader(request.session)
+        session = self._node.sessions.admit(request.session, "EndCut")
         self._node.end_cut(session, TableId(request.table_id), request.cut)
         return parameters_pb2.EndCutResponse()
-
-    def _reader(self, message: types_pb2.SessionIdentity) -> Session:
-        session = self._node.sessions.admit(message)
-        if session.role is not Role.READER:
-            raise NotPermitted(
-                f"a {session.role.value} asks for a cut, which would hold up its own steps; only "
-                "readers do"
-            )
-        return session
 
     @translated
     async def GetRangeStats(
         self, request: parameters_pb2.GetRangeStatsRequest, context: Any
     ) -> parameters_pb2.GetRangeStatsResponse:
         """See parameters.proto."""
+        self._node.sessions.admit(request.session, "GetRangeStats")
         return range_stats(self._node, request.table_id)
 
     # --- push streams
 
     @contextlib.asynccontextmanager
-    async def _stream(self, messages: AsyncIterator[Entry]) -> AsyncIterator[EntryStream]:
+    async def _stream(
+        self, messages: AsyncIterator[Entry], method: str
+    ) -> AsyncIterator[EntryStream]:
         """Read the header, check who calls, and open the stream."""
         try:
             async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
@@ -192,8 +184,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise InvalidConfig(
                 f"the first message of a push stream holds {came}; expected its header"
             )
-        session = self._node.sessions.admit(first.header.session)
-        intake.check_may_push(session.role is Role.WORKER)
+        session = self._node.sessions.admit(first.header.session, method)
         stream = self._node.open_stream(session)
         try:
             yield stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ps_core import rights
 from ps_core.cluster_view import ClusterView, Node, NodeState, Session
 from ps_core.errors import Fenced, Unauthenticated
 from ps_core.keys import NodeId
@@ -43,10 +44,11 @@ class Sessions:
         forgotten, self._known = self._known - known, known
         return list(forgotten)
 
-    def admit(self, message: types_pb2.SessionIdentity) -> Session:
-        """The caller's session, checked.
+    def admit(self, message: types_pb2.SessionIdentity, method: str) -> Session:
+        """The session of who calls a method of the contract, checked.
 
         Raises:
+            NotPermitted: its role may not (`ps_core.rights`).
             Unauthenticated: its token was not made for it by this cluster's scheduler.
             Fenced: it belongs to another cluster or timeline, or has left this one, or is gone.
         """
@@ -55,25 +57,23 @@ class Sessions:
                 "the session token is missing; send the session as RegisterNode gave it"
             )
         session = wire.session_from_proto(message)
-        if session in self._known:
-            return session
+        if session not in self._known:
+            self._check(session)
+        rights.check(method, session.role)
+        self._known.add(session)
+        return session
+
+    def _check(self, session: Session) -> None:
+        """Refuse a session that is new here, unless it is one of this cluster's."""
         if session.cluster_id != self._own.cluster_id:
-            raise Fenced(
-                f"this is cluster '{self._own.cluster_id}'; the caller belongs to "
-                f"'{session.cluster_id[:100]}': register again"
-            )
+            raise Fenced("the session is of another cluster than this server's: register again")
         if session.timeline != self._own.timeline:
-            raise Fenced(
-                f"the caller belongs to timeline {session.timeline[:16].hex() or 'none'}; this is "
-                f"timeline {self._own.timeline.hex()}: register again"
-            )
+            raise Fenced("the session is of another timeline than this server's: register again")
         if not session.is_genuine(self._token_key):
             raise Unauthenticated(
-                f"the session token of node {session.node_id} ({session.role.value}, incarnation "
-                f"{session.incarnation}) is wrong; send the session as RegisterNode gave it"
+                f"the session token of node {session.node_id} is wrong; send the session as "
+                "RegisterNode gave it"
             )
         left = self._left.get(session.node_id)
         if left is not None:
             raise Fenced(left.fence_words)
-        self._known.add(session)
-        return session

@@ -151,11 +151,11 @@ class CheckpointVerbs(Catalogue):
     def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
         """Make a checkpoint of all tables, their optimizers' state, and what workers attached.
 
-        Any client may ask. For a worker the call is a save point: call it where `save_point` would
-        be. If all workers call it after the same step, the checkpoint is of that step; if one does,
-        it is of that step or, where others are further, of one of the next. Training goes on while
-        it is written. Who asks while one is about to be made has that one; so has a worker that
-        asks for the first time since, and has taken no step beyond it.
+        Workers and operators may ask. For a worker the call is a save point: call it where
+        `save_point` would be. If all workers call it after the same step, the checkpoint is of that
+        step; if one does, it is of that step or, where others are further, of one of the next.
+        Training goes on while it is written. Who asks while one is about to be made has that one;
+        so has a worker that asks for the first time since, and has taken no step beyond it.
 
         Args:
             reason: for its manifest.

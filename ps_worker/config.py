@@ -12,6 +12,9 @@ from ps_core.errors import InvalidConfig
 from ps_runtime.config import check_choice, resolve
 from ps_worker.straggler import ComputeTime
 
+ROLES = ("worker", "reader", "operator")
+"""What a client connects as."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -21,7 +24,11 @@ class WorkerConfig:
         metadata={"help": "where the scheduler is: host:port, or several of them with commas"}
     )
     role: str = field(
-        default="worker", metadata={"help": "worker (trains, has a rank) or reader (only pulls)"}
+        default="worker",
+        metadata={
+            "help": "worker (trains, has a rank), reader (only pulls) or operator (pulls nothing; "
+            "changes consistency, makes and restores checkpoints)"
+        },
     )
     rank: int | None = field(
         default=None,
@@ -80,12 +87,11 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.role not in ("worker", "reader"):
-            raise InvalidConfig(f"role is '{self.role}'; expected 'worker' or 'reader'")
+        check_choice("role", self.role, ROLES)
         if self.rank is not None and self.rank < 0:
             raise InvalidConfig(f"rank is {self.rank}; expected 0 or more")
-        if self.rank is not None and self.role == "reader":
-            raise InvalidConfig(f"rank is {self.rank} for a reader; readers have no rank")
+        if self.rank is not None and self.role != "worker":
+            raise InvalidConfig(f"rank is {self.rank} for role {self.role}; only workers have one")
         for name in ("connect_deadline_s", "request_deadline_s"):
             value = getattr(self, name)
             if not 0 < value <= limits.MAX_DEADLINE_S:
@@ -112,6 +118,6 @@ def worker_config(
         InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
     """
     env = os.environ if env is None else env
-    if arguments.get("role") == "reader" and arguments.get("rank") is None:
+    if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
         env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
     return resolve(WorkerConfig, arguments, env)

@@ -109,8 +109,10 @@ class Connection:
 
     @property
     def is_reader(self) -> bool:
-        """Whether this client only reads."""
-        return self.engine.session.role is Role.READER
+        """Whether this client is no worker: it reads, or, as an operator, only looks after the
+        cluster.
+        """
+        return self.engine.session.role is not Role.WORKER
 
     @property
     def consistency(self) -> Consistency:
@@ -423,11 +425,12 @@ class Connection:
         """Refuse what only workers may do.
 
         Raises:
-            NotPermitted: this is a reader.
+            NotPermitted: this is a reader or an operator.
         """
         self.check_usable()
         if self.is_reader:
-            raise NotPermitted(f"a reader may not {verb}; connect with role='worker'")
+            role = self.engine.session.role.value
+            raise NotPermitted(f"a {role} may not {verb}; connect with role='worker'")
 
     def _check_own(self, table: TableHandle) -> None:
         if self._handles.get(table.table.table_id) is not table:

@@ -226,7 +226,7 @@ class ServerLink:
         Raises:
             PushpullError: the call failed.
         """
-        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id)
+        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id, session=self._identity)
         with _translated():
             response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
                 request, timeout=STATS_DEADLINE_S

@@ -13,7 +13,7 @@ from pathlib import Path
 from ps_core import limits
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import Incarnation
-from ps_runtime import channels, clock, config, logs
+from ps_runtime import channels, clock, config, join_secret, logs
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import LOOPBACK, NodeServer
 from ps_runtime.ready_file import write_ready_file
@@ -200,8 +200,9 @@ def _makes_last(settings: SchedulerConfig) -> bool:
     return bool(settings.checkpoint_url) and settings.checkpoint_last_s > 0
 
 
-async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
-    """Serve the cluster until a stop signal comes or it is finished.
+async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: bytes) -> None:
+    """Serve the cluster until a stop signal comes or it is finished; whoever joins it proves to
+    know the secret.
 
     Raises:
         InvalidConfig: an address cannot be bound, or the ready file not written.
@@ -212,6 +213,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings) -> None:
     servicer = SchedulerServicer(
         Cluster(cluster, clock.now_s()),
         SchedulerMetrics(registry),
+        secret,
         CheckpointPolicy(
             settings.checkpoint_every_s, settings.checkpoint_every_clocks, settings.checkpoint_keep
         ),
@@ -322,7 +324,8 @@ def main() -> None:
     try:
         die_with_parent_if_asked(os.environ)
         logs.configure("scheduler", settings.log_level)
-        channels.run(serve(settings, cluster_settings(settings)))
+        secret = join_secret.found_or_made()
+        channels.run(serve(settings, cluster_settings(settings), secret))
     except (InvalidConfig, InvalidCheckpoint) as error:
         logs.error("cannot_serve", error=error.message)
         sys.exit(2)

@@ -34,9 +34,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from ps_core import rights
 from ps_core.change import Change, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import NotPermitted, Overloaded
+from ps_core.errors import Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
@@ -54,7 +55,7 @@ from scheduler.cluster_state import (
     WorkerGone,
 )
 from scheduler.configurations import Configurations
-from scheduler.membership import Membership
+from scheduler.membership import OPERATOR, Membership
 from scheduler.ownership import Ownership
 from scheduler.tables import Tables
 
@@ -165,7 +166,8 @@ class Cluster:
         return self._members.quiet_s(node_id, now_s)
 
     def register(self, request: Registration, now_s: float) -> Decision[Session]:
-        """Make the caller a node, or give it the answer that it got before.
+        """Make the caller a node, or give it the answer that it got before. An operator becomes
+        none: its session says no more than that it may do what operators may.
 
         Raises:
             InvalidConfig: the request is wrong or contradicts the cluster; the message says how.
@@ -175,6 +177,8 @@ class Cluster:
             Recovering: another has its place, which may be dead, and it waits.
         """
         known = self._members.registered(request)
+        if request.role is Role.OPERATOR:
+            return Decision(self._members.session(OPERATOR))
         if known is not None:
             heard = self._members.hear(known, now_s)
             return Decision(self._members.session(known), self._changed(*heard))
@@ -215,7 +219,8 @@ class Cluster:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
         """
-        transitions = self._changed(*self._members.hear(self.member(session), now_s))
+        node = self.caller(session, "Heartbeat")
+        transitions = self._changed(*self._members.hear(node, now_s))
         return Decision(self._state.view_number, transitions)
 
     def deregister(self, session: Session, reason: str, now_s: float) -> Decision[None]:
@@ -231,14 +236,21 @@ class Cluster:
             transitions += self._configured()
         return Decision(None, self._changed(*transitions))
 
-    def member(self, session: Session) -> Node:
-        """The caller's node.
+    def caller(self, session: Session, method: str) -> Node:
+        """Who calls a method of the contract, which it may.
 
         Raises:
+            NotPermitted: the caller's role may not (`ps_core.rights`).
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
         """
-        return self._members.member(session)
+        node = self._members.member(session)
+        rights.check(method, node.role)
+        return node
+
+    def has(self, session: Session) -> bool:
+        """Whether the caller, who was one, is a member still."""
+        return self._members.has(session)
 
     def create_table(self, session: Session, spec: TableSpec, now_s: float) -> Decision[Creation]:
         """Create a table, find the identical one, or say for whom the creation has to wait.
@@ -250,12 +262,7 @@ class Cluster:
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        node = self.member(session)
-        if node.role is not Role.WORKER:
-            raise NotPermitted(
-                f"{self._members.describe(node, now_s)} asks for a table; only workers create "
-                "tables"
-            )
+        self.caller(session, "CreateTable")
         spec = update_offers.completed(
             spec.validated(), self._state, lambda server: self._members.describe(server, now_s)
         )
@@ -279,10 +286,11 @@ class Cluster:
         Raises:
             TableNotFound: there is no such table.
             InvalidConfig: the table cannot have that setting.
+            NotPermitted: the caller is no worker and no operator.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        self.member(session)
+        self.caller(session, "SetConsistency")
         found, transitions = self._changes.wish(wish, self.view.world_size, now_s)
         return Decision(found, self._changed(*transitions))
 
@@ -305,9 +313,7 @@ class Cluster:
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        node = self.member(session)
-        if node.role is not Role.SERVER:
-            raise NotPermitted(f"a {node.role.value} promises a change; only servers do")
+        node = self.caller(session, "PromiseChange")
         transitions = self._changes.promise(node.node_id, table_id, number, clock)
         transitions += self._checkpoints.look()
         return Decision(None, self._changed(*transitions))
@@ -329,9 +335,7 @@ class Cluster:
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        node = self.member(session)
-        if node.role is not Role.WORKER:
-            raise NotPermitted(f"a {node.role.value} joins a checkpoint; only workers do")
+        node = self.caller(session, "JoinCheckpoint")
         joined = self._checkpoints.join(node, number, clocks, has_state)
         return Decision(None, self._changed(*joined))
 
@@ -339,14 +343,12 @@ class Cluster:
         """A node has written its part; see `Checkpoints.report`.
 
         Raises:
-            NotPermitted: the caller is a reader.
+            NotPermitted: the caller is no server and no worker.
             InvalidConfig: it has no part in it.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        node = self.member(session)
-        if node.role is Role.READER:
-            raise NotPermitted("a reader reports a part of a checkpoint; it has none")
+        node = self.caller(session, "ReportCheckpointPart")
         return Decision(None, self._changed(*self._checkpoints.report(node, number, part)))
 
     def end_checkpoint(self, number: int, problem: str) -> Decision[None]:
@@ -377,9 +379,7 @@ class Cluster:
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
-        node = self.member(session)
-        if node.role is not Role.SERVER:
-            raise NotPermitted(f"a {node.role.value} sets backups; only servers do")
+        node = self.caller(session, "SetBackups")
         refused, transitions = self._configurations.set_backups(node.node_id, wishes)
         return Decision(refused, self._changed(*transitions))
 

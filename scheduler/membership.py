@@ -49,6 +49,9 @@ go, and servers that die and are started again, must not fill the view."""
 REGISTER_AGAIN_MS = 100
 """A session of another timeline has not done anything wrong: who registers again is welcome."""
 
+OPERATOR = Node(NodeId(0), Incarnation(0), Role.OPERATOR, 0, "", NodeState.ALIVE)
+"""What stands for every operator: it is in no view, is not watched, and never leaves."""
+
 KEPT_COUNT = 100
 """Readers, and servers, that have left and are still shown."""
 
@@ -102,6 +105,8 @@ class Membership:
             Unauthenticated: its token is wrong.
         """
         self._check_genuine(session)
+        if session.role is Role.OPERATOR:
+            return OPERATOR
         member = self._state.members.get(session.node_id)
         if member is None:  # it has left, and is forgotten
             raise Fenced(
@@ -111,26 +116,32 @@ class Membership:
             raise Fenced(member.node.fence_words)
         return member.node
 
+    def has(self, session: Session) -> bool:
+        """Whether a caller that was a member is one still."""
+        if session.role is Role.OPERATOR:
+            return True
+        member = self._state.members.get(session.node_id)
+        return member is not None and member.node.state.is_member
+
     def _check_genuine(self, session: Session) -> None:
         ours = self._settings
         if session.cluster_id != ours.cluster_id:
             raise Fenced(
-                f"the session is of cluster '{session.cluster_id[:100]}'; this is cluster "
-                f"'{ours.cluster_id}'. A scheduler that was started again is a new cluster: its "
-                f"nodes must be started again too"
+                "the session is of another cluster than this scheduler's. A scheduler that was "
+                "started again is a new cluster: its nodes must be started again too"
             )
         if session.timeline != ours.timeline:
             raise Fenced(
-                f"the session is of timeline {session.timeline[:16].hex() or 'none'}; this is "
-                f"timeline {ours.timeline.hex()}: register again"
-                + (f". It was restored from {ours.restored.url}" if ours.restored else ""),
+                "the session is of another timeline than the cluster's"
+                + (", which was restored from a checkpoint" if ours.restored else "")
+                + ": register again",
                 retry_after_ms=REGISTER_AGAIN_MS,
             )
         if not session.is_genuine(ours.token_key):
             raise Unauthenticated(
-                f"the session token of node {session.node_id} ({session.role.value}, incarnation "
-                f"{session.incarnation}) is {'wrong' if session.token else 'missing'}; send the "
-                f"session as RegisterNode gave it"
+                f"the session token of node {session.node_id} is "
+                f"{'wrong' if session.token else 'missing'}; send the session as RegisterNode "
+                "gave it"
             )
 
     # --- who comes
@@ -193,6 +204,8 @@ class Membership:
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:
         """A member has given a sign of life."""
+        if node is OPERATOR:
+            return []
         if not self._detector.heard(node.node_id, now_s):
             return []
         return [NodeHeardAgain(self._move(node, NodeState.ALIVE))]

@@ -19,10 +19,12 @@ from ps_core import limits
 from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
+from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.errors import translated
+from ps_runtime.join_secret import joiner
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.adaptive_tables import AdaptiveTables
@@ -56,15 +58,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves one cluster. Made and used on one event loop."""
+    """Serves one cluster. Made and used on one event loop.
+
+    Args:
+        cluster: the machine.
+        metrics: where it counts.
+        secret: the join secret, which every registration proves to know.
+        policy: when checkpoints are made.
+    """
 
     def __init__(
         self,
         cluster: Cluster,
         metrics: SchedulerMetrics,
+        secret: bytes,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
     ) -> None:
         self._metrics = metrics
+        self._secret = secret
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -73,6 +84,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _begin(self, cluster: Cluster) -> None:
         """Serve this cluster from now on; whoever waits for something of another is told so."""
         self._cluster = cluster
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
         self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
@@ -127,11 +139,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._wake()
 
     @translated
+    async def GetJoinChallenge(
+        self, request: scheduler_pb2.GetJoinChallengeRequest, context: Context
+    ) -> scheduler_pb2.GetJoinChallengeResponse:
+        """Says what a registration proves its knowledge of the join secret over."""
+        return scheduler_pb2.GetJoinChallengeResponse(challenge=self._challenge)
+
+    @translated
     async def RegisterNode(
         self, request: scheduler_pb2.RegisterNodeRequest, context: Context
     ) -> scheduler_pb2.RegisterNodeResponse:
-        """Makes the caller a node."""
+        """Makes the caller a node, if it knows the join secret."""
         with self._refusals_counted():
+            joiner(request).check(request.join_proof, self._secret, self._challenge)
             session = self._carry_out(self._cluster.register(_registration(request), clock.now_s()))
         settings = self._cluster.settings
         return scheduler_pb2.RegisterNodeResponse(
@@ -160,9 +180,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
                 )
             number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
-        self._adaptive.heard(session.node_id, request.progress, clock.now_s())
-        self.checkpointing.heard(session.node_id, request.progress)
-        self._last_said[session.node_id] = request
+        if session.role is not Role.OPERATOR:  # which is no node
+            self._adaptive.heard(session.node_id, request.progress, clock.now_s())
+            self.checkpointing.heard(session.node_id, request.progress)
+            self._last_said[session.node_id] = request
         self._metrics.heartbeats.labels(role=session.role.value).inc()
         return scheduler_pb2.HeartbeatResponse(view_number=number)
 
@@ -184,18 +205,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Streams the view and its changes, until the caller has left or the scheduler stops."""
         session = wire.session_from_proto(request.session)
         with self._refusals_counted():
-            node_id = self._cluster.member(session).node_id
+            self._cluster.caller(session, "WatchCluster")
         cluster, sent_number = self._cluster, 0
         while True:
             changed = self._changed
             if self._cluster is not cluster:
-                self._cluster.member(session)  # it is none there
+                self._cluster.caller(session, "WatchCluster")  # it is none there
             if self._cluster.view.view_number > sent_number:
                 sent_number = self._cluster.view.view_number
                 yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
                 continue  # the view may have changed while this one was written
-            node = self._cluster.view.nodes_by_id.get(node_id)
-            if self._is_closed or node is None or not node.state.is_member:
+            if self._is_closed or not self._cluster.has(session):
                 return
             await changed.wait()
 
@@ -257,7 +277,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Makes a checkpoint; parks until it is complete."""
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
         with self._refusals_counted():
-            self._cluster.member(wire.session_from_proto(request.session))
+            self._cluster.caller(wire.session_from_proto(request.session), "CreateCheckpoint")
             made = await self.checkpointing.create(request, deadline_s)
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
@@ -270,10 +290,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Begins anew from a checkpoint: another cluster takes the place of this one."""
         with self._refusals_counted():
             cluster = self._cluster
-            cluster.member(wire.session_from_proto(request.session))
+            cluster.caller(wire.session_from_proto(request.session), "RestoreCheckpoint")
             url = request.url or cluster.settings.checkpoint_url
             restored = await asyncio.to_thread(restored_from, url)
-            cluster.member(wire.session_from_proto(request.session))  # nobody was faster
+            # Nobody was faster.
+            cluster.caller(wire.session_from_proto(request.session), "RestoreCheckpoint")
         clock_before = self.checkpointing.clock
         timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
         settings = cluster.in_new_timeline(restored, timeline, key)
@@ -312,6 +333,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
     ) -> scheduler_pb2.GetClusterStatusResponse:
         """Says how the cluster does."""
+        with self._refusals_counted():
+            self._cluster.caller(wire.session_from_proto(request.session), "GetClusterStatus")
         now_s = clock.now_s()
         response = scheduler_pb2.GetClusterStatusResponse(
             view=self._view_message,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.internal.conjecture import providers
 from ps_runtime.imported import spared
 from ps_runtime.role_starts import begin_by
 from tests.integration.warm_roles import FORKER, begin_warm
+from tests.joining import SECRET
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
 # Examples are the same every time: what fails in one clone fails in all. `make fuzz` has others.
@@ -23,6 +25,9 @@ vars(providers)["is_local_module_file"] = lambda _path: False
 
 SEED = 20_240_229
 """Of every test that draws for itself, but under `make fuzz`."""
+
+# Of this process, and of those that tests start; the file of who runs the tests stays as it is.
+os.environ["PUSHPULL_JOIN_SECRET"] = SECRET
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ def test_a_push_that_is_on_its_way_never_lands(tmp_path: Path) -> None:
     check_never_lands(tmp_path, "grpc")
 
 
-def test_a_reader_may_restore_and_the_worker_is_told(tmp_path: Path) -> None:
+def test_an_operator_may_restore_and_the_worker_is_told(tmp_path: Path) -> None:
     """It goes on from there."""
     running = ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "checkpoints"))
     with running as cluster:
@@ -30,8 +30,10 @@ def test_a_reader_may_restore_and_the_worker_is_told(tmp_path: Path) -> None:
         client.push_pull(table, ONES)
         made = client.checkpoint().wait()
         client.push_pull(table, ONES)
-        with ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader:
-            reader.restore(made.url).close()
+        with ps.connect(
+            cluster.address, role="operator", request_deadline_s=DEADLINE_S
+        ) as operator:
+            operator.restore(made.url).close()
 
         def train() -> None:
             while True:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Self
 
 from tests.integration.warm_roles import FORKER, Forked, Order
+from tests.joining import SECRET
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 100.0
@@ -27,6 +28,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 def environment() -> dict[str, str]:
     """The caller's, less what would change what the tool does; the packages by absolute paths."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
+    kept["PUSHPULL_JOIN_SECRET"] = SECRET
     kept.pop("OMP_NUM_THREADS", None)
     kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
     return kept

@@ -77,7 +77,8 @@ def logged_run(root: Path) -> Iterator[LoggedRun]:
             restarting.result()
         with ps.connect(scheduler.address, role="reader") as reader:
             pulled = {name: np.array(reader.pull(reader.table(name))) for name in SHAPES}
-            end = reader.checkpoint("the end", timeout_s=DEADLINE_S).wait().url
+        with ps.connect(scheduler.address, role="operator") as operator:
+            end = operator.checkpoint("the end", timeout_s=DEADLINE_S).wait().url
         yield LoggedRun(logs, (made[0], end), pulled)
 
 

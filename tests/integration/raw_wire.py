@@ -19,6 +19,7 @@ from ps_core.limits import RANGE_COUNT
 from ps_runtime.errors import ERROR_METADATA_KEY, STATUS
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
+from tests.joining import proven
 
 DEADLINE_S = 20.0
 BLOCK = 64
@@ -233,7 +234,7 @@ class Wire:
 
     def join(self, role: Any, **fields: Any) -> RawWorker:
         """A node that has registered, and lives as long as the wire is open."""
-        request = self.registration(role, **fields)
+        request = proven(self.scheduler, self.registration(role, **fields))
         answer = self.scheduler.RegisterNode(request, timeout=DEADLINE_S)
         self.heartbeats.begin(answer)
         self.registrations[answer.session.node_id] = request

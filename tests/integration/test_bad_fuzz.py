@@ -44,7 +44,9 @@ class Fuzzer:
         """Where the worker is in each range: what is near there is what may do harm."""
         is_lost = self.dice.random() < 0.05
         self._blocks = list(self.table.places) if is_lost else self.table.blocks_at(node_id)
-        request = parameters_pb2.GetRangeStatsRequest(table_id=self.table.table_id)
+        request = parameters_pb2.GetRangeStatsRequest(
+            table_id=self.table.table_id, session=self.worker.session
+        )
         for part in wire.servers[node_id].GetRangeStats(request, timeout=DEADLINE_S).ranges:
             for worker in part.workers:
                 if worker.rank == self.worker.session.rank:

@@ -34,6 +34,7 @@ from tests.integration.replicated_cluster import (
     ReplicatedCluster,
     replicated_cluster,
 )
+from tests.joining import proven
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -118,7 +119,9 @@ def _register(cluster: ReplicatedCluster, **fields: object) -> scheduler_pb2.Reg
     with grpc.insecure_channel(cluster.address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         request = scheduler_pb2.RegisterNodeRequest(**values)  # type: ignore[arg-type]
-        answer: scheduler_pb2.RegisterNodeResponse = stub.RegisterNode(request, timeout=DEADLINE_S)
+        answer: scheduler_pb2.RegisterNodeResponse = stub.RegisterNode(
+            proven(stub, request), timeout=DEADLINE_S
+        )
     return answer
 
 
@@ -187,14 +190,14 @@ def session(made: Scene) -> types.SessionIdentity:
 
 def test_a_worker_does_not_replicate(scene: Scene) -> None:
     session = session_to_proto(scene.client.session)
-    _refused(scene, session, "NOT_PERMITTED", "worker", "only servers do")
+    _refused(scene, session, "NOT_PERMITTED", "Replicate is for servers", "worker")
 
 
 def test_a_wrong_incarnation_is_refused(scene: Scene, session: types.SessionIdentity) -> None:
     lying = types.SessionIdentity()
     lying.CopyFrom(session)
     lying.incarnation += 1
-    _refused(scene, lying, "UNAUTHENTICATED", "incarnation", "is wrong")
+    _refused(scene, lying, "UNAUTHENTICATED", "token", "is wrong")
 
 
 def test_a_session_of_another_cluster_is_refused(

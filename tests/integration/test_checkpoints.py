@@ -107,8 +107,9 @@ def check_cut(tmp_path: Path, consistency: str) -> None:
         return table.clock
 
     def look(address: str) -> list[str]:
-        with ps.connect(address, role="reader", request_deadline_s=DEADLINE_S) as client:
-            client.table("counted")
+        with ps.connect(address, role="reader", request_deadline_s=DEADLINE_S) as reader:
+            reader.table("counted")
+        with ps.connect(address, role="operator", request_deadline_s=DEADLINE_S) as client:
             made = [client.checkpoint(f"number {n}").wait() for n in range(4)]
         stop.set()
         return [each.url for each in made]
@@ -253,7 +254,7 @@ def test_the_last_checkpoint_has_what_workers_had_that_have_left(
         work = functools.partial(train, recipe=recipe, until=end)
         with ps.local_cluster(servers, 2, checkpoint_url=str(root), resume=resume) as cluster:
             models = together(cluster.address, 2, work)
-            with ps.connect(cluster.address, role="reader") as client:
+            with ps.connect(cluster.address, role="operator") as client:
                 made = client.checkpoint("the end").wait(DEADLINE_S)
         with resolve(made.url).reader as reader:
             assert {t.clock for t in reader.manifest.tables} == {end} or consistency == "asp"

@@ -157,7 +157,7 @@ def test_a_worker_asks_for_no_cut(workers: list[ps.Client]) -> None:
     tables = _tables(workers, "ssp:1")
     engine = workers[0].engine
     begun = workers[0]._loop.start(engine.begin_cut(1, [tables[0].table], 1.0))
-    with pytest.raises(ps.NotPermitted, match="only readers do"):
+    with pytest.raises(ps.NotPermitted, match="BeginCut is for readers"):
         begun.result(10.0)
     with pytest.raises(ps.InvalidConfig, match="needs a cut"):
         workers[0].pull(tables[0], consistent=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.joining import SECRET
+
 ROOT = Path(__file__).parents[2]
 RUN_DEADLINE_S = 120.0
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.timeout(150)
 
 def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
+    kept["PUSHPULL_JOIN_SECRET"] = SECRET
     return {**kept, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos")))}
 
 

@@ -17,6 +17,7 @@ from ps_runtime import logs
 from ps_worker.measures import REGISTRY
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
+from tests.joining import operator
 
 DEADLINE_S = 20.0
 SIZE = 64 * 50
@@ -65,7 +66,8 @@ def said_in_status(cluster: LaneCluster, node_id: int) -> str:
     """What the scheduler knows of a node's lane."""
     with grpc.insecure_channel(cluster.address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        answer = stub.GetClusterStatus(scheduler_pb2.GetClusterStatusRequest(), timeout=DEADLINE_S)
+        request = scheduler_pb2.GetClusterStatusRequest(session=operator(stub))
+        answer = stub.GetClusterStatus(request, timeout=DEADLINE_S)
     (lane,) = [entry.progress.lane for entry in answer.nodes if entry.node.node_id == node_id]
     return str(lane)
 

@@ -26,6 +26,7 @@ from ps_runtime.launcher import (
 from ps_runtime.role_environment import role_environment, thread_count
 from ps_runtime.role_starts import begin_by, new_interpreter
 from ps_worker.local_cluster import local_cluster
+from tests.joining import SECRET
 
 START_DEADLINE_S = 60.0
 Role = Callable[[str, str], RoleCommand]
@@ -226,6 +227,7 @@ def test_a_local_cluster_does_not_outlive_a_killed_parent() -> None:
     )
     environment = role_environment(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)})
     environment = {k: v for k, v in environment.items() if not k.startswith("PUSHPULL_")}
+    environment["PUSHPULL_JOIN_SECRET"] = SECRET
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

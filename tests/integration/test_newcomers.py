@@ -48,7 +48,7 @@ def _first(cluster: LaneCluster) -> list[ps.Client]:
 
 
 def _status(cluster: LaneCluster) -> StatusDocument:
-    response = asyncio.run(scheduler_query.first_status([cluster.address]))
+    response = asyncio.run(scheduler_query.first_status([cluster.address])).response
     return status_document(response, {})
 
 

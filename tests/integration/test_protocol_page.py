@@ -25,6 +25,7 @@ from ps_core.limits import RANGE_COUNT
 from ps_worker.local_cluster import local_cluster
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
+from tests.joining import proven
 
 DEADLINE_S = 30.0
 WORKED: dict[str, Any] = {worked.name: worked.message for worked in worked_messages()}
@@ -39,7 +40,7 @@ class Raw:
 
     def __init__(self, scheduler: grpc.Channel) -> None:
         self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
-        request = WORKED["register-request"]
+        request = proven(self._scheduler, _copy("register-request"))
         self.registered = self._scheduler.RegisterNode(request, timeout=DEADLINE_S)
         self.session = self.registered.session
         watch = self._scheduler.WatchCluster(

@@ -27,11 +27,13 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import channels, clock
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
+from ps_runtime.registration import operator_session
 from ps_runtime.scheduler_link import SchedulerLink
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import ClusterSettings
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+from tests.joining import SECRET
 
 SETTINGS = ClusterSettings(
     cluster_id="one",
@@ -60,7 +62,9 @@ class Scheduler:
     def __init__(self, settings: ClusterSettings = SETTINGS) -> None:
         self.registry = new_registry()
         self.cluster = Cluster(settings, clock.now_s())
-        self.servicer = SchedulerServicer(self.cluster, SchedulerMetrics(self.registry))
+        self.servicer = SchedulerServicer(
+            self.cluster, SchedulerMetrics(self.registry), SECRET.encode()
+        )
         self.node: NodeServer | None = None
 
     async def open(self, listen: str = "127.0.0.1:0") -> str:
@@ -364,7 +368,7 @@ def test_backups_are_set_by_their_primary_and_what_came_too_late_is_named() -> N
             itself = replace(first, backups=frozenset({primary.session.node_id}))
             with pytest.raises(InvalidConfig, match="never its own backup"):
                 await primary.set_backups([itself], DEADLINE_S)
-            with pytest.raises(NotPermitted, match="a worker sets backups"):
+            with pytest.raises(NotPermitted, match="SetBackups is for servers"):
                 await worker.set_backups([first], DEADLINE_S)
 
     run(main())
@@ -383,7 +387,8 @@ def test_a_farewell_brings_the_last_progress_and_ends_the_membership() -> None:
                 )
             async with channels.aio_channel(address) as channel:
                 stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-                request = scheduler_pb2.GetClusterStatusRequest()
+                session = await operator_session(stub, DEADLINE_S)
+                request = scheduler_pb2.GetClusterStatusRequest(session=session)
                 answer = await stub.GetClusterStatus(request, timeout=DEADLINE_S)
             steps = {node.node.node_id: node.progress.step_count for node in answer.nodes}
             assert steps[node_id] == 41

@@ -133,7 +133,7 @@ def test_registration_is_idempotent_and_gives_the_settings() -> None:
             {"session_token": b""},
             errors.Unauthenticated,
             grpc.StatusCode.UNAUTHENTICATED,
-            "session token of node 1 (worker, incarnation 10) is missing",
+            "session token of node 1 is missing",
         ),
         (
             {"rank": 1},
@@ -145,7 +145,7 @@ def test_registration_is_idempotent_and_gives_the_settings() -> None:
             {"cluster_id": "old"},
             errors.Fenced,
             grpc.StatusCode.FAILED_PRECONDITION,
-            "the session is of cluster 'old'; this is cluster 'c-1'",
+            "the session is of another cluster than this scheduler's",
         ),
         (
             {"role": 0},
@@ -188,7 +188,7 @@ def test_a_scheduler_that_was_started_again_fences_the_old_clusters_nodes() -> N
         async with running() as old:
             session = await old.join(Role.WORKER)
         async with running(cluster_id="c-2") as new:
-            words = ("of cluster 'c-1'; this is cluster 'c-2'", "must be started again too")
+            words = ("of another cluster", "must be started again too")
             status = grpc.StatusCode.FAILED_PRECONDITION
             await refused(new.beat(session), errors.Fenced, status, words)
 
@@ -273,7 +273,7 @@ def test_a_differing_table_and_a_wrong_one_are_refused_by_name() -> None:
         status = grpc.StatusCode.INVALID_ARGUMENT
         await refused(call, errors.InvalidConfig, status, ("block_elements is 63",))
         reader = await scheduler.join(Role.READER)
-        words = ("only workers create tables",)
+        words = ("CreateTable is for workers",)
         call = scheduler.create(reader)
         await refused(call, errors.NotPermitted, grpc.StatusCode.PERMISSION_DENIED, words)
 

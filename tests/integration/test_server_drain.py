@@ -69,7 +69,9 @@ def test_sigterm_does_not_wait_for_clients_that_stay_on_the_line() -> None:
         request = wire.pull_request(made, [0], clock=1, deadline_ms=20_000)
         request.session.CopyFrom(worker.session)
         reading = wire.servers[node_id].Pull(request, timeout=STARTED_S)
-        wire.servers[node_id].GetRangeStats(parameters_pb2.GetRangeStatsRequest())
+        wire.servers[node_id].GetRangeStats(
+            parameters_pb2.GetRangeStatsRequest(session=worker.session)
+        )
         told_s = now_s()
         server.send(signal.SIGTERM)
         ended = server.wait(STARTED_S)

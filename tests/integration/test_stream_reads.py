@@ -154,6 +154,8 @@ def test_an_answer_says_the_clock_of_its_values(wire: Wire, bad: RawWorker) -> N
 
 
 def _is_parked(wire: Wire, table: RawTable) -> bool:
-    request = parameters_pb2.GetRangeStatsRequest(table_id=table.table_id)
+    request = parameters_pb2.GetRangeStatsRequest(
+        table_id=table.table_id, session=wire.reader.session
+    )
     stats = wire.servers[table.servers[0]].GetRangeStats(request, timeout=DEADLINE_S)
     return any(part.waits for part in stats.ranges)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from scheduler.__main__ import SchedulerConfig
+from tests.joining import SECRET
 from tests.tidy.source import ROOT
 
 VERSIONS = ["1.27", "1.37"]
@@ -71,6 +72,8 @@ def environment(component: str, folder: str = BASE) -> dict[str, str]:
         if "value" in variable:
             text: str = variable["value"]
             found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], text)
+        elif "secretKeyRef" in variable["valueFrom"]:
+            found[variable["name"]] = SECRET
         else:
             found[variable["name"]] = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
     return found
@@ -134,8 +137,16 @@ def test_the_role_accepts_its_settings(component: str, folder: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     for name, value in environment(component, folder).items():
-        if name.startswith("PUSHPULL_"):
+        if value == SECRET:
+            assert value not in run.stdout
+        elif name.startswith("PUSHPULL_"):
             assert value.strip('"') in run.stdout, f"{name} is not in {run.stdout}"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_role_has_the_join_secret_of_one_secret_object(component: str) -> None:
+    (variable,) = [v for v in container(component)["env"] if v["name"] == "PUSHPULL_JOIN_SECRET"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "pushpull-join", "key": "secret"}}
 
 
 def test_a_server_drains_before_it_is_killed() -> None:

@@ -166,7 +166,7 @@ def test_promises_that_cannot_be_are_refused() -> None:
     )
     refused(
         errors.NotPermitted,
-        "only servers do",
+        "is for servers",
         by=lambda: cluster.cluster.promise_change(cluster.workers[0], MODEL, 1, 4),
         of=cluster,
     )

@@ -417,7 +417,7 @@ def test_who_has_no_part_in_it_is_told() -> None:
     )  # fmt: skip
     refused(errors.NotPermitted, "reader", by=lambda: report(reader, 7, part), of=cluster)
     refused(
-        errors.NotPermitted, "a server joins a checkpoint",
+        errors.NotPermitted, "JoinCheckpoint is for workers",
         by=lambda: cluster.cluster.join_checkpoint(cluster.servers[0], 7, {}, has_state=False),
         of=cluster,
     )  # fmt: skip

@@ -161,8 +161,8 @@ class TestTables:
         session = cluster.join(role)
         refused(
             errors.NotPermitted,
-            f"{role.value} node 1",
-            "only workers create tables",
+            "CreateTable is for workers",
+            f"the caller's role is {role.value}",
             by=lambda: cluster.create(session),
             of=cluster,
         )

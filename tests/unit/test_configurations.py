@@ -158,7 +158,7 @@ class TestWishes:
         mine = wish(cluster.ranges[0])
         refused(
             errors.NotPermitted,
-            "a worker sets backups; only servers do",
+            "SetBackups is for servers",
             by=lambda: cluster.set_backups(cluster.worker, mine),
             of=cluster,
         )

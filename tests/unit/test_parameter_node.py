@@ -36,22 +36,22 @@ def node() -> ParameterNode:
 
 
 def test_a_genuine_session_is_admitted(node: ParameterNode) -> None:
-    assert node.sessions.admit(wire.session_to_proto(_signed(WORKER))) == _signed(WORKER)
+    assert node.sessions.admit(wire.session_to_proto(_signed(WORKER)), "Push") == _signed(WORKER)
 
 
 @pytest.mark.parametrize("token", [b"", b"x" * 32])
 def test_a_token_that_was_not_issued_is_not(node: ParameterNode, token: bytes) -> None:
     with pytest.raises(Unauthenticated, match="token"):
-        node.sessions.admit(wire.session_to_proto(replace(WORKER, token=token)))
+        node.sessions.admit(wire.session_to_proto(replace(WORKER, token=token)), "Push")
 
 
 def test_a_node_that_left_is_fenced_even_if_it_was_known(node: ParameterNode) -> None:
     session = wire.session_to_proto(_signed(WORKER))
     node.observe(_view(1, NodeState.ALIVE))
-    node.sessions.admit(session)
+    node.sessions.admit(session, "Push")
     node.observe(_view(2, NodeState.LEFT))
     with pytest.raises(Fenced, match="node 2 has left"):
-        node.sessions.admit(session)
+        node.sessions.admit(session, "Push")
 
 
 def test_a_worker_that_is_gone_is_fenced_and_so_are_its_streams(node: ParameterNode) -> None:
@@ -63,14 +63,14 @@ def test_a_worker_that_is_gone_is_fenced_and_so_are_its_streams(node: ParameterN
 
     session = wire.session_to_proto(_signed(WORKER))
     node.observe(_view(1, NodeState.SILENT))
-    node.sessions.admit(session)
+    node.sessions.admit(session, "Push")
     with pytest.raises(Fenced, match="worker 0 was declared gone"):
         asyncio.run(next_answer())
     with pytest.raises(Fenced, match="register again as a new worker"):
-        node.sessions.admit(session)
+        node.sessions.admit(session, "Push")
 
 
 def test_a_silent_node_may_still_speak(node: ParameterNode) -> None:
     """The scheduler may have missed its heartbeats; the server has it on the line."""
     node.observe(_view(1, NodeState.SILENT))
-    node.sessions.admit(wire.session_to_proto(_signed(WORKER)))
+    node.sessions.admit(wire.session_to_proto(_signed(WORKER)), "Push")

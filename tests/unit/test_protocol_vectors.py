@@ -38,7 +38,7 @@ def test_worked_messages_are_what_the_script_writes() -> None:
 
 
 def test_a_page_without_the_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="register-request"):
+    with pytest.raises(ValueError, match="challenge"):
         protocol_vectors.page_text("no markers")
 
 
@@ -124,6 +124,14 @@ def test_token_follows_the_page() -> None:
     text = "|".join(str(token[field]) for field in fields)
     key = bytes.fromhex(token["token_key"])
     assert hmac.new(key, text.encode(), hashlib.sha256).hexdigest() == token["session_token"]
+
+
+def test_the_proof_of_the_join_secret_follows_the_page() -> None:
+    join = VECTORS["join"]
+    fields = ("challenge", "registration_id", "role", "rank", "address")
+    text = "|".join(("pushpull-join", *(str(join[field]) for field in fields)))
+    made = hmac.new(join["secret"].encode(), text.encode(), hashlib.sha256).hexdigest()
+    assert made == join["join_proof"]
 
 
 def test_messages_parse_and_use_every_byte() -> None:

@@ -152,8 +152,8 @@ def test_settings_come_from_arguments_then_the_environment() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"role": "server"}, "role is 'server'; expected 'worker' or 'reader'"),
-        ({"role": "reader", "rank": 0}, "rank is 0 for a reader"),
+        ({"role": "server"}, "role is 'server'; expected one of worker, reader, operator"),
+        ({"role": "reader", "rank": 0}, "rank is 0 for role reader"),
         ({"rank": -1}, "rank is -1"),
         ({"request_deadline_s": 0.0}, "request_deadline_s is 0"),
         ({"window_bytes": 0}, "window_bytes is 0"),

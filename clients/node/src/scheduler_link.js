@@ -5,6 +5,7 @@ import { randomBytes } from 'node:crypto';
 import { Backoff, callOnce, callUntil, openClient } from './calls.js';
 import { SchedulerService } from './contract.js';
 import { PushpullError, errorFromCall } from './errors.js';
+import { joinProof, joinSecret } from './join_secret.js';
 
 const PROTOCOL_VERSION = 1;
 const CALL_MS = 5000;
@@ -59,7 +60,7 @@ export class SchedulerLink {
       protocolVersion: PROTOCOL_VERSION,
       ...(rank === undefined ? {} : { requestedRank: rank }),
     };
-    const response = await this.#call('RegisterNode', request, deadlineMs);
+    const response = await this.#registered(request, deadlineMs);
     this.session = response.session;
     this.workerCount = response.workerCount;
     this.heartbeatIntervalMs = response.heartbeatIntervalMs;
@@ -69,15 +70,47 @@ export class SchedulerLink {
   }
 
   /**
+   * Each attempt proves the join secret over the challenge of the scheduler that it goes to.
+   *
+   * @param {any} request
+   * @param {number} deadlineMs
+   */
+  #registered(request, deadlineMs) {
+    const secret = joinSecret();
+    const role = request.role.replace('NODE_ROLE_', '').toLowerCase();
+    return this.#attempted(
+      'RegisterNode',
+      async (timeoutMs) => {
+        const { challenge } = await callOnce(this.#client, 'GetJoinChallenge', {}, timeoutMs);
+        const proof = secret && { joinProof: joinProof(secret, challenge, { ...request, role }) };
+        return callOnce(this.#client, 'RegisterNode', { ...request, ...proof }, timeoutMs);
+      },
+      deadlineMs,
+    );
+  }
+
+  /**
    * @param {string} method
    * @param {object} request
    * @param {number} deadlineMs
    * @param {number} [attemptMs]
    */
   #call(method, request, deadlineMs, attemptMs) {
+    const once = (/** @type {number} */ timeoutMs) =>
+      callOnce(this.#client, method, request, timeoutMs);
+    return this.#attempted(method, once, deadlineMs, attemptMs);
+  }
+
+  /**
+   * @param {string} method
+   * @param {(timeoutMs: number) => Promise<any>} once
+   * @param {number} deadlineMs
+   * @param {number} [attemptMs]
+   */
+  #attempted(method, once, deadlineMs, attemptMs) {
     const attempt = async (/** @type {number} */ timeoutMs) => {
       try {
-        return await callOnce(this.#client, method, request, timeoutMs);
+        return await once(timeoutMs);
       } catch (failure) {
         if (errorFromCall(failure).isFromGrpc) this.#tryNextAddress();
         throw failure;

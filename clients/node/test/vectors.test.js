@@ -6,6 +6,7 @@ import { test } from 'node:test';
 
 import { decodeInto, encode } from '../src/codecs.js';
 import { messageType } from '../src/contract.js';
+import { joinProof } from '../src/join_secret.js';
 import {
   TableLayout, packPresence, rangeOfSlot, slotOfOrdinal, slotsOfRange,
 } from '../src/layout.js';
@@ -82,6 +83,13 @@ test('every binary16 survives a round trip', () => {
   const out = new Float64Array(0x7c01);
   decodeInto(payload, 'CODEC_FP16', out);
   assert.deepEqual(encode(out, 'CODEC_FP16'), payload);
+});
+
+test('the proof of the join secret', () => {
+  const { secret, challenge, registration_id: id, role, rank, address, join_proof } = vectors.join;
+  const who = { registrationId: Buffer.from(id, 'hex'), role, requestedRank: rank, address };
+  const proof = joinProof(secret, Buffer.from(challenge, 'hex'), who);
+  assert.equal(proof.toString('hex'), join_proof);
 });
 
 test('a payload whose length lies is refused', () => {

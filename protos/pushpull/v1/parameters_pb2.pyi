@@ -478,10 +478,12 @@ class PushPullResponse(_message.Message):
     def __init__(self, replies: _Optional[_Union[PushResponse, _Mapping]] = ..., pull: _Optional[_Union[PullResponse, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ..., read_number: _Optional[int] = ..., with_replies: _Optional[_Union[PushResponse, _Mapping]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class GetRangeStatsRequest(_message.Message):
-    __slots__ = ("table_id",)
+    __slots__ = ("table_id", "session")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     table_id: int
-    def __init__(self, table_id: _Optional[int] = ...) -> None: ...
+    session: _types_pb2.SessionIdentity
+    def __init__(self, table_id: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "low_water_sequence", "last_heard_ms", "left")

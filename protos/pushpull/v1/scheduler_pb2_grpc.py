@@ -35,6 +35,11 @@ class SchedulerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetJoinChallenge = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/GetJoinChallenge',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeResponse.FromString,
+                _registered_method=True)
         self.RegisterNode = channel.unary_unary(
                 '/pushpull.v1.SchedulerService/RegisterNode',
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.RegisterNodeRequest.SerializeToString,
@@ -106,9 +111,18 @@ class SchedulerServiceServicer:
     """Membership, tables and ownership. Every call has a deadline; every call may be retried.
     """
 
+    def GetJoinChallenge(self, request, context):
+        """What a registration proves its knowledge of the join secret over. Needs no session. Another one
+        after the scheduler was started again or the cluster restored: ask before each registration.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterNode(self, request, context):
-        """Makes the caller a node. Idempotent by registration_id. A server whose kernels or custom updates
-        differ from the others' and a worker beyond max_workers are refused with INVALID_ARGUMENT.
+        """Makes the caller a node, or an operator. Idempotent by registration_id. Without a proof of the join
+        secret it fails with UNAUTHENTICATED. A server whose kernels or custom updates differ from the
+        others' and a worker beyond max_workers are refused with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +221,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterStatus(self, request, context):
-        """What `pushpull status` shows. Reads only; needs no session.
+        """What `pushpull status` shows. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,6 +230,11 @@ class SchedulerServiceServicer:
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetJoinChallenge': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJoinChallenge,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeResponse.SerializeToString,
+            ),
             'RegisterNode': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterNode,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RegisterNodeRequest.FromString,
@@ -292,6 +311,33 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 class SchedulerService:
     """Membership, tables and ownership. Every call has a deadline; every call may be retried.
     """
+
+    @staticmethod
+    def GetJoinChallenge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/GetJoinChallenge',
+            pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.GetJoinChallengeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def RegisterNode(request,

@@ -13,6 +13,7 @@ class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_ROLE_SERVER: _ClassVar[NodeRole]
     NODE_ROLE_WORKER: _ClassVar[NodeRole]
     NODE_ROLE_READER: _ClassVar[NodeRole]
+    NODE_ROLE_OPERATOR: _ClassVar[NodeRole]
 
 class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -88,6 +89,7 @@ NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_SERVER: NodeRole
 NODE_ROLE_WORKER: NodeRole
 NODE_ROLE_READER: NodeRole
+NODE_ROLE_OPERATOR: NodeRole
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec

@@ -1,0 +1,64 @@
+"""The proof with which a process joins a cluster: it knows the join secret, and does not show it.
+
+Rules:
+    - A proof is good for one challenge, one registration_id, one role, rank and address: whoever
+      reads it on the wire can neither join as anything else nor join another cluster with it.
+
+What it deliberately does not do: draw challenges, or find secrets (`ps_runtime.join_secret`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from ps_core.cluster_view import Role
+from ps_core.errors import Unauthenticated
+
+CHALLENGE_BYTES = 16
+
+_REMEDY = (
+    "start this process with PUSHPULL_JOIN_SECRET, or PUSHPULL_JOIN_SECRET_FILE, as the scheduler "
+    "has it (~/.pushpull/join-secret of the user that started it, unless one of them was set)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Joiner:
+    """Who asks to join, as far as the proof binds it."""
+
+    registration_id: bytes
+    role: Role
+    rank: int | None = None
+    address: str = ""
+
+    def proof(self, secret: bytes, challenge: bytes) -> bytes:
+        """HMAC-SHA256 over the challenge and these fields (docs/PROTOCOL.md)."""
+        text = "|".join(
+            (
+                "pushpull-join",
+                challenge.hex(),
+                self.registration_id.hex(),
+                self.role.value,
+                "" if self.rank is None else str(self.rank),
+                self.address,
+            )
+        )
+        return hmac.new(secret, text.encode(), hashlib.sha256).digest()
+
+    def check(self, proof: bytes, secret: bytes, challenge: bytes) -> None:
+        """Refuse who has not proved that it knows the secret.
+
+        Raises:
+            Unauthenticated: the proof is missing or wrong; the message says what to do.
+        """
+        if not proof:
+            raise Unauthenticated(
+                f"a {self.role.value} asks to join without the cluster's join secret: {_REMEDY}"
+            )
+        if not hmac.compare_digest(proof, self.proof(secret, challenge)):
+            raise Unauthenticated(
+                f"a {self.role.value} asks to join with another join secret than the cluster's: "
+                f"{_REMEDY}"
+            )
