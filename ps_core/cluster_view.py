@@ -123,7 +123,9 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class RangeAssignment:
     """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
-    committed; who is `joining` is being brought up to date.
+    committed; who is `joining` is being brought up to date. `initial_holders` were given the range
+    when it was placed, empty, and have held it since: what there is of it they were told as it came
+    about, and one that was told nothing has all that anybody may have seen.
     """
 
     range_id: RangeId
@@ -132,6 +134,7 @@ class RangeAssignment:
     primary: NodeId | None
     backups: tuple[NodeId, ...] = ()
     joining: tuple[NodeId, ...] = ()
+    initial_holders: tuple[NodeId, ...] = ()
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:
@@ -147,12 +150,13 @@ class RangeAssignment:
 @dataclass(frozen=True, slots=True)
 class BackupWish:
     """What a range's primary asks the scheduler for: all backups that it shall have, if it is at
-    that epoch still.
+    that epoch still. One that `is_missing` the range has nothing of it: another is to be primary.
     """
 
     range_id: RangeId
     assignment_epoch: AssignmentEpoch
     backups: frozenset[NodeId]
+    is_missing: bool = False
 
 
 @dataclass(frozen=True)

@@ -411,6 +411,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         primary_node_id=assignment.primary or 0,
         backup_node_ids=assignment.backups,
         joining_node_ids=assignment.joining,
+        initial_holder_node_ids=assignment.initial_holders,
     )
 
 
@@ -423,6 +424,7 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
         backups=tuple(map(NodeId, message.backup_node_ids)),
         joining=tuple(map(NodeId, message.joining_node_ids)),
+        initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
     )
 
 
@@ -432,6 +434,7 @@ def wish_to_proto(wish: BackupWish) -> scheduler_pb2.BackupRequest:
         range_id=wish.range_id,
         assignment_epoch=wish.assignment_epoch,
         backup_node_ids=sorted(wish.backups),
+        is_missing=wish.is_missing,
     )
 
 
@@ -447,7 +450,12 @@ def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
             f"backup_node_ids of range {message.range_id} is {list(message.backup_node_ids)}; "
             "expected each node once"
         )
-    return BackupWish(RangeId(message.range_id), AssignmentEpoch(message.assignment_epoch), backups)
+    return BackupWish(
+        RangeId(message.range_id),
+        AssignmentEpoch(message.assignment_epoch),
+        backups,
+        message.is_missing,
+    )
 
 
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:

@@ -153,7 +153,8 @@ class ReplicatedRanges:
         missing = self.replication.missing
         if missing != self._missing:
             self._missing = missing
-            logs.error("ranges_lost", view=view.view_number, ranges=len(missing))
+            if missing:
+                logs.error("ranges_missing", view=view.view_number, ranges=len(missing))
         return lost, effects
 
     def _send_refused(self) -> None:

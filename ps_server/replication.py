@@ -8,6 +8,9 @@ two (SEMANTICS S8, S9).
 Rules:
     - What a server is for a range, the newest view says. What a deposed primary held is given up:
       it may have decided what nobody else has. It joins anew, from nothing.
+    - A server that the view names among a range's initial holders begins with nothing, once,
+      whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
+      left the range since has missed what came, and tells the scheduler that it is missing.
 
 Invariants:
     RN-1  A server serves what some view gives it.
@@ -36,9 +39,7 @@ _PAUSE_LEASES = 0.5
 """Between two looks at the backups, which are ten times as frequent, so much is a pause."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
-"""Of a range that has just been placed: it holds nothing, so nobody has to be told what. That is so
-once: a backup that has left it has missed what came since.
-"""
+"""In which a range is placed: its first primary is one since then."""
 
 
 class Replication:
@@ -75,22 +76,19 @@ class Replication:
         self._min_in_sync = min_in_sync
         self._has_update_log = has_update_log
         self._recovered: set[RangeId] = set()
-        self._is_recovering = False
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
-        self._begun: set[RangeId] = set()
+        self._had: set[RangeId] = set()
         self._looked_s: float | None = None
 
     def recover(self, replicas: Iterable[Replica]) -> None:
         """What the update log of a server before this one has, which the scheduler was told; before
-        the first view. What that gives this server, and is not among them, nobody has seen anything
-        of.
+        the first view.
         """
         for replica in replicas:
             self.replicas[replica.range_id] = replica
             self._recovered.add(replica.range_id)
-            self._begun.add(replica.range_id)
-        self._is_recovering = True
+            self._had.add(replica.range_id)
 
     # --- what the scheduler says
 
@@ -117,14 +115,9 @@ class Replication:
                 lost.append(range_id)
             replica = self.replicas.get(range_id)
             if self._node_id in assignment.backups:
-                assignment_epoch = assignment.assignment_epoch
-                is_new = assignment_epoch == PLACED_EPOCH and range_id not in self._begun
-                if replica is None and is_new:
-                    replica = Replica(range_id, assignment_epoch, self._lease_s, assignment_epoch)
-                    self.replicas[range_id] = replica
-                    self._begun.add(range_id)
+                replica = replica or self._begun(assignment)
                 if replica is not None:  # else it is taken for dead, and joins anew
-                    replica.follow(assignment_epoch)
+                    replica.follow(assignment.assignment_epoch)
             elif (  # of one that is told of a newer epoch its primary may count on what it has
                 replica is not None
                 and self._node_id not in assignment.joining
@@ -132,8 +125,22 @@ class Replication:
             ):
                 del self.replicas[range_id]
                 lost.append(range_id)
-        self._is_recovering = False
         return lost, effects
+
+    def _may_begin(self, assignment: RangeAssignment) -> bool:
+        """Whether this server has held the range since it was placed, and had nothing of it yet."""
+        range_id = assignment.range_id
+        return self._node_id in assignment.initial_holders and range_id not in self._had
+
+    def _begun(self, assignment: RangeAssignment) -> Replica | None:
+        """The empty range, if this server may begin it."""
+        if not self._may_begin(assignment):
+            return None
+        range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
+        self._had.add(range_id)
+        replica = Replica(range_id, assignment_epoch, self._lease_s, PLACED_EPOCH)
+        self.replicas[range_id] = replica
+        return replica
 
     def _not_given_back(self, view: ClusterView) -> list[RangeId]:
         """What came from an update log, and another is primary of: it is of no use, for joining it
@@ -156,11 +163,17 @@ class Replication:
         if primary is not None:
             if primary.observe(assignment):
                 self.renewed.add(range_id)
-        elif replica is not None:
-            replica.promote(assignment_epoch)
-        elif assignment_epoch == PLACED_EPOCH or self._is_recovering:  # of any other it has nothing
+            return
+        is_alone = not assignment.backups  # else they may have heard of the primary before it
+        is_first = assignment_epoch == PLACED_EPOCH or is_alone
+        if replica is None and is_first and self._may_begin(assignment):
+            self._had.add(range_id)
             log = self._log(assignment, written=0)
             self.primaries[range_id] = Primary(log, self._lease_s, heard_s=now_s)
+            return
+        replica = replica or self._begun(assignment)
+        if replica is not None:  # else it is missing
+            replica.promote(assignment_epoch)
 
     def serve(self, now_s: float) -> ClusterView:
         """The newest view as the machine shall see it: ranges whose old lease may still hold are
@@ -189,7 +202,7 @@ class Replication:
 
     @property
     def missing(self) -> tuple[RangeId, ...]:
-        """What the newest view gives this server, and nobody has any more."""
+        """What the newest view gives this server, and it has nothing of."""
         return tuple(
             a.range_id
             for a in (() if self._view is None else self._view.ranges)
@@ -311,14 +324,23 @@ class Replication:
         return snapshot
 
     def wishes(self, now_s: float) -> list[BackupWish]:
-        """What to ask the scheduler for; see `Primary.wish`."""
+        """What to ask the scheduler for; see `Primary.wish`. Also for other primaries of what is
+        missing here.
+        """
         before_s, self._looked_s = self._looked_s, now_s
         paused_s = 0.0 if before_s is None else now_s - before_s
         if paused_s > _PAUSE_LEASES * self._lease_s:
             for primary in self.primaries.values():
                 primary.forgive(paused_s, now_s)
         found = (primary.wish(now_s) for primary in self.primaries.values())
-        return [wish for wish in found if wish is not None]
+        return [*self._missing_wishes(), *(wish for wish in found if wish is not None)]
+
+    def _missing_wishes(self) -> list[BackupWish]:
+        """That others be primaries of what this server was given and has nothing of."""
+        if self._view is None:
+            return []
+        given = (self._view.ranges[range_id] for range_id in self.missing)
+        return [BackupWish(r.range_id, r.assignment_epoch, frozenset(), True) for r in given]
 
     # --- a backup
 
@@ -362,6 +384,7 @@ class Replication:
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
             return _ack(replica)
+        self._had.add(range_id)
         joined = self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,

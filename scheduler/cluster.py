@@ -370,8 +370,8 @@ class Cluster:
     def set_backups(
         self, session: Session, wishes: Sequence[BackupWish]
     ) -> Decision[tuple[RangeId, ...]]:
-        """A server wishes for backups of ranges that it is primary of; the reply is the ranges
-        whose wishes are void.
+        """A server wishes for backups of ranges that it is primary of, or says what of them it has
+        nothing of; the reply is the ranges whose wishes are void.
 
         Raises:
             NotPermitted: the caller is no server.
@@ -381,7 +381,7 @@ class Cluster:
         """
         node = self.caller(session, "SetBackups")
         refused, transitions = self._configurations.set_backups(node.node_id, wishes)
-        return Decision(refused, self._changed(*transitions))
+        return Decision(refused, self._changed(*self._failed_over(transitions)))
 
     def tick(self, now_s: float) -> Decision[None]:
         """Note who has fallen silent, who is gone and what was not promised in time; to be called

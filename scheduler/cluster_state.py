@@ -272,6 +272,7 @@ class ClusterState:
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
     failed_over: set[RangeId] = field(default_factory=set)  # ranges that a backup took over, ever
+    lost: set[RangeId] = field(default_factory=set)  # ranges that nobody has anything of
     has_formed: bool = False  # all servers that it was started for have been here at once
     finished: bool = False
     view_bytes: int = 0
@@ -363,13 +364,21 @@ class RangesPlaced:
 
 @dataclass(frozen=True, slots=True)
 class RangesFailedOver:
-    """A server is silent or has left: its backups, or who came with its update log, are primaries
-    of its ranges now; `counts` says of how many each.
+    """A server is silent, has left, or has nothing of ranges that are its own: their backups are
+    primaries of them now, or who came with its update log; `counts` says of how many each.
     """
 
     lost: Node
     range_ids: tuple[RangeId, ...]
     counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class RangesLost:
+    """A server is primary of ranges that it has nothing of, and no other has."""
+
+    primary: Node
+    range_ids: tuple[RangeId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +442,7 @@ Transition = (
     | TableCreated
     | RangesPlaced
     | RangesFailedOver
+    | RangesLost
     | BackupsSet
     | JoinersNamed
     | ChangeProposed

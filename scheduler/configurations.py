@@ -3,6 +3,7 @@
     [primary, backups]  --primary silent-->        [a live backup, the others], under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
                         --its log comes back-->    [who came with it], under the next epoch
+                        --it has nothing-->        [a live backup, the others], under the next epoch
     too few backups     --a server is free-->      it is named as joining; the primary brings it up
                                                    to date and then asks for it
 
@@ -16,6 +17,11 @@ Rules:
     - A promoted backup keeps the others until it asks to be without them, and before that it lets
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
       may be a batch behind or ahead of it, so they join anew.
+    - A range is placed empty. Who was given it then and has held it since (`initial_holders`) needs
+      nothing to be primary or backup of it: whatever it was not told was seen by nobody, since
+      every holder has what is seen. Whoever comes later is let in when it has all.
+    - A primary that has nothing of a range, and may not begin it anew, says so: the other backups
+      are tried, and none that was tried is asked again. Where none is left the range is lost.
     - A primary's update log has all that it committed, and who has that log has its lock: the
       primary is dead, silent or not (SEMANTICS S13).
     - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
@@ -44,6 +50,7 @@ from scheduler.cluster_state import (
     Counts,
     JoinersNamed,
     RangesFailedOver,
+    RangesLost,
     Transition,
     UpdateLogClaim,
 )
@@ -66,7 +73,8 @@ class Configurations:
         servers = _Servers(self._state)
         for range_id in range_ids if self._backup_count else ():
             old = self._state.ranges[range_id]
-            new = replace(old, backups=tuple(servers.free_for(old)[: self._backup_count]))
+            backups = tuple(servers.free_for(old)[: self._backup_count])
+            new = replace(old, backups=backups, initial_holders=(*old.initial_holders, *backups))
             servers.move(old, new)
             self._state.ranges[range_id] = new
 
@@ -78,7 +86,8 @@ class Configurations:
         if not self._backup_count or self._state.finished:
             return []
         servers = _Servers(self._state)
-        return self._promoted(servers) + self._filled(servers)
+        everything = [assignment.range_id for assignment in self._state.ranges]
+        return self._promoted(servers, everything) + self._filled(servers)
 
     def give_back(self, node: Node, claim: UpdateLogClaim) -> list[Transition]:
         """A server came with the update log of others, who are dead: of those ranges whose primary
@@ -94,7 +103,9 @@ class Configurations:
                 continue
             before = self._state.members[old.primary].registration.update_log
             if before is not None and before.log_id == claim.log_id:
-                self._commit(replace(old, primary=node.node_id, backups=(), joining=()))
+                new = replace(old, primary=node.node_id, backups=(), joining=())
+                is_empty = old.range_id not in claim.range_ids
+                self._commit(replace(new, initial_holders=(node.node_id,) if is_empty else ()))
                 given.setdefault(old.primary, []).append(old.range_id)
         return [
             RangesFailedOver(
@@ -106,20 +117,24 @@ class Configurations:
     def set_backups(
         self, primary: NodeId, wishes: Sequence[BackupWish]
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:
-        """A server wishes for backups of its ranges: the ranges whose wishes are void, and what the
-        others led to.
+        """A server wishes for backups of its ranges, or for another primary of those that it has
+        nothing of: the ranges whose wishes are void, and what the others led to.
 
         Raises:
             InvalidKeys: a range does not exist, or comes twice.
             InvalidConfig: a backup was never a node, is no server, or is the caller.
         """
         self._check(primary, wishes)
-        refused = []
+        refused: list[RangeId] = []
+        missing: list[RangeId] = []
         left_out: Counter[NodeId] = Counter()
         let_in: Counter[NodeId] = Counter()
         for wish in wishes:
             old = self._state.ranges[wish.range_id]
             is_present = (old.primary, old.assignment_epoch) == (primary, wish.assignment_epoch)
+            if is_present and wish.is_missing:
+                missing.append(wish.range_id)
+                continue
             if not is_present or wish.backups - {*old.backups, *old.joining}:
                 refused.append(wish.range_id)
                 continue
@@ -132,11 +147,30 @@ class Configurations:
             self._commit(replace(old, backups=tuple(sorted((*kept, *added))), joining=joining))
             left_out.update(set(old.backups) - kept)
             let_in.update(added)
-        granted = tuple(w.range_id for w in wishes if w.range_id not in refused)
-        if not granted:
-            return tuple(refused), []
-        transition = BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in))
-        return tuple(refused), [transition]
+        others = {*refused, *missing}
+        granted = tuple(w.range_id for w in wishes if w.range_id not in others)
+        transitions: list[Transition] = []
+        if granted:
+            transitions.append(BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in)))
+        if missing:
+            transitions += self._passed_on(primary, missing)
+            ranges = self._state.ranges
+            refused += [range_id for range_id in missing if ranges[range_id].primary == primary]
+        return tuple(w.range_id for w in wishes if w.range_id in refused), transitions
+
+    def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
+        """The primary has nothing of these: other backups that live are tried. Those that nobody
+        is left for are lost, which is told once.
+        """
+        servers = _Servers(self._state)
+        servers.living.discard(primary)
+        lost = [r for r in range_ids if not self._state.ranges[r].backups]
+        told = [r for r in lost if r not in self._state.lost]
+        self._state.lost.update(told)
+        transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
+        if told:
+            transitions.append(RangesLost(self._state.members[primary].node, tuple(told)))
+        return transitions
 
     def _check(self, primary: NodeId, wishes: Sequence[BackupWish]) -> None:
         ranges = self._state.ranges
@@ -146,6 +180,11 @@ class Configurations:
                 raise InvalidKeys(f"range_id is {wish.range_id}; expected 0 to {len(ranges) - 1}")
             if counts[wish.range_id] > 1:
                 raise InvalidKeys(f"range {wish.range_id} comes twice; expected each range once")
+            if wish.is_missing and wish.backups:
+                raise InvalidConfig(
+                    f"range {wish.range_id} is missing, and backups {sorted(wish.backups)} are "
+                    "wanted; expected none"
+                )
             for node_id in sorted(wish.backups):
                 self._check_backup(primary, wish.range_id, node_id)
 
@@ -159,10 +198,10 @@ class Configurations:
         if member is not None and member.node.role is not Role.SERVER:
             raise InvalidConfig(f"{wanted}; it is a {member.node.role.value}, expected a server")
 
-    def _promoted(self, servers: _Servers) -> list[Transition]:
-        """The ranges whose primary is silent have another, if a backup lives."""
+    def _promoted(self, servers: _Servers, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """Those of the ranges whose primary does not live have another, if a backup lives."""
         taken: dict[NodeId, dict[RangeId, NodeId]] = {}
-        for old in self._state.ranges:
+        for old in [self._state.ranges[range_id] for range_id in range_ids]:
             if old.primary is None or old.primary in servers.living:
                 continue
             living = [node_id for node_id in old.backups if node_id in servers.living]
@@ -186,8 +225,11 @@ class Configurations:
         """The configuration holds, under the next epoch."""
         all_of_them = assignment.holders
         check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
-        next_epoch = AssignmentEpoch(assignment.assignment_epoch + 1)
-        self._state.ranges[assignment.range_id] = replace(assignment, assignment_epoch=next_epoch)
+        self._state.ranges[assignment.range_id] = replace(
+            assignment,
+            assignment_epoch=AssignmentEpoch(assignment.assignment_epoch + 1),
+            initial_holders=tuple(n for n in assignment.initial_holders if n in assignment.in_sync),
+        )
 
     def _filled(self, servers: _Servers) -> list[Transition]:
         """Ranges with too few backups have others that join, beside who joins and is silent."""

@@ -92,7 +92,10 @@ class Ownership:
             old = ranges[range_id]
             check(old.primary is None, "CL-3", f"range {range_id} holds blocks and would move")
             ranges[range_id] = replace(
-                old, primary=node_id, assignment_epoch=AssignmentEpoch(old.assignment_epoch + 1)
+                old,
+                primary=node_id,
+                assignment_epoch=AssignmentEpoch(old.assignment_epoch + 1),
+                initial_holders=(node_id,),
             )
         self._configurations.place_backups(placed)
         return [RangesPlaced(tuple(sorted(Counter(placed.values()).items())))]

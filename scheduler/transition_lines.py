@@ -25,6 +25,7 @@ from scheduler.cluster_state import (
     NodeRegistered,
     NodeSilent,
     RangesFailedOver,
+    RangesLost,
     RangesPlaced,
     TableCreated,
     Transition,
@@ -62,6 +63,8 @@ def log_transition(transition: Transition) -> None:
             taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
             say = logs.info if lost.state is NodeState.LEFT else logs.warning
             say("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
+        case RangesLost(primary, range_ids):
+            logs.error("ranges_lost", ranges=len(range_ids), **_named(primary))
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):

@@ -131,7 +131,13 @@ def view(number: int, epoch: int, *, joins: bool = False) -> ClusterView:
     primary = Node(ONE, Incarnation(1), Role.SERVER, 0, "127.0.0.1:1", NodeState.ALIVE)
     two = (TWO,)
     assignment = RangeAssignment(
-        RANGE, slots, AssignmentEpoch(epoch), ONE, () if joins else two, two if joins else ()
+        RANGE,
+        slots,
+        AssignmentEpoch(epoch),
+        ONE,
+        () if joins else two,
+        two if joins else (),
+        (ONE, *two) if epoch == PLACED_EPOCH else (),
     )
     return ClusterView(number, "cluster", 1, 1, (primary,), (assignment,), (MODEL,))
 
@@ -205,7 +211,15 @@ class Primary:
         slots = key_ranges(2)
         two = Node(TWO, Incarnation(2), Role.SERVER, 0, self.address, NodeState.ALIVE)
         assignments = tuple(
-            RangeAssignment(RangeId(i), slots[i], AssignmentEpoch(epoch), ONE, (TWO,), ())
+            RangeAssignment(
+                RangeId(i),
+                slots[i],
+                AssignmentEpoch(epoch),
+                ONE,
+                (TWO,),
+                (),
+                (ONE, TWO) if epoch == PLACED_EPOCH else (),
+            )
             for i in range(2)
         )
         self.ranges.observe(ClusterView(number, "cluster", 1, 2, (two,), assignments, ()))

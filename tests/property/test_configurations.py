@@ -119,6 +119,9 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                 assert old.primary not in view.living_servers
             elif not was_placed:
                 assert set(new.backups) <= {*old.backups, *old.joining}
+            if not was_placed:
+                assert set(new.initial_holders) <= set(old.initial_holders)
+            assert set(new.initial_holders) <= set(new.in_sync)
             if new.assignment_epoch == old.assignment_epoch:
                 assert (new.primary, new.backups) == (old.primary, old.backups)
             assert len(set(new.holders)) == len(new.holders) <= 2 * self.replica_count - 1

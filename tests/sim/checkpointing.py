@@ -65,7 +65,9 @@ class Captured:
 class Checkpointer:
     """The checkpoints of one simulation, on the side of nodes."""
 
-    def __init__(self, simulation: ScheduledSimulation, seed: int) -> None:
+    def __init__(
+        self, simulation: ScheduledSimulation, seed: int, *, may_begin: bool = True
+    ) -> None:
         self.draw = random.Random(f"checkpoints of {seed}")
         self.simulation, self.world = simulation, simulation.world
         self.sessions: dict[object, Session] = {}  # of servers and workers
@@ -74,7 +76,7 @@ class Checkpointer:
         self._asked: dict[int, set[NodeId]] = {}
         self._ranges: dict[int, dict[Key, int]] = {}  # by checkpoint: at which clock
         self._every_s = self.draw.choice((0.7, 3.0, 10.0))
-        if self.draw.random() < SHARE:
+        if self.draw.random() < SHARE and may_begin:
             self.world.after(self.draw.random() * self._every_s, self._begin)
 
     @property

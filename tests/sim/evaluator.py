@@ -10,6 +10,7 @@ from ps_core.errors import (
     Overloaded,
     PushpullError,
     StaleAssignment,
+    TableNotFound,
     WaitExpired,
 )
 from ps_core.keys import Incarnation, NodeId
@@ -100,14 +101,14 @@ class Evaluator:
         def arrive() -> None:
             try:
                 clock = self.cluster[owner].begin_cut(table.table_id, cut_id, CUT_S)
-            except (NotOwner, Overloaded):
+            except (NotOwner, Overloaded, TableNotFound):  # the view may not be there
                 return
             self.world.send("cut", lambda: clocks.update({owner: clock}))
 
         self.world.send("begin cut", arrive)
 
     def _check_refused(self, error: PushpullError) -> None:
-        moved = NotOwner | StaleAssignment
+        moved = NotOwner | StaleAssignment | TableNotFound
         assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig | moved), error
         self.world.counts["cuts too slow"] += 1
 

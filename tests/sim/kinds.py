@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_crashes import CrashSimulation
 from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_simulation import Simulation
@@ -16,7 +17,16 @@ KINDS: dict[str, type[Simulation]] = {
     "newcomers": NewcomerSimulation,
     "failover": FailoverSimulation,
     "logs": LogSimulation,
+    "tables": LateTableSimulation,
 }
 
-SHARES = {"steps": 5, "changes": 5, "crashes": 5, "newcomers": 5, "failover": 1, "logs": 4}
+SHARES = {
+    "steps": 5,
+    "changes": 5,
+    "crashes": 5,
+    "newcomers": 5,
+    "failover": 1,
+    "logs": 4,
+    "tables": 5,
+}
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

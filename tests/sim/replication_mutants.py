@@ -289,4 +289,13 @@ REPLICATION_MUTANTS = (
         "",
         _FAILOVER,
     ),
+    Mutant(
+        "who hears late of a range that was placed has lost it",
+        "S8",
+        _REPLICATION,
+        "        return self._node_id in assignment.initial_holders and range_id not in self._had",
+        "        is_new = assignment.assignment_epoch == PLACED_EPOCH\n"
+        "        return is_new and range_id not in self._had",
+        ("tables",),
+    ),
 )

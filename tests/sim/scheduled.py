@@ -36,9 +36,11 @@ class ScheduledSimulation(Simulation):
         "blocks captured under bsp", "blocks captured under ssp",
     })  # fmt: skip
 
+    has_checkpoints = True
+
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
-        self.checkpointer = Checkpointer(self, seed)
+        self.checkpointer = Checkpointer(self, seed, may_begin=self.has_checkpoints)
         self.layout.settings.may_change = True
         for session in self.sessions[:-WORKERS]:
             self._beat(session, None)

@@ -25,7 +25,7 @@ from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster import Cluster as SchedulerMachine
 from scheduler.cluster import Created
 from scheduler.cluster_state import ClusterSettings, Registration
-from tests.sim.actors import Layout, SimWorker
+from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.evaluator import Evaluator
 from tests.sim.server import SimServer
 from tests.sim.training import training
@@ -150,10 +150,14 @@ class Simulation:
         """How many steps on each table a worker makes."""
         return self.world.draw.randint(6, 12)
 
+    def program(self, worker: SimWorker) -> Waits:
+        """What a worker does."""
+        yield from training(worker, self.truth, self.step_count())
+
     def run(self) -> Counter[str]:
         """Train, check, and return what happened."""
         for worker in self.workers:
-            worker.start(training(worker, self.truth, self.step_count()))
+            worker.start(self.program(worker))
         self.evaluator.start()
         done = self.world.run(self._is_over, LIMIT_S)
         assert done, f"deadlock: {self._standstill()}"

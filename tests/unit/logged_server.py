@@ -82,7 +82,13 @@ class LoggedServer:
         self.stream = self.node.open_stream(Session("c", TIMELINE, NodeId(90), WORKER, Role.WORKER))
         self.epoch = AssignmentEpoch(1 + number)
         ranges = tuple(
-            RangeAssignment(RangeId(index), slots, self.epoch, NodeId(number))
+            RangeAssignment(
+                RangeId(index),
+                slots,
+                self.epoch,
+                NodeId(number),
+                initial_holders=() if index in self.kept.replicas else (NodeId(number),),
+            )
             for index, slots in enumerate(key_ranges(RANGES))
         )
         self.node.observe(ClusterView(number, "c", 1, 1, (), ranges, (self.table,)))

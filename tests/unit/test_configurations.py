@@ -18,6 +18,7 @@ from scheduler.cluster_state import (
     JoinersNamed,
     NodeLeft,
     RangesFailedOver,
+    RangesLost,
 )
 from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
@@ -222,6 +223,59 @@ class TestFailover:
         harness.cluster.set_backups(promoted, [wish(now)])
         harness.pass_time(1, *[s for s in servers if s.node_id != first.primary])
         assert set(harness.cluster.view.ranges[0].joining) == set(first.backups) - {now.primary}
+
+    def test_who_has_nothing_of_a_range_passes_it_on_until_nobody_is_left(self) -> None:
+        harness = Harness(server_count=3, replica_count=3, range_count=1)
+        servers = {s.node_id: s for s in (harness.join(Role.SERVER) for _ in range(3))}
+        harness.create(harness.join(Role.WORKER))
+        first = harness.cluster.view.ranges[0]
+        harness.pass_time(4, *[s for s in servers.values() if s.node_id != first.primary])
+        tried = []
+        for has_next in (True, False, False):
+            now = harness.cluster.view.ranges[0]
+            assert now.primary is not None
+            tried.append(now.primary)
+            missing = replace(wish(now), is_missing=True)
+            decision = harness.cluster.set_backups(servers[now.primary], [missing])
+            harness.transitions += decision.transitions
+            assert decision.reply == (() if has_next else (now.range_id,))
+            if has_next:
+                assert harness.cluster.view.ranges[0].assignment_epoch == now.assignment_epoch + 1
+        assert tried[0] in first.backups
+        assert tried[1:] == [*set(first.backups) - {tried[0]}] * 2
+        (told,) = [t for t in harness.transitions if isinstance(t, RangesLost)]
+        assert (told.primary.node_id, told.range_ids) == (tried[1], (first.range_id,))
+        old_one = replace(wish(first), is_missing=True)
+        assert harness.cluster.set_backups(servers[tried[0]], [old_one]).reply == (first.range_id,)
+
+    def test_one_that_has_nothing_waits_for_the_others_that_may_have_it(self) -> None:
+        harness = Harness(server_count=3, replica_count=3, range_count=1)
+        servers = {s.node_id: s for s in (harness.join(Role.SERVER) for _ in range(3))}
+        harness.create(harness.join(Role.WORKER))
+        first = harness.cluster.view.ranges[0]
+        alone = servers[first.backups[0]]
+        harness.pass_time(4, alone)
+        now = harness.cluster.view.ranges[0]
+        missing = replace(wish(now), is_missing=True)
+        assert harness.cluster.set_backups(alone, [missing]).reply == (first.range_id,)
+        assert harness.cluster.view.ranges[0] == now
+        assert not [t for t in harness.transitions if isinstance(t, RangesLost)]
+        harness.beat(servers[now.backups[0]])
+        assert harness.cluster.set_backups(alone, [missing]).reply == ()
+        assert harness.cluster.view.ranges[0].primary == now.backups[0]
+
+    def test_who_holds_a_range_since_it_was_placed_is_told(self, cluster: Replicated) -> None:
+        for r in cluster.ranges:
+            assert r.initial_holders == r.in_sync
+        primary = cluster.servers[0]
+        was, *_ = cluster.of_primary(primary)
+        cluster.set_backups(primary, wish(was))
+        assert cluster.ranges[was.range_id].initial_holders == (primary.node_id,)
+        cluster.pass_time(1, cluster.worker, *cluster.servers)
+        (joining,) = cluster.ranges[was.range_id].joining
+        cluster.set_backups(primary, wish(cluster.ranges[was.range_id], joining))
+        now = cluster.ranges[was.range_id]
+        assert (now.backups, now.initial_holders) == ((joining,), (primary.node_id,))
 
     def test_nobody_joins_a_range_whose_primary_is_silent(self) -> None:
         """Who should bring it up to date?"""

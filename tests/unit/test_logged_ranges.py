@@ -58,14 +58,21 @@ class Server:
         self.logged = LoggedRanges(self.paper, self.replication, output)
         self.view_number = 0
 
-    def see(self, *ranges: tuple[NodeId, AssignmentEpoch, tuple[NodeId, ...]]) -> None:
+    def see(
+        self,
+        *ranges: tuple[NodeId, AssignmentEpoch, tuple[NodeId, ...]],
+        begins_anew: bool = False,
+    ) -> None:
         """A newer view: primary, epoch and backups of each range."""
         self.view_number += 1
         slots = key_ranges(len(ranges))
         view = ClusterView(
             self.view_number, "c", 1, 2, (),
             tuple(
-                RangeAssignment(RangeId(index), slots[index], epoch, primary, backups)
+                RangeAssignment(
+                    RangeId(index), slots[index], epoch, primary, backups, (),
+                    (primary, *backups) if epoch == PLACED_EPOCH or begins_anew else (),
+                )
                 for index, (primary, epoch, backups) in enumerate(ranges)
             ),
             (),
@@ -157,7 +164,7 @@ def test_what_nobody_has_seen_begins_anew() -> None:
     """The scheduler gives it to a server that came with the log of its only primaries."""
     server = Server()
     server.replication.recover([])
-    server.see((ME, epoch(3), ()))
+    server.see((ME, epoch(3), ()), begins_anew=True)
     assert server.paper.lines == [("begun", 0, 0)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
@@ -15,7 +17,7 @@ from ps_server.part_copy import (
 )
 from ps_server.replica import MAX_DRIFT
 from ps_server.replication import PLACED_EPOCH, Replication
-from ps_server.replication_messages import Ack, Beat, Grant, Snapshot
+from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.server_machine import ServerMachine
 from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
 from ps_worker.push_window import PushWindow
@@ -47,8 +49,11 @@ def view(number: int, *ranges: _Range) -> ClusterView:
     return ClusterView(
         number, "c", 1, 3, (),
         tuple(
-            RangeAssignment(RangeId(i), slots[i], AssignmentEpoch(r[0]), *r[1:])
-            for i, r in enumerate(ranges)
+            RangeAssignment(
+                RangeId(i), slots[i], AssignmentEpoch(epoch), primary, backups, joining,
+                () if primary is None or epoch != PLACED_EPOCH else (primary, *backups),
+            )
+            for i, (epoch, primary, backups, joining) in enumerate(ranges)
         ),
         (),
     )  # fmt: skip
@@ -78,6 +83,54 @@ def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
     found.observe(view(1, (PLACED_EPOCH, node_id, backups, ())), 0.0)
     found.serve(0.0)
     return found
+
+
+def given(epoch: int, primary: NodeId, *backups: NodeId) -> ClusterView:
+    """A range that all of these have held since it was placed."""
+    seen = view(epoch, (epoch, primary, backups, ()))
+    (assignment,) = seen.ranges
+    return replace(seen, ranges=(replace(assignment, initial_holders=assignment.in_sync),))
+
+
+def test_a_holder_since_the_range_was_placed_begins_it_whichever_epoch_it_hears_of_first() -> None:
+    """Its primary fell silent before any view came: nobody has seen anything of the range."""
+    two = replication(TWO)
+    two.observe(given(3, TWO), 0.0)
+    assert two.serve(0.0).ranges[0].primary == TWO
+    assert two.missing == ()
+    assert two.primaries[RANGE].log.tenure == AssignmentEpoch(3)
+
+
+def test_one_that_begins_a_range_late_has_the_others_as_heirs() -> None:
+    """They may have batches of the primary before, of which it knows nothing."""
+    two = replication(TWO)
+    two.observe(given(3, TWO, THREE), 0.0)
+    two.serve(0.0)
+    log = two.primaries[RANGE].log
+    assert log.heirs == {THREE}
+    assert log.tenure == AssignmentEpoch(3)
+
+
+def test_a_backup_that_hears_late_of_a_range_follows_it_from_its_first_batch() -> None:
+    two = replication(TWO)
+    two.observe(given(4, ONE, TWO), 0.0)
+    batch = Batch(RANGE, EPOCH, AssignmentEpoch(4), 1, TABLE, delta(), ())
+    copy = fresh_copy(make_table(), range(4))
+    assert two.take(batch, lambda: copy) == (True, Ack(RANGE, 1, AssignmentEpoch(4)))
+
+
+def test_who_has_had_a_range_and_has_it_no_more_says_so() -> None:
+    """It has missed what came since: the range may not begin anew there."""
+    two = replication(TWO)
+    two.observe(given(PLACED_EPOCH, ONE, TWO, THREE), 0.0)
+    two.leave(RANGE)
+    two.observe(given(3, TWO, THREE), 1.0)
+    assert two.serve(100.0).ranges[0].primary is None
+    assert two.missing == (RANGE,)
+    wish = BackupWish(RANGE, AssignmentEpoch(3), frozenset(), is_missing=True)
+    assert two.wishes(1.0) == [wish]
+    two.observe(given(4, THREE), 2.0)
+    assert two.wishes(2.0) == []
 
 
 def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_left_out() -> None:

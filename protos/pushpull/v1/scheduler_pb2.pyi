@@ -240,14 +240,16 @@ class PromiseChangeResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BackupRequest(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "backup_node_ids")
+    __slots__ = ("range_id", "assignment_epoch", "backup_node_ids", "is_missing")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BACKUP_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_MISSING_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     backup_node_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    is_missing: bool
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., is_missing: _Optional[bool] = ...) -> None: ...
 
 class SetBackupsRequest(_message.Message):
     __slots__ = ("session", "requests")

@@ -180,7 +180,8 @@ class SchedulerServiceServicer:
         a request that names an old assignment_epoch, or is not the primary's, is void and does not hinder
         the others. What is wrong in itself (a range that does not exist or comes twice, a node that was
         never registered or is no server, the primary as its own backup) fails the call, and nothing has
-        changed. May be repeated: what was granted is at another epoch then, and void.
+        changed. May be repeated: what was granted is at another epoch then, and void. A primary that has
+        nothing of a range says so here too, and another is to be primary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
