@@ -142,6 +142,18 @@ class BufferTable:
         if self._receives:
             self.begin_pull()
 
+    @property
+    def is_pulled(self) -> bool:
+        """Whether each step brings the buffers."""
+        return self._receives
+
+    def pass_clock(self) -> None:
+        """Seals a step in which the buffers have no part.
+
+        Blocking: no; `settle` waits.
+        """
+        self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+
     def begin_pull(self) -> None:
         """Asks for the buffers as of this worker's clock."""
         self._pending.add(self._client.start_pull(self.handle, self._received.raw))

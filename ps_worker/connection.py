@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -37,7 +37,7 @@ from ps_worker.loop import CallbackThread, background
 from ps_worker.open_clients import OPEN
 from ps_worker.pulls import ReadOrder
 from ps_worker.step_record import StepRecord
-from ps_worker.steps import Step, TableSteps
+from ps_worker.steps import Step, TableSteps, left_out
 from ps_worker.straggler import ComputeTime
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult, wait_until_ended
@@ -142,12 +142,48 @@ class Connection:
         """
         self.check_may_push("push")
         self._check_own(table)
+        while table.steps.owed_count:
+            table.steps.owed_count -= 1
+            self._next_step(table).seal(skip=True)
+        return self._next_step(table)
+
+    def _next_step(self, table: TableHandle) -> Step:
         oldest = table.steps.oldest_of_too_many()
         # A step that failed is its own ticket's to tell; here only its room counts.
         limit_s = self._config.request_deadline_s
         if oldest is not None and not wait([oldest.future], limit_s).done:
             raise WaitExpired(self._why_open(oldest, limit_s))
         return table.steps.open_step()
+
+    def catch_up(self, *tables: TableHandle) -> int:
+        """With backup workers: go on where the others are, as the newest pulls have it. Where every
+        one of these tables has updates that formed without this worker, their clocks are left out,
+        on all of them the same number; each ends as if its worker had been too late with it.
+
+        A worker that trains one table need not call it, nor does `DistributedOptimizer` have to be
+        told, if it is all that its client trains. Else no clock is left out unless the script says
+        so: call it between two steps, with all tables that it steps together, one step each. What
+        is left out on one table and not on another would have workers wait for each other as soon
+        as the backup workers are no more.
+
+        Returns:
+            How many clocks were left out; none while a step of any of them is open.
+
+        Raises:
+            InvalidConfig: a handle is another client's.
+        """
+        for table in tables:
+            self._check_own(table)
+        if any(table.steps.has_open_step for table in tables):
+            return 0
+        counts = left_out([table.steps.missed_count for table in tables])
+        for table, count in zip(tables, counts, strict=True):
+            table.steps.leave_out(count)
+        return max(counts, default=0)
+
+    def trains_only(self, tables: Container[TableHandle]) -> bool:
+        """Whether this client has no other tables than these."""
+        return all(handle in tables for handle in list(self._handles.values()))
 
     def begin_assign(self, table: TableHandle) -> Step:
         """The step of clock 0, in which rank 0 gives a table its initial values.
@@ -461,6 +497,13 @@ class Connection:
         """The handle of a table; the same for each call."""
         handle = self._handles.get(table.table_id)
         if handle is None:
-            handle = TableHandle(table, TableSteps(table, self.engine))
+            steps = TableSteps(
+                table,
+                self.engine,
+                is_alone=lambda: len(self._handles) == 1,
+                joins=self.engine.joins(table.table_id),
+                owed_count=max((h.steps.left_out_count for h in self._handles.values()), default=0),
+            )
+            handle = TableHandle(table, steps)
             handle = self._handles.setdefault(table.table_id, handle)
         return handle

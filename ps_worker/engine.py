@@ -348,9 +348,9 @@ class Engine:
         finally:
             self._reads.discard(task)
         # All of the table is at this clock or further, with backup workers perhaps without this
-        # one; a part of it would say nothing of the rest.
+        # worker; a part of it would say nothing of the rest.
         if len(pulled.versions) == order.table.block_count:
-            order.steps.catch_up(pulled.clock)
+            order.steps.reached(pulled.clock)
         clock, began_s = self._began_s.get(order.table.table_id, (-1, 0.0))
         if clock == order.clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)

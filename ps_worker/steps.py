@@ -17,7 +17,7 @@ What it deliberately does not do: network; everything is handed to the backgroun
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,22 @@ from ps_worker.tickets import PushTicket, StepResult
 
 MAX_UNCOMMITTED_STEP_COUNT = 8
 """Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
+
+
+def left_out(missed_counts: Sequence[int]) -> tuple[int, ...]:
+    """How many clocks a worker leaves out on each of the tables that it steps together.
+
+    Args:
+        missed_counts: of each table, how many updates have formed without the worker beyond its
+            clock.
+
+    Returns:
+        The same number for all (SEMANTICS S7): between two tables the clocks of all workers stay
+        equally far apart. So nobody who has to be waited for on one table waits on another for who
+        waits for it, when there are backup workers no more.
+    """
+    count = min(missed_counts, default=0)
+    return (count,) * len(missed_counts)
 
 
 class PushBody(NamedTuple):
@@ -182,13 +198,38 @@ class TableSteps:
     """The clock of this worker on one table, its open step, and what its pulls have seen.
 
     Thread-safe.
+
+    Args:
+        table: the table.
+        sink: where its steps go.
+        is_alone: whether the worker trains nothing beside it. Only then does a pull alone take it
+            past updates that formed without it: a clock is left out on all tables that are stepped
+            together, or on none (SEMANTICS S7).
+        joins: whether others train the table already: the first pull says where its worker begins.
+        owed_count: how many clocks its worker had left out when the table was made.
+
+    Attributes:
+        owed_count: clocks that are to be passed before the first step.
+        left_out_count: clocks that the worker left out.
     """
 
-    def __init__(self, table: Table, sink: StepSink) -> None:
+    def __init__(
+        self,
+        table: Table,
+        sink: StepSink,
+        *,
+        is_alone: Callable[[], bool] = lambda: True,
+        joins: bool = False,
+        owed_count: int = 0,
+    ) -> None:
         self.table = table
+        self.owed_count = 0 if joins else owed_count
+        self.left_out_count = 0 if joins else owed_count
         self._sink = sink
+        self._is_alone = is_alone
+        self._joins = joins
         self._lock = threading.Lock()
-        self._clock = table.restored_clock or 0
+        self._clock = self._newest_clock = table.restored_clock or 0
         self._open: Step | None = None
         self._assign: Step | None = None
         self._tickets: list[PushTicket] = []
@@ -258,13 +299,34 @@ class TableSteps:
         tickets = self.uncommitted()
         return tickets[0] if len(tickets) >= MAX_UNCOMMITTED_STEP_COUNT else None
 
-    def catch_up(self, clock: int) -> None:
-        """All updates up to `clock` have formed, perhaps without this worker: its next step is for
-        the one after them. An open step stays what it is.
+    def reached(self, clock: int) -> None:
+        """A pull of the whole table found it at `clock`, perhaps without this worker."""
+        with self._lock:
+            self._newest_clock = max(self._newest_clock, clock)
+            is_begin, self._joins = self._joins, False
+        if is_begin:
+            self.leave_out(self.missed_count, is_begin=True)
+        elif self._is_alone():
+            self.leave_out(self.missed_count)
+
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a step was begun that is not sealed."""
+        return self._open is not None
+
+    @property
+    def missed_count(self) -> int:
+        """Updates that have formed without this worker beyond its clock, as far as it knows."""
+        return max(self._newest_clock - self._clock, 0)
+
+    def leave_out(self, count: int, *, is_begin: bool = False) -> None:
+        """So many clocks are left out, whose updates have formed without this worker: its next step
+        is for the one after them. An open step stays what it is, and the next takes its turn.
         """
         with self._lock:
             if self._open is None:
-                self._clock = max(self._clock, clock)
+                self._clock += count
+                self.left_out_count += 0 if is_begin else count
 
     def saw(self, block: int, peer_version: int) -> None:
         """A pull brought `block` with that peer version."""

@@ -7,7 +7,8 @@ Rules:
     - A *round* is a step in which only blocks that were too stale are pushed, computed anew. It
       takes one clock on every table of the model, those that sleep included: between any two
       tables the distance of a worker's clocks is that of every other worker's. Else a change into
-      BSP could leave two workers waiting for each other, each on another table.
+      BSP could leave two workers waiting for each other, each on another table. For the same reason
+      clocks whose updates formed without this worker are left out on all tables, or on none.
 
 What it deliberately does not do: know torch's optimizer interface, or make tables
 (`ps_worker.distributed_optimizer` does).
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -227,6 +228,7 @@ class TrainedModel:
         self._take_over(list(awake))
         for buffers in self.buffers:
             buffers.finish()
+        self._leave_out(awake)
         self._times.ended()
         if scaling is not None and scaling.norm is not None:
             self.gradient_norm = scaling.norm
@@ -245,6 +247,19 @@ class TrainedModel:
         for table in self.tables:
             if table.is_asleep:
                 table.pass_clock()
+
+    def _leave_out(self, awake: Collection[TrainedTable]) -> None:
+        """Backup workers: where all tables have formed without this worker, it goes on at the
+        newest clock of all. What sleeps, or is not read here, passes as many.
+        """
+        parts = (*self.tables, *self.buffers)
+        if not self._client.trains_only([part.handle for part in parts]):
+            return
+        pulled = [*awake, *(buffers for buffers in self.buffers if buffers.is_pulled)]
+        count = self._client.catch_up(*(part.handle for part in pulled))
+        for part in parts if count else ():
+            for _ in range(count if part not in pulled else 0):
+                part.pass_clock()
 
     def _move(self, before: StateBefore | None) -> None:
         """ADD: the local optimizer takes a step on this worker's own gradients."""

@@ -154,6 +154,7 @@ def test_a_step_that_was_waiting_belongs_to_the_setting_of_before(team: Team) ->
     late = team.workers[2].push(tables[2], np.ones(ELEMENTS, np.float32))
     assert team.workers[2].wait(late).discarded
     assert _value(team.workers[2].pull(tables[2])) == 3 + 2 * 2
+    team.workers[2].catch_up(tables[2])
     assert tables[2].clock == 3, "it has gone where the others are"
     # Out of backup workers again: the one that was left behind is waited for.
     assert team.workers[2].set_consistency(tables[2], "ssp:0") == 4
@@ -166,6 +167,27 @@ def test_a_step_that_was_waiting_belongs_to_the_setting_of_before(team: Team) ->
     _together(team, tables)
     for worker, table in zip(team.workers, tables, strict=True):
         assert _value(worker.pull(table)) == 9 + 3
+
+
+def test_who_was_left_behind_on_one_table_does_not_wait_crosswise(team: Team) -> None:
+    """Two tables, stepped one after the other: without backup workers everybody waits for all, and
+    the one that was late on both has read one of them since.
+    """
+    pairs = list(zip(team.tables("bsp:backup=1"), team.tables("bsp:backup=1"), strict=True))
+
+    def train(rank: int, clock: int) -> None:
+        while pairs[rank][1].clock < clock:
+            for table in pairs[rank]:
+                team.steps(rank, table, 1)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda rank: train(rank, 3), (0, 1)))
+        team.workers[2].pull(pairs[2][0])
+        for table in pairs[0]:
+            team.workers[0].set_consistency(table, "bsp")
+        list(pool.map(lambda rank: train(rank, 6), range(WORKERS)))
+    for table in pairs[0]:  # update 4 was read for, so it is still one of backup workers
+        assert _value(team.workers[0].pull(table)) in (3 * 2 + 2 + 2 * 3, 3 * 2 + 3 * 3)
 
 
 def test_all_may_ask_and_say_from_when(team: Team) -> None:

@@ -47,6 +47,15 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
+        "a clock is left out on one table alone",
+        "S7",
+        "ps_worker/steps.py",
+        "    return (count,) * len(missed_counts)",
+        "    return tuple(max(count, missed) for missed in missed_counts)",
+        _FAILOVER,
+        first_seed=475,
+    ),
+    Mutant(
         "room goes to who came first",
         "S3",
         "ps_server/room.py",

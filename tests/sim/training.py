@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ps_core.consistency import Mode
 from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
+from ps_worker.steps import left_out
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.truth import CLIP_SCALE, Body, Grad, TrainingEnded, Truth
 
@@ -23,6 +26,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         clocks[table.table_id] = 0
     leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
     for number in range(steps):
+        newest: dict[TableId, int] = {}
         for table in worker.layout.tables:
             clock = clocks[table.table_id] + 1
             if number == steps - 1 and leaves_by_its_step:
@@ -31,13 +35,25 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             yield from _step(worker, truth, table, clock)
             yield from _read_and_check(worker, truth, table, clock)
             answers = worker.reads.answers.values()  # with backup workers, others go on without it
-            clocks[table.table_id] = max(clock, min(answer.clock for answer in answers))
+            clocks[table.table_id] = clock
+            newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
+        _leave_out(worker, clocks, newest)
     for table in () if leaves_by_its_step else worker.layout.tables:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
         truth.left.add((table.table_id, worker.rank))
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def _leave_out(
+    worker: SimWorker, clocks: dict[TableId, int], newest: Mapping[TableId, int]
+) -> None:
+    """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7)."""
+    counts = left_out([clock - clocks[table_id] for table_id, clock in newest.items()])
+    for table_id, count in zip(newest, counts, strict=True):
+        clocks[table_id] += count
+        worker.world.counts["clocks left out"] += count
 
 
 def _begin_where_the_others_are(

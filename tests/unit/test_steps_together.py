@@ -1,0 +1,75 @@
+"""Which clocks a worker leaves out: on all tables that it steps together, or on none (S7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.keys import TableId
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_worker.push_entries import SealTerms
+from ps_worker.steps import PushBody, TableSteps, left_out
+from ps_worker.tickets import StepResult
+
+
+class Sealed:
+    """What was sealed, in order."""
+
+    def __init__(self) -> None:
+        self.clocks: list[int] = []
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """Nothing is sent here."""
+
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """Nothing is sent here."""
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """Remembered."""
+        self.clocks.append(clock)
+
+
+def table() -> Table:
+    spec = TableSpec("w", DType.FLOAT32, 64, OptimizerSpec(OptimizerKind.SGD), block_elements=64)
+    return Table(TableId(1), 0, spec.validated())
+
+
+@given(st.lists(st.integers(0, 50), min_size=1))
+def test_all_tables_go_forward_alike_and_none_beyond_what_has_formed(missed: list[int]) -> None:
+    counts = left_out(missed)
+    assert len(set(counts)) == 1
+    assert all(count <= there for count, there in zip(counts, missed, strict=True))
+
+
+def test_a_worker_of_one_table_goes_where_the_others_are() -> None:
+    steps = TableSteps(table(), Sealed())
+    steps.open_step().seal()
+    steps.reached(5)
+    assert (steps.clock, steps.left_out_count) == (5, 4)
+
+
+def test_a_pull_of_one_of_several_tables_leaves_out_nothing() -> None:
+    steps = TableSteps(table(), Sealed(), is_alone=lambda: False)
+    steps.open_step().seal()
+    steps.reached(5)
+    assert (steps.clock, steps.missed_count) == (1, 4)
+    steps.leave_out(2)
+    assert (steps.clock, steps.missed_count) == (3, 2)
+
+
+def test_an_open_step_keeps_its_clock() -> None:
+    steps = TableSteps(table(), Sealed())
+    step = steps.open_step()
+    steps.reached(5)
+    assert (step.clock, steps.clock) == (1, 0)
+
+
+def test_a_worker_that_joins_begins_where_its_first_pull_says() -> None:
+    steps = TableSteps(table(), Sealed(), is_alone=lambda: False, joins=True, owed_count=3)
+    steps.reached(7)
+    assert (steps.clock, steps.left_out_count, steps.owed_count) == (7, 0, 0)
+    steps.reached(9)
+    assert steps.clock == 7
