@@ -19,7 +19,7 @@ class Sealed:
     """What was sealed, in order."""
 
     def __init__(self) -> None:
-        self.clocks: list[int] = []
+        self.seals: list[tuple[Table, int, SealTerms]] = []
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """Nothing is sent here."""
@@ -29,7 +29,7 @@ class Sealed:
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """Remembered."""
-        self.clocks.append(clock)
+        self.seals.append((table, clock, terms))
 
 
 def table() -> Table:
