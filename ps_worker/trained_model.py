@@ -252,12 +252,12 @@ class TrainedModel:
         """Backup workers: where all tables have formed without this worker, it goes on at the
         newest clock of all. What sleeps, or is not read here, passes as many.
         """
-        parts = (*self.tables, *self.buffers)
+        parts: list[TrainedTable | BufferTable] = [*self.tables, *self.buffers]
         if not self._client.trains_only([part.handle for part in parts]):
             return
-        pulled = [*awake, *(buffers for buffers in self.buffers if buffers.is_pulled)]
-        count = self._client.catch_up(*(part.handle for part in pulled))
-        for part in parts if count else ():
+        pulled = {*awake, *(buffers for buffers in self.buffers if buffers.is_pulled)}
+        count = self._client.catch_up(*(part.handle for part in parts if part in pulled))
+        for part in parts:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
 
