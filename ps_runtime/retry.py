@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import random
 
-from ps_core.errors import Draining, Overloaded, PushpullError, Recovering
+from ps_core.errors import (
+    Draining,
+    NotOwner,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    StaleAssignment,
+    WaitExpired,
+)
 
 FIRST_BOUND_S = 0.05
 LAST_BOUND_S = 2.0
@@ -17,6 +25,11 @@ LAST_BOUND_S = 2.0
 def is_retryable(error: PushpullError) -> bool:
     """Whether the same request may succeed later, without anything else being done."""
     return isinstance(error, (Recovering, Draining, Overloaded))
+
+
+def is_curable(error: PushpullError) -> bool:
+    """Whether the same request may succeed later, perhaps at another server."""
+    return is_retryable(error) or isinstance(error, WaitExpired | StaleAssignment | NotOwner)
 
 
 class Backoff:

@@ -23,9 +23,10 @@ from ps_runtime import logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.http2.streams import Piece
+from ps_runtime.node_identity import AddressTaken, as_of_unknown, check_answers
 from ps_runtime.retry import Backoff, is_retryable
 from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
-from ps_server.replication_wire import stream_port_from
+from ps_server.replication_wire import greeting_from
 from pushpull.v1 import replication_pb2, types_pb2
 
 REPLICATE = "/pushpull.v1.ReplicationService/Replicate"
@@ -147,7 +148,9 @@ class PeerLink:
             try:
                 await self._run(backoff)
             except grpc.RpcError as failure:
-                error = from_rpc_error(failure)
+                error = as_of_unknown(from_rpc_error(failure))
+            except Recovering as failure:
+                error = failure
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -162,22 +165,33 @@ class PeerLink:
         async with contextlib.AsyncExitStack() as stack:
             call = GrpcioCall(self._open_call())
             stack.callback(call.cancel)
-            first = await self._greeted(call)
-            if first is None:
-                return
-            port = stream_port_from(first)
+            port = await self._greeted(call)
             by_stream_port = await self._by_stream_port(port, stack) if port else None
             if by_stream_port is not None:
                 call.cancel()
             await self._carry(by_stream_port or call, backoff, stack)
 
-    async def _greeted(self, call: ServerCall) -> Piece | None:
-        """Say who this is; the peer's word that it listens, or None if it has ended the stream."""
+    async def _greeted(self, call: ServerCall) -> int:
+        """Say who this is, and hear that the peer listens; its stream port, 0 for none.
+
+        Raises:
+            AddressTaken: somebody else answers there.
+            Recovering: it has ended the stream.
+        """
         header = replication_pb2.ReplicateHeader(
             session=self._identity, receiver_node_id=self.node.node_id
         )
         await call.write((replication_pb2.ReplicateRequest(header=header).SerializeToString(),))
-        return await anext(aiter(call), None)
+        first = await anext(aiter(call), None)
+        if first is None:
+            raise Recovering("the peer ended the stream")
+        try:
+            node_id, incarnation, port = greeting_from(first)
+        except PushpullError as error:
+            raise as_of_unknown(error) from error
+        # A server of another cluster accepts no session of this one.
+        check_answers(self.node, "", ("", node_id, incarnation))
+        return port
 
     async def _by_stream_port(
         self, port: int, stack: contextlib.AsyncExitStack
@@ -190,13 +204,13 @@ class PeerLink:
         try:
             call = streams.call(REPLICATE)
             async with asyncio.timeout(_GREETING_S):
-                first = await self._greeted(call)
+                await self._greeted(call)
         except (grpc.RpcError, TimeoutError) as error:
             said = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             self._stream_port.refuse(f"Replicate failed there: {said}")
             return None
-        if first is None:
-            self._stream_port.refuse("the peer ended the stream")
+        except PushpullError as error:
+            self._stream_port.refuse(error.message)
             return None
         self._stream_port.confirm()
         return call
@@ -239,7 +253,8 @@ class PeerLink:
     def _troubled(self, error: PushpullError) -> None:
         if not self._is_troubled:
             self._is_troubled = True
-            expected = is_retryable(error) or isinstance(error, WaitExpired)
+            is_taken = isinstance(error, AddressTaken)
+            expected = not is_taken and (is_retryable(error) or isinstance(error, WaitExpired))
             (logs.info if expected else logs.warning)(
                 "peer_unreachable",
                 server=self.node.node_id,

@@ -18,13 +18,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ps_core.cluster_view import Session
 from ps_core.errors import InvalidConfig, NotOwner, Recovering
 from ps_runtime.errors import translated
 from ps_server.node import ParameterNode
 from ps_server.replicated_ranges import ReplicatedRanges
 from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from ps_server.replication_reader import Came, ReplicationReader
-from ps_server.replication_wire import answers_message
+from ps_server.replication_wire import answers_message, greeting_message
 from ps_server.store_copy import RangeCopy
 from pushpull.v1 import replication_pb2, replication_pb2_grpc
 
@@ -84,8 +85,9 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
     ) -> AsyncIterator[bytes]:
         """See replication.proto."""
         reader = ReplicationReader()
-        replicas = self._admitted(reader.read(await anext(aiter(request_iterator), b"")))
-        yield answers_message((), self.stream_port)  # it listens
+        header = reader.read(await anext(aiter(request_iterator), b""))
+        session, replicas = self._admitted(header)
+        yield greeting_message(session, self.stream_port)
         answers = _Answers()
         taking = asyncio.create_task(_take(replicas, reader, request_iterator, answers))
         try:
@@ -96,18 +98,21 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
             with contextlib.suppress(asyncio.CancelledError):
                 await taking
 
-    def _admitted(self, header: Came | None) -> ReplicatedRanges:
+    def _admitted(self, header: Came | None) -> tuple[Session, ReplicatedRanges]:
+        """This server's own session and its replicas, for a caller that may speak here."""
         if self._node is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)
         if header is None or isinstance(header, Batch | Beat | RangeCopy):
             raise InvalidConfig("a stream between servers begins without its header")
-        own = self._node.session.node_id
-        if header.receiver_node_id != own:
-            raise NotOwner(f"this is server {own}; server {header.receiver_node_id} is meant")
+        own = self._node.session
+        if header.receiver_node_id != own.node_id:
+            raise NotOwner(
+                f"this is server {own.node_id}; server {header.receiver_node_id} is meant"
+            )
         self._node.sessions.admit(header.session, "Replicate")
         if self._node.replicas is None:
             raise InvalidConfig("this cluster does not replicate its ranges")
-        return self._node.replicas
+        return own, self._node.replicas
 
 
 async def _take(

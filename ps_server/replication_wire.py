@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ps_core import limits
+from ps_core.cluster_view import Session
 from ps_core.envelope import join, pieces_of_several, split, split_several, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, InvariantViolation
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
@@ -285,9 +286,9 @@ def beat_from_proto(message: replication_pb2.Beat) -> Beat:
     return Beat(message.sent_s, tuple(zip(ranges, epochs, strict=True)))
 
 
-def answers_message(answers: Iterable[Ack | Grant], stream_port: int = 0) -> bytes:
-    """Answers of a backup as a serialized response; the first names its stream port."""
-    response = replication_pb2.ReplicateResponse(stream_port=stream_port)
+def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
+    """Answers of a backup as a serialized response."""
+    response = replication_pb2.ReplicateResponse()
     for answer in answers:
         if isinstance(answer, Ack):
             response.acks.add(
@@ -300,13 +301,21 @@ def answers_message(answers: Iterable[Ack | Grant], stream_port: int = 0) -> byt
     return response.SerializeToString()
 
 
-def stream_port_from(raw: bytes | memoryview) -> int:
-    """The stream port that a backup's first answer names; 0 for none.
+def greeting_message(session: Session, stream_port: int) -> bytes:
+    """The first response of a stream: who listens, and where it serves the same; 0 for nowhere."""
+    return replication_pb2.ReplicateResponse(
+        stream_port=stream_port, node_id=session.node_id, incarnation=session.incarnation
+    ).SerializeToString()
+
+
+def greeting_from(raw: bytes | memoryview) -> tuple[int, int, int]:
+    """The node id and the incarnation that a first response names, and the stream port.
 
     Raises:
         InvalidConfig: it is no response.
     """
-    return parsed(replication_pb2.ReplicateResponse, raw).stream_port
+    response = parsed(replication_pb2.ReplicateResponse, raw)
+    return response.node_id, response.incarnation, response.stream_port
 
 
 def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:

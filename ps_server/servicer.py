@@ -11,6 +11,7 @@ from typing import Any
 from ps_core import limits
 from ps_core.errors import (
     InvalidConfig,
+    NotOwner,
     PushpullError,
     Recovering,
     WaitExpired,
@@ -96,6 +97,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             features=FEATURES,
             same_host=self._node.lanes.offer(session),
             stream_port=self.stream_port,
+            cluster_id=self._node.session.cluster_id,
         )
 
     @translated
@@ -184,6 +186,9 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise InvalidConfig(
                 f"the first message of a push stream holds {came}; expected its header"
             )
+        own, meant = self._node.session.node_id, first.header.receiver_node_id
+        if meant not in (0, own):
+            raise NotOwner(f"this is server {own}; server {meant} is meant")
         session = self._node.sessions.admit(first.header.session, method)
         stream = self._node.open_stream(session)
         try:

@@ -28,8 +28,8 @@ from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
-from ps_runtime.retry import Backoff
-from ps_worker.pulls import ATTEMPT_S, Puller, ReadOrder, is_curable
+from ps_runtime.retry import Backoff, is_curable
+from ps_worker.pulls import ATTEMPT_S, Puller, ReadOrder
 from ps_worker.tickets import Pulled
 
 

@@ -2,17 +2,23 @@
 
 Everything belongs to the background loop. A link that breaks comes back by itself, with full
 jitter; what was on its way is the push window's to send again.
+
+Rules:
+    - Whoever answers at a server's address is that server only once its OpenSession says so
+      (`ps_runtime.node_identity`); until then it is a dead address, whatever it says.
+    - What ends this client is a refusal of such a server: after one, it must prove itself again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.envelope import split
@@ -22,10 +28,12 @@ from ps_runtime import logs
 from ps_runtime.channels import aio_channel
 from ps_runtime.clock import now_s
 from ps_runtime.errors import from_rpc_error
-from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.node_identity import as_of_unknown, check_answers
+from ps_runtime.retry import Backoff, is_curable, is_retryable
 from ps_runtime.stream_port import ServerCall
 from ps_worker.entry_stream import EntryStream
 from ps_worker.lane import SharedLane
+from ps_worker.link_trouble import Trouble
 from ps_worker.measures import MEASURES
 from ps_worker.server_calls import ServerCalls
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
@@ -91,24 +99,17 @@ class ServerLink:
         self._unheard_count = 0
         self._lane_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._trouble = ""
-        self._trouble_since_s = 0.0
+        self._trouble = Trouble(node)
 
     @property
     def trouble(self) -> str:
         """Why the server cannot be reached, for a person; empty if it can."""
-        if not self._trouble:
-            return ""
-        since_s = now_s() - self._trouble_since_s
-        return (
-            f"server {self.node.node_id} at {self.node.address} cannot be reached for "
-            f"{since_s:.1f} s: {self._trouble}"
-        )
+        return self._trouble.words
 
     @property
     def trouble_s(self) -> float:
         """For how long the server could not be reached; 0 if it can."""
-        return now_s() - self._trouble_since_s if self._trouble else 0.0
+        return self._trouble.lasted_s
 
     def start_stream(self, view_number: int) -> None:
         """Keep a push stream open from now on; idempotent."""
@@ -157,14 +158,14 @@ class ServerLink:
             left_s = max(end_s - now_s(), 0.0)
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
-                self._reached()
+                self._trouble.end()
                 if not self._setting.pushes:
                     await self._keep_lane()
                 return
             except PushpullError as error:
                 if not (is_retryable(error) or isinstance(error, WaitExpired)):
                     raise
-                self._troubled(error)
+                self._trouble.note(error)
                 wait_s = backoff.next_s(error)
                 if now_s() + wait_s >= end_s:
                     raise WaitExpired(self.trouble or error.message) from error
@@ -178,8 +179,17 @@ class ServerLink:
             view_number=view_number,
             deadline_ms=max(int(deadline_s * 1000), 1),
         )
-        with _translated():
-            response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        try:
+            with _translated():
+                response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        except PushpullError as error:
+            raise as_of_unknown(error) from error
+        named = (
+            (response.cluster_id, response.node_id, response.incarnation)
+            if response is not None  # what came does not parse
+            else ("", 0, 0)
+        )
+        check_answers(self.node, self._identity.cluster_id, named)
         await self._calls.use_port(request, response, deadline_s)
         self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
@@ -204,7 +214,7 @@ class ServerLink:
         request.session.CopyFrom(self._identity)
         call: ServerCall | None = None
         try:
-            with _translated():
+            async with self._by_server():
                 call = await self._calls.pull(request, timeout_s)
                 async for raw in call:
                     found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
@@ -214,7 +224,7 @@ class ServerLink:
                         take((parameters_pb2.BlockValue.FromString(found[0]), found[1]))
         except PushpullError as error:
             if isinstance(error, Recovering):
-                self._troubled(error)
+                self._trouble.note(error)
             raise
         finally:
             if call is not None:
@@ -227,7 +237,7 @@ class ServerLink:
             PushpullError: the call failed.
         """
         request = parameters_pb2.GetRangeStatsRequest(table_id=table_id, session=self._identity)
-        with _translated():
+        async with self._by_server():
             response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
                 request, timeout=STATS_DEADLINE_S
             )
@@ -245,7 +255,7 @@ class ServerLink:
             cut=cut,
             deadline_ms=max(int(lasts_s * 1000), 1),
         )
-        with _translated():
+        async with self._by_server():
             response: parameters_pb2.BeginCutResponse = await self._stub.BeginCut(
                 request, timeout=STATS_DEADLINE_S
             )
@@ -258,8 +268,25 @@ class ServerLink:
             PushpullError: the call failed.
         """
         request = parameters_pb2.EndCutRequest(session=self._identity, table_id=table_id, cut=cut)
-        with _translated():
+        async with self._by_server():
             await self._stub.EndCut(request, timeout=STATS_DEADLINE_S)
+
+    @contextlib.asynccontextmanager
+    async def _by_server(self) -> AsyncIterator[None]:
+        """Turn gRPC's failures into the catalogue's. One that no retry cures counts only if the
+        server has said so: right after it, the server must prove that it is there.
+
+        Raises:
+            AddressTaken: somebody else answers there.
+        """
+        try:
+            with _translated():
+                yield
+        except PushpullError as error:
+            came_by_wire = isinstance(error.__cause__, grpc.RpcError | DecodeError)
+            if came_by_wire and not is_curable(error):
+                await self._open_session(self._view_number, STATS_DEADLINE_S)
+            raise
 
     # --- the push stream
 
@@ -269,9 +296,9 @@ class ServerLink:
         while True:
             try:
                 await self._open_session(max(view_number, self._view_number), SESSION_DEADLINE_S)
-                self._reached()
+                self._trouble.end()
                 backoff.reset()
-                with _translated():
+                async with self._by_server():
                     await self._run_stream()
                 error: PushpullError = Recovering("the server ended the stream")
             except PushpullError as failure:
@@ -281,11 +308,12 @@ class ServerLink:
                 error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
                 internal_count = MAX_INTERNAL_COUNT
             internal_count = internal_count + 1 if isinstance(error, Internal) else 0
-            curable = is_retryable(error) or isinstance(error, WaitExpired | Internal)
-            if not curable or internal_count > MAX_INTERNAL_COUNT:
+            if not (is_curable(error) or isinstance(error, Internal)) or (
+                internal_count > MAX_INTERNAL_COUNT
+            ):
                 self._listener.link_failed(self.node.node_id, error)
                 return
-            self._troubled(error)
+            self._trouble.note(error)
             await asyncio.sleep(backoff.next_s(error))
 
     async def _run_stream(self) -> None:
@@ -299,7 +327,7 @@ class ServerLink:
 
         try:
             await stream.run(
-                parameters_pb2.StreamHeader(session=self._identity),
+                parameters_pb2.StreamHeader(session=self._identity, receiver_node_id=server),
                 opened,
                 lambda replies: self._listener.replies(server, replies),
             )
@@ -380,26 +408,6 @@ class ServerLink:
             log("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
         self.lane_name = lane
 
-    # --- one log line per transition
-
-    def _troubled(self, error: PushpullError) -> None:
-        if not self._trouble:
-            self._trouble_since_s = now_s()
-            # Only a server that answers says when to ask again: that is no trouble so far.
-            answered = isinstance(error, Recovering) and error.retry_after_ms > 0
-            (logs.info if answered else logs.warning)(
-                "server_not_ready" if answered else "server_unreachable",
-                server=self.node.node_id,
-                address=self.node.address,
-                error=error.message,
-            )
-        self._trouble = error.message
-
-    def _reached(self) -> None:
-        if self._trouble:
-            self._trouble = ""
-            logs.info("server_reached", server=self.node.node_id, address=self.node.address)
-
 
 class ServerLinks:
     """The links to all servers of the present view."""
@@ -465,6 +473,8 @@ def _translated() -> Iterator[None]:
         yield
     except grpc.RpcError as failure:
         raise from_rpc_error(failure) from failure
+    except DecodeError as failure:
+        raise Internal(f"an answer does not parse: {failure}") from failure
     except asyncio.CancelledError:
         # A channel that closes cancels its calls; only our own task's cancellation is one of ours.
         task = asyncio.current_task()

@@ -24,7 +24,6 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import (
     Internal,
-    NotOwner,
     PushpullError,
     Recovering,
     StaleAssignment,
@@ -35,7 +34,7 @@ from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
 from ps_runtime.errors import error_from_proto
-from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.retry import Backoff, is_curable
 from ps_worker.counters import Counters
 from ps_worker.cutting import Region, blocks_of
 from ps_worker.lane import SharedLane
@@ -397,8 +396,3 @@ def _request(
             blocks=[] if is_whole else sorted(wanted),
         )
     return request
-
-
-def is_curable(error: PushpullError) -> bool:
-    """Whether the same read may succeed later."""
-    return is_retryable(error) or isinstance(error, WaitExpired | StaleAssignment | NotOwner)

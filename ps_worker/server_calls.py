@@ -10,6 +10,7 @@ from typing import cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ps_core.cluster_view import Node
 from ps_runtime.http2.channel import StreamChannel
@@ -17,6 +18,8 @@ from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
 from pushpull.v1 import parameters_pb2
 
 _SERVICE = "/pushpull.v1.ParameterService/"
+_GREETING_S = 5.0
+"""How long a stream port may take to answer, when the gRPC port has answered."""
 
 
 class ServerCalls:
@@ -64,15 +67,17 @@ class ServerCalls:
             return
         try:
             raw = await streams.unary(
-                f"{_SERVICE}OpenSession", request.SerializeToString(), deadline_s
+                f"{_SERVICE}OpenSession", request.SerializeToString(), min(deadline_s, _GREETING_S)
             )
             there = parameters_pb2.OpenSessionResponse.FromString(cast(bytes, raw))
         except grpc.RpcError as error:
             details = cast(grpc.Call, error).details()
             self._stream_port.refuse(f"OpenSession failed there: {details}")
+        except DecodeError:
+            self._stream_port.refuse("whoever answers there is no server")
         else:
-            expected = (response.node_id, response.incarnation)
-            if (there.node_id, there.incarnation) == expected:
+            named = (there.cluster_id, there.node_id, there.incarnation)
+            if named == (response.cluster_id, response.node_id, response.incarnation):
                 self._streams = streams
                 self._stream_port.confirm()
             else:

@@ -32,7 +32,7 @@ from ps_server.replication import PLACED_EPOCH
 from ps_server.replication_messages import Ack, Batch, Beat, Snapshot
 from ps_server.replication_reader import ReplicationReader
 from ps_server.replication_service import ReplicationServicer, add_to_server
-from ps_server.replication_wire import SERVICE, answers_message
+from ps_server.replication_wire import SERVICE, answers_message, greeting_from
 from ps_server.server_machine import ServerMachine
 from ps_server.shards import Shards
 from ps_server.store_copy import RangeCopy
@@ -118,7 +118,9 @@ class Peer:
         async for raw in messages:
             came = reader.read(raw)
             if isinstance(came, replication_pb2.ReplicateHeader):
-                yield answers_message(())
+                yield replication_pb2.ReplicateResponse(
+                    node_id=TWO, incarnation=2
+                ).SerializeToString()
             elif isinstance(came, Beat):
                 self._beats.put_nowait(came)
             elif isinstance(came, Batch):
@@ -324,7 +326,7 @@ def test_a_stream_that_means_another_server_is_refused() -> None:
                 request = replication_pb2.ReplicateRequest(header=header)
                 await call.write(request.SerializeToString())
                 if meant == TWO:
-                    assert await call.read() == b""
+                    assert greeting_from(cast(bytes, await call.read())) == (TWO, 2, 0)
                     continue
                 with pytest.raises(grpc.aio.AioRpcError, match="this is server 2") as refused:
                     await call.read()

@@ -145,6 +145,7 @@ EDGE_MODULES = {
     "ps_worker.engine",
     "ps_worker.entry_stream",
     "ps_worker.lane",
+    "ps_worker.link_trouble",
     "ps_worker.links",
     "ps_worker.local_cluster",
     "ps_worker.imported_model",

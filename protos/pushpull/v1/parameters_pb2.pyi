@@ -64,20 +64,22 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., view_number: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features", "same_host", "stream_port")
+    __slots__ = ("node_id", "incarnation", "max_message_bytes", "features", "same_host", "stream_port", "cluster_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     incarnation: int
     max_message_bytes: int
     features: _containers.RepeatedScalarFieldContainer[str]
     same_host: SameHostOffer
     stream_port: int
-    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., same_host: _Optional[_Union[SameHostOffer, _Mapping]] = ..., stream_port: _Optional[int] = ...) -> None: ...
+    cluster_id: str
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., same_host: _Optional[_Union[SameHostOffer, _Mapping]] = ..., stream_port: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
 
 class SameHostOffer(_message.Message):
     __slots__ = ("socket_name", "nonce")
@@ -150,10 +152,12 @@ class SharedPayload(_message.Message):
     def __init__(self, segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class StreamHeader(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "receiver_node_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ...) -> None: ...
+    receiver_node_id: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., receiver_node_id: _Optional[int] = ...) -> None: ...
 
 class BlockPush(_message.Message):
     __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding", "shared_payload", "more_follow")

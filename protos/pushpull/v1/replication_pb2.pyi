@@ -53,14 +53,18 @@ class ReplicateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ReplicateHeader, _Mapping]] = ..., batch: _Optional[_Union[ReplicatedBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., snapshot: _Optional[_Union[RangeSnapshot, _Mapping]] = ..., snapshot_table: _Optional[_Union[SnapshotTable, _Mapping]] = ..., snapshot_ledger: _Optional[_Union[SnapshotLedger, _Mapping]] = ..., snapshot_block: _Optional[_Union[SnapshotBlock, _Mapping]] = ..., snapshot_sum: _Optional[_Union[SnapshotSum, _Mapping]] = ..., snapshot_change: _Optional[_Union[SnapshotChange, _Mapping]] = ..., elements: _Optional[_Union[BlockElements, _Mapping]] = ..., snapshot_end: _Optional[_Union[SnapshotEnd, _Mapping]] = ...) -> None: ...
 
 class ReplicateResponse(_message.Message):
-    __slots__ = ("acks", "grants", "stream_port")
+    __slots__ = ("acks", "grants", "stream_port", "node_id", "incarnation")
     ACKS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     acks: _containers.RepeatedCompositeFieldContainer[Ack]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     stream_port: int
-    def __init__(self, acks: _Optional[_Iterable[_Union[Ack, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., stream_port: _Optional[int] = ...) -> None: ...
+    node_id: int
+    incarnation: int
+    def __init__(self, acks: _Optional[_Iterable[_Union[Ack, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., stream_port: _Optional[int] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ReplicateHeader(_message.Message):
     __slots__ = ("session", "receiver_node_id")

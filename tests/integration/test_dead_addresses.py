@@ -1,0 +1,335 @@
+"""A server's address that somebody else has now: as dead as one where nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.errors import Fenced, NotPermitted, PushpullError, WaitExpired
+from ps_core.keys import Incarnation, NodeId
+from ps_runtime import logs
+from ps_runtime.errors import abort
+from ps_runtime.node_identity import AddressTaken
+from ps_server.peer_links import PeerLink
+from ps_worker.links import LinkSetting, ServerLink, ServerLinks
+from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
+
+CLUSTER = "demo"
+ONE, THREE = NodeId(1), NodeId(3)
+WORKER = types_pb2.SessionIdentity(cluster_id=CLUSTER, node_id=9, incarnation=9)
+PUSHES = LinkSetting(pushes=True, lane="grpc")
+READS = LinkSetting(pushes=False, lane="grpc")
+
+
+def node(address: str, node_id: NodeId = ONE) -> Node:
+    return Node(node_id, Incarnation(node_id * 10), Role.SERVER, 0, address, NodeState.ALIVE)
+
+
+async def refuse(context: Any, error: PushpullError) -> None:
+    """End the call; as a function that may return, for generators."""
+    await abort(context, error)
+
+
+class Heard:
+    """What happens on the links."""
+
+    def __init__(self) -> None:
+        self.opened: asyncio.Queue[NodeId] = asyncio.Queue()
+        self.failed: list[PushpullError] = []
+        self.has_failed = asyncio.Event()
+
+    def stream_opened(self, server: NodeId) -> None:
+        self.opened.put_nowait(server)
+
+    def stream_closed(self, server: NodeId) -> None:
+        pass
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        pass
+
+    def link_failed(self, server: NodeId, error: PushpullError) -> None:
+        del server
+        self.failed.append(error)
+        self.has_failed.set()
+
+
+class Answering:
+    """Serves what a server does, as if it were some node; counts who comes."""
+
+    def __init__(self, node_id: int, cluster_id: str = CLUSTER, stream_port: int = 0) -> None:
+        self.node_id, self.cluster_id, self.stream_port = node_id, cluster_id, stream_port
+        self.refusal: PushpullError | None = None
+        self.asked = asyncio.Event()
+        self.asked_count = 0
+        self.stream_count = 0
+
+    async def open_session(self, _request: bytes, context: Any) -> bytes:
+        self.asked_count += 1
+        if self.asked_count > 2:
+            self.asked.set()
+        if self.refusal is not None:
+            await abort(context, self.refusal)
+        return parameters_pb2.OpenSessionResponse(
+            node_id=self.node_id,
+            incarnation=self.node_id * 10,
+            cluster_id=self.cluster_id,
+            stream_port=self.stream_port,
+        ).SerializeToString()
+
+    async def push_pull(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.stream_count += 1
+        async for _ in requests:
+            if self.refusal is not None:
+                await abort(context, self.refusal)
+            yield b""
+
+    async def pull(self, _request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await refuse(context, NotPermitted("of another cluster's tables"))
+        yield b""
+
+    async def replicate(
+        self, requests: AsyncIterator[bytes], _context: Any
+    ) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            self.asked_count += 1
+            self.asked.set()
+            yield replication_pb2.ReplicateResponse(node_id=self.node_id).SerializeToString()
+
+
+class Garbled(Answering):
+    """Answers what is no message."""
+
+    async def open_session(self, request: bytes, context: Any) -> bytes:
+        await super().open_session(request, context)
+        return b"\xff\xff\xff"
+
+
+@contextlib.asynccontextmanager
+async def grpc_node(answering: Answering | None, port: int = 0) -> AsyncIterator[str]:
+    """The address of a gRPC server; None serves no method."""
+    server = grpc.aio.server()
+    if answering is not None:
+        parameters: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "OpenSession": grpc.unary_unary_rpc_method_handler(answering.open_session),
+            "PushPull": grpc.stream_stream_rpc_method_handler(answering.push_pull),
+            "Pull": grpc.unary_stream_rpc_method_handler(answering.pull),
+        }
+        replication: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Replicate": grpc.stream_stream_rpc_method_handler(answering.replicate)
+        }
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler("pushpull.v1.ParameterService", parameters),
+                grpc.method_handlers_generic_handler("pushpull.v1.ReplicationService", replication),
+            )
+        )
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{bound}"
+    finally:
+        await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def tcp_node(answer: bytes) -> AsyncIterator[str]:
+    """The address of something that says `answer` to whoever comes, and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(24)
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def said_in_log(words: str) -> Iterator[asyncio.Event]:
+    """Set when a line with these words is logged."""
+    said = asyncio.Event()
+
+    class Hearing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if words in record.getMessage():
+                said.set()
+
+    logger, hearing = logging.getLogger(logs.LOGGER_NAME), Hearing()
+    level = logger.level
+    logger.addHandler(hearing)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(hearing)
+
+
+TLS_ALERT = bytes((21, 3, 3, 0, 2, 2, 10))
+HTTP_1 = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
+STRANGERS: dict[str, tuple[Callable[[], contextlib.AbstractAsyncContextManager[str]], str]] = {
+    "no method": (lambda: grpc_node(None), "UNIMPLEMENTED"),
+    "garbage": (lambda: tcp_node(bytes(range(256)) * 8), "UNAVAILABLE"),
+    "tls": (lambda: tcp_node(TLS_ALERT), "UNAVAILABLE"),
+    "http 1": (lambda: tcp_node(HTTP_1), "UNAVAILABLE"),
+    "no message": (lambda: grpc_node(Garbled(0)), "no server answers there"),
+    "an empty answer": (lambda: grpc_node(Answering(0, "")), "no server answers there"),
+    "another node": (lambda: grpc_node(Answering(3)), "server 3 (incarnation 30) answers there"),
+    "another cluster": (lambda: grpc_node(Answering(1, "other")), "of cluster 'other' answers"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_is_waited_out_and_named(kind: str) -> None:
+    make, words = STRANGERS[kind]
+
+    async def scenario() -> None:
+        heard = Heard()
+        async with make() as address:
+            link = ServerLink(node(address), WORKER, heard, PUSHES)
+            link.start_stream(1)
+            await link.ensure_session(1, 20.0, lambda link: words not in link.trouble)
+            with pytest.raises(WaitExpired) as late:
+                await link.ensure_session(1, 0.001, lambda _: True)
+            await link.close()
+        assert words in late.value.message
+        assert f"server 1 at {address} cannot be reached" in late.value.message
+        assert heard.failed == []
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_that_refuses_ends_nobody_and_the_server_is_found_when_it_is_back() -> None:
+    """Another cluster's server says Fenced, or this client is refused before it is known by whom:
+    whether it was replaced, the scheduler says.
+    """
+
+    async def scenario() -> None:
+        heard, stranger = Heard(), Answering(1, "other")
+        stranger.refusal = Fenced("the caller belongs to another cluster: register again")
+        async with grpc_node(stranger) as address:
+            link = ServerLink(node(address), WORKER, heard, PUSHES)
+            link.start_stream(1)
+            await stranger.asked.wait()
+            assert "register again" in link.trouble
+        async with grpc_node(Answering(ONE), int(address.rpartition(":")[2])):
+            assert await heard.opened.get() == ONE
+            await link.close()
+        assert heard.failed == []
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_proves_itself_ends_this_client_with_its_refusal() -> None:
+    async def scenario() -> None:
+        class Refusing(Answering):
+            async def push_pull(
+                self, requests: AsyncIterator[bytes], context: Any
+            ) -> AsyncIterator[bytes]:
+                await anext(aiter(requests))
+                await refuse(context, NotPermitted("no"))
+                yield b""
+
+        heard = Heard()
+        async with grpc_node(Refusing(ONE)) as address:
+            link = ServerLink(node(address), WORKER, heard, PUSHES)
+            link.start_stream(1)
+            await heard.has_failed.wait()
+            await link.close()
+        assert isinstance(heard.failed[0], NotPermitted)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_at_the_address_of_one_before_has_the_only_stream() -> None:
+    """Two links to it would be two streams of one session, and end each other's shared memory."""
+
+    async def scenario() -> None:
+        heard, answering = Heard(), Answering(THREE)
+        async with grpc_node(answering) as address:
+            nodes = (node(address, ONE), node(address, THREE))
+            links = ServerLinks(WORKER, heard, PUSHES)
+            links.update(ClusterView(1, CLUSTER, 1, 1, nodes, (), ()))
+            assert await heard.opened.get() == THREE
+            await answering.asked.wait()
+            assert links.troubles()[0].endswith("server 3 (incarnation 30) answers there")
+            await links.close()
+        assert heard.opened.empty()
+        assert answering.stream_count == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_strangers_refusal_of_a_read_is_no_answer_to_it() -> None:
+    async def scenario() -> None:
+        async with grpc_node(Answering(THREE)) as address:
+            link = ServerLink(node(address), WORKER, Heard(), READS)
+            with pytest.raises(AddressTaken):
+                await link.pull(parameters_pb2.PullRequest(), 5.0, print, is_small=False)
+            await link.close()
+        async with grpc_node(Answering(ONE)) as address:
+            link = ServerLink(node(address), WORKER, Heard(), READS)
+            with pytest.raises(NotPermitted):
+                await link.pull(parameters_pb2.PullRequest(), 5.0, print, is_small=False)
+            await link.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_at_the_stream_port_is_done_without(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, _ = STRANGERS[kind]
+
+    async def scenario() -> None:
+        heard = Heard()
+        async with make() as strange:
+            port = int(strange.rpartition(":")[2])
+            async with grpc_node(Answering(ONE, stream_port=port)) as address:
+                link = ServerLink(node(address), WORKER, heard, PUSHES)
+                link.start_stream(1)
+                assert await heard.opened.get() == ONE
+                await link.close()
+        assert heard.failed == []
+
+    asyncio.run(scenario())
+    assert "stream_port_not_used" in caplog.text
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_at_a_peers_address_hears_nothing(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, _ = STRANGERS[kind]
+
+    class Peer:
+        def peer_opened(self, peer: NodeId) -> None:
+            raise AssertionError(peer)
+
+        def peer_said(self, peer: NodeId, response: object) -> None:
+            raise AssertionError(peer, response)
+
+    async def scenario() -> None:
+        async with make() as address:
+            link = PeerLink(node(address), WORKER, Peer())
+            with said_in_log("peer_unreachable") as said:
+                link.send(())
+                async with asyncio.timeout(10):
+                    await said.wait()
+            assert not link.is_open
+            await link.close()
+
+    asyncio.run(scenario())
+    assert "peer_link_failed" not in caplog.text
