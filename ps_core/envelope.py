@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ps_core.errors import InvalidTensor
+from ps_core.limits import MAX_ENTRY_BYTES, MESSAGE_OVERHEAD_BYTES
 
 ALIGNMENT_BYTES = 16
 """CPython's `bytes` begin their content at such an address, and no element is wider."""
@@ -29,8 +30,14 @@ ALIGNMENT_BYTES = 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
+MAX_BESIDE_BYTES = MESSAGE_OVERHEAD_BYTES
+"""Of fields beside a payload: a message that has more is not looked through."""
+
 _FAST_BYTES = 512
 """Of the part of a message where small numbers are read without a call."""
+
+_MOST_FIELDS = 16
+"""Of a message on a stream: it has one entry, and little beside it."""
 
 _SHORT = tuple(bytes((number,)) for number in range(0x80))
 """The varints of one byte: most of those that are written."""
@@ -201,6 +208,8 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
         if key | number < 0x80 and key & 7 == _VARINT:
             at += 2
         else:
+            if begin - payload.nbytes > MAX_BESIDE_BYTES:
+                break  # its reader sees that by the length of the rest
             key, at = _read_varint(view, at)
             value, at = _skip(view, at, key & 7)
             if key == payload_key:
@@ -209,6 +218,61 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
                 kept = at
     rest.append(view[kept:])
     return b"".join(rest), payload
+
+
+def is_frugal(
+    message: bytes | memoryview,
+    several: tuple[int, int, int],
+    most_count: int,
+    alone: tuple[int, int],
+) -> bool:
+    """Whether a message may be parsed: it has few fields, and little in them but payloads. Looks
+    at a bounded part of it, whatever it is.
+
+    Args:
+        message: the outer message.
+        several: the field that holds several messages with payloads, the field of those in it, and
+            that of their payloads.
+        most_count: of those messages.
+        alone: the field that holds one such message, and the field of its payload.
+
+    Raises:
+        InvalidTensor: the message is cut off or is no protobuf.
+    """
+    view = memoryview(message)
+    batch_field, inner_field, payload_field = several
+    beside = at = 0
+    for _ in range(_MOST_FIELDS):
+        if at >= len(view):
+            return beside <= MAX_ENTRY_BYTES
+        begin = at
+        key, at = _read_varint(view, at)
+        value, at = _skip(view, at, key & 7)
+        if key == (batch_field << 3 | _BYTES):
+            beside += _beside_several(view[value:at], inner_field, payload_field, most_count)
+        elif key == (alone[0] << 3 | _BYTES):
+            beside += len(_split_inner(view[value:at], alone[1])[0])
+        else:
+            beside += at - begin
+        if beside > MAX_ENTRY_BYTES:
+            break
+    return False
+
+
+def _beside_several(view: memoryview, inner_field: int, payload_field: int, most: int) -> int:
+    """Bytes beside the payloads of several messages; beyond the limit if they are too many."""
+    beside = at = 0
+    for _ in range(most + _MOST_FIELDS):
+        if at >= len(view) or beside > MAX_ENTRY_BYTES:
+            return beside
+        begin = at
+        key, at = _read_varint(view, at)
+        value, at = _skip(view, at, key & 7)
+        if key == (inner_field << 3 | _BYTES):
+            beside += len(_split_inner(view[value:at], payload_field)[0])
+        else:
+            beside += at - begin
+    return MAX_ENTRY_BYTES + 1
 
 
 def _skip(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:

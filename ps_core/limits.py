@@ -10,6 +10,9 @@ from ps_core.errors import check
 SLOT_COUNT = 65_536
 """Slots of the key space; fixed by the contract."""
 
+MAX_RANGE_COUNT = 4096
+"""Key ranges of any cluster, and so what a seal or a read may name."""
+
 RANGE_COUNT = 64
 """Key ranges of a cluster of up to four servers, fixed when the cluster is formed: each is sealed
 by itself, which costs as much as a block of it."""
@@ -31,6 +34,10 @@ MAX_ELEMENT_BYTES = 8
 
 MESSAGE_OVERHEAD_BYTES = 65_536
 """The most that a message holds beside its payload: presence bits, ranges of a seal."""
+
+MAX_ENTRY_BYTES = 256 * 1024
+"""Of a request without payloads, and of a message's part beside them: the ranges and blocks that it
+names. A larger one is not even parsed, since millions of empty entries fit a message."""
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
 """The largest message that servers and clients of ours accept."""
@@ -104,6 +111,19 @@ DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
 DEFAULT_GATE_EXTRA_BYTES = 256 * 1024 * 1024
 """Room for staged steps and sums on one server and table beyond one step, if that is more than a
 step."""
+
+MAX_TURN_S = 0.02
+"""The longest that an event loop is at one thing, whatever comes: a fraction of what is left of a
+lease when a heartbeat was lost."""
+
+SLICE_S = 0.005
+"""After so much of a turn long work waits for another one: what is under way then ends in time."""
+
+SLICE_BLOCK_COUNT = 64
+"""Blocks that long work takes before it looks at the time."""
+
+SLICE_BYTES = 4 * 1024 * 1024
+"""The same in bytes that it copies."""
 
 HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
@@ -226,4 +246,10 @@ check(2 * LANE_BATCH_BYTES <= LANE_RING_BYTES, "LIM-6", "a batch fills the ring"
 check(LANE_RING_BYTES <= MAX_LANE_SEGMENT_BYTES, "LIM-7", "no server would map the ring")
 check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
 check(WORKER_TIMEOUT_S > LEASE_S, "LIM-8", "a worker would be gone before it is silent")
-check(SLOT_COUNT >= LARGE_CLUSTER_RANGE_COUNT >= RANGE_COUNT, "LIM-5", "more ranges than slots")
+check(
+    SLOT_COUNT >= MAX_RANGE_COUNT >= LARGE_CLUSTER_RANGE_COUNT >= RANGE_COUNT,
+    "LIM-5",
+    "more ranges than slots",
+)
+check(4 * SLICE_S <= MAX_TURN_S, "LIM-9", "what is under way would not end in its turn")
+check(20 * MAX_TURN_S <= HEARTBEAT_INTERVAL_S, "LIM-10", "a turn would delay a heartbeat")

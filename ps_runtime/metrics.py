@@ -23,6 +23,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ps_runtime.turns import TurnMeter
+
 _LATENCY_BUCKETS_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
@@ -126,6 +128,28 @@ class NodeMetrics:
         """Ask these at each scrape instead of being told."""
         self.view_number.set_function(view_number)
         self.scheduler_contact_age_seconds.set_function(contact_age_s)
+
+
+class TurnMetrics:
+    """How long a node's event loop is at one thing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.longest_turn_seconds = Gauge(
+            "pushpull_node_longest_turn_seconds",
+            "The longest that the event loop was at one thing, in the last minute or two: so much "
+            "later than due did a timer come. A lease that is missed begins so.",
+            registry=registry,
+        )
+        self.long_turns = LoopCounter(
+            "pushpull_node_long_turns_total",
+            "Times that the event loop was longer at one thing than it should be (MAX_TURN_S).",
+            registry=registry,
+        )
+
+    def watch(self, meter: TurnMeter) -> None:
+        """Ask this at each scrape."""
+        self.longest_turn_seconds.set_function(lambda: meter.longest_s)
+        self.long_turns.set_function(lambda: meter.long_count)
 
 
 class SchedulerMetrics:

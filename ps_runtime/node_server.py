@@ -24,6 +24,8 @@ from ps_runtime.addresses import advertised, join_address, split_address
 from ps_runtime.channels import SERVER_OPTIONS
 from ps_runtime.errors import abort
 from ps_runtime.http_endpoint import HttpEndpoint
+from ps_runtime.metrics import TurnMetrics
+from ps_runtime.turns import TurnMeter
 
 Service = tuple[str, Callable[[grpc.aio.Server], object]]
 """A service's full name, and what adds its servicer to a server."""
@@ -46,6 +48,8 @@ class NodeServer:
         self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_RefuseMalformed(),))
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()
+        self._turns = TurnMeter()
+        TurnMetrics(registry).watch(self._turns)
         self._http = HttpEndpoint(registry, lambda: self._is_serving)
         self._is_serving = False
         self._is_stopped = False
@@ -88,6 +92,7 @@ class NodeServer:
         await node._http.start(http_listen)
         node.http_address = node._http.address
         await node._server.start()
+        node._turns.start()
         logs.info("listening", address=node.address, http_address=node.http_address)
         return node
 
@@ -124,6 +129,7 @@ class NodeServer:
             return
         self.set_serving(False)
         self._is_stopped = True
+        self._turns.stop()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         await self._http.stop()

@@ -13,9 +13,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from ps_core.envelope import join, split, wrap
+from ps_core import limits
+from ps_core.envelope import MAX_BESIDE_BYTES, is_frugal, join, split, wrap
 from ps_core.errors import InvalidTensor, PushpullError
 from ps_runtime import errors
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
@@ -27,6 +28,11 @@ SERVICE = "pushpull.v1.ParameterService"
 
 _BLOCK_IN_REQUEST = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
 _PUSHED_PAYLOAD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
+_BATCH = (
+    parameters_pb2.PushRequest.BATCH_FIELD_NUMBER,
+    parameters_pb2.BlockBatch.BLOCKS_FIELD_NUMBER,
+    _PUSHED_PAYLOAD,
+)
 _BLOCK_IN_RESPONSE = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PULLED_PAYLOAD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 _PULL_IN_PART = parameters_pb2.PushPullResponse.PULL_FIELD_NUMBER
@@ -95,8 +101,49 @@ def entry_reader(
         except InvalidTensor:
             found = None  # unusual or broken: the generated parser knows which
         if found is None:
+            _check_frugal(raw)
             return message.FromString(raw)
+        if len(found[0]) > MAX_BESIDE_BYTES:
+            raise _wasteful(raw)
         return BlockFrame(parameters_pb2.BlockPush.FromString(found[0]), found[1])
+
+    return read
+
+
+def _check_frugal(raw: bytes) -> None:
+    """Refuse to parse what is much beside payloads.
+
+    Raises:
+        DecodeError: it is.
+    """
+    try:
+        is_good = is_frugal(
+            raw, _BATCH, limits.MAX_BATCH_COUNT, (_BLOCK_IN_REQUEST, _PUSHED_PAYLOAD)
+        )
+    except InvalidTensor as error:
+        raise DecodeError(error.message) from None
+    if not is_good:
+        raise _wasteful(raw)
+
+
+def _wasteful(raw: bytes) -> DecodeError:
+    return DecodeError(
+        f"of its {len(raw)} bytes more than {limits.MAX_ENTRY_BYTES} are no payload, or it has too "
+        "many entries"
+    )
+
+
+def request_reader(message: type[Message]) -> Any:
+    """A deserializer of requests without payloads.
+
+    Raises (the deserializer):
+        DecodeError: the bytes are no such message, or so many that they are not looked at.
+    """
+
+    def read(raw: bytes) -> Message:
+        if len(raw) > limits.MAX_ENTRY_BYTES:
+            raise DecodeError(f"it has {len(raw)} bytes; expected at most {limits.MAX_ENTRY_BYTES}")
+        return message.FromString(raw)
 
     return read
 
@@ -148,19 +195,21 @@ def handlers_of(
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     return {
         "OpenSession": unary(
-            servicer.OpenSession, parameters_pb2.OpenSessionRequest.FromString, serialized
+            servicer.OpenSession, request_reader(parameters_pb2.OpenSessionRequest), serialized
         ),
         "Push": stream(servicer.Push, entry_reader(parameters_pb2.PushRequest), serialized),
         "Pull": grpc.unary_stream_rpc_method_handler(
-            servicer.Pull, parameters_pb2.PullRequest.FromString, serialized
+            servicer.Pull, request_reader(parameters_pb2.PullRequest), serialized
         ),
         "PushPull": stream(
             servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
         ),
-        "BeginCut": unary(servicer.BeginCut, parameters_pb2.BeginCutRequest.FromString, serialized),
-        "EndCut": unary(servicer.EndCut, parameters_pb2.EndCutRequest.FromString, serialized),
+        "BeginCut": unary(
+            servicer.BeginCut, request_reader(parameters_pb2.BeginCutRequest), serialized
+        ),
+        "EndCut": unary(servicer.EndCut, request_reader(parameters_pb2.EndCutRequest), serialized),
         "GetRangeStats": unary(
-            servicer.GetRangeStats, parameters_pb2.GetRangeStatsRequest.FromString, serialized
+            servicer.GetRangeStats, request_reader(parameters_pb2.GetRangeStatsRequest), serialized
         ),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from ps_core import limits
@@ -172,11 +172,11 @@ def scale_events(message: parameters_pb2.UpdateScale, sender: Sender) -> Iterato
 
 
 def _check_ranges(message: parameters_pb2.Seal | parameters_pb2.UpdateScale) -> None:
-    if not 1 <= len(message.ranges) <= limits.SLOT_COUNT:
+    if not 1 <= len(message.ranges) <= limits.MAX_RANGE_COUNT:
         what = "a seal" if isinstance(message, parameters_pb2.Seal) else "an update's scale"
         raise InvalidConfig(
             f"{what} of table {message.table_id} names {len(message.ranges)} ranges; expected 1 to "
-            f"{limits.SLOT_COUNT}"
+            f"{limits.MAX_RANGE_COUNT}"
         )
 
 
@@ -247,26 +247,48 @@ def _check_batch(batch: parameters_pb2.BlockBatch) -> None:
 
 
 def read_terms(
-    request: parameters_pb2.PullRequest,
-) -> tuple[Codec | None, dict[int, PushpullError]]:
-    """The codec that a read asks for (None: the table's own), and what is wrong with it before any
-    range is asked, by the range's place in it.
+    request: parameters_pb2.PullRequest, range_count: int
+) -> tuple[Codec | None, tuple[int, PushpullError] | None]:
+    """The codec that a read asks for (None: the table's own), and the first range for which it must
+    be refused as a whole before any is asked, with the reason, if there is one.
 
-    Naming one thing often would make an answer of any size.
+    Naming one thing often would make an answer of any size. All ends at the first that is wrong.
+
+    Args:
+        request: the read.
+        range_count: ranges of the cluster.
     """
+    first_id = request.ranges[0].range_id if request.ranges else 0
     try:
         codec = wire.codec_from_proto(request.codec) if request.codec else None
     except PushpullError as error:
-        return None, dict.fromkeys(range(len(request.ranges)), error)
-    found: dict[int, PushpullError] = {}
+        return None, (first_id, error)
+    if len(request.ranges) > range_count:
+        return codec, (
+            first_id,
+            InvalidKeys(f"a read names {len(request.ranges)} ranges; there are {range_count}"),
+        )
     named: set[int] = set()
-    for number, part in enumerate(request.ranges):
-        if part.range_id in named:
-            found[number] = InvalidKeys(f"range {part.range_id} comes twice; expected each once")
-        named.add(part.range_id)
-        if part.blocks and len(set(part.blocks)) != len(part.blocks):
-            found[number] = InvalidKeys(
-                f"the read of range {part.range_id} names {len(part.blocks)} blocks, of which "
-                f"{len(set(part.blocks))} differ; expected each once"
-            )
-    return codec, found
+    for part in request.ranges:
+        range_id = part.range_id
+        if range_id >= range_count:
+            problem = f"there is no range {range_id}; expected one below {range_count}"
+            return codec, (range_id, InvalidKeys(problem))
+        if range_id in named:
+            problem = f"range {range_id} comes twice; expected each once"
+            return codec, (range_id, InvalidKeys(problem))
+        named.add(range_id)
+    return codec, None
+
+
+def check_named_blocks(range_id: int, blocks: Sequence[int], block_count: int) -> None:
+    """Refuse a read that names a block of a range twice, or more than there are.
+
+    Raises:
+        InvalidKeys: it does.
+    """
+    if len(blocks) > block_count or len(set(blocks)) != len(blocks):
+        raise InvalidKeys(
+            f"the read of range {range_id} names {len(blocks)} blocks; expected each of its "
+            f"{block_count} at most once"
+        )

@@ -29,6 +29,7 @@ from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
+from ps_runtime.turns import Turns
 from ps_server.changes import Assigned, Dropped, Kept, Put
 from ps_server.events import (
     AnswerPull,
@@ -47,12 +48,11 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.frames import range_error
 from ps_server.lanes import SharedLanes
 from ps_server.output_commit import Deed
 from ps_server.read_gate import WaitCause
 from ps_server.read_waits import ReadWaits
-from ps_server.reads import Read, answered
+from ps_server.reads import Read, answered, refused
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.schedule import checkpoint_cut
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
@@ -93,7 +93,6 @@ class ParameterNode:
         self.lanes = self.shards.lanes
         self.now = now
         self.metrics = metrics
-        self.sent_bytes = 0
         self.applied_count = 0
         self.read_waits = ReadWaits(self.machine)
         self.replicas: ReplicatedRanges | None = None
@@ -108,6 +107,7 @@ class ParameterNode:
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self.turns = Turns()
 
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
@@ -206,8 +206,7 @@ class ParameterNode:
         """How many blocks an entry may change: a seal those of its range."""
         if isinstance(event, PushEvent):
             return 1
-        part = self.machine.parts.get((event.place.table_id, event.place.range_id))
-        return 1 if part is None else len(part.state.blocks)
+        return max(self.block_count_at(event.place), 1)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -254,6 +253,11 @@ class ParameterNode:
         if number in self._reads:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
+
+    def block_count_at(self, place: Place) -> int:
+        """Blocks of a table in a range; 0 if they are not here."""
+        part = self.machine.parts.get((place.table_id, place.range_id))
+        return 0 if part is None else len(part.state.blocks)
 
     def next_number(self) -> int:
         """A number that no read, stream or cut of this server has."""
@@ -442,14 +446,13 @@ class ParameterNode:
             self.on_cut_answered(effect)
             return
         place = effect.table_id, effect.range_id
-        answer, byte_count = answered(effect, read, self.machine.parts[place].state, self.shards)
-        self.sent_bytes += byte_count
-        read.on_answer(answer)
+        state = self.machine.parts[place].state
+        read.on_answer(answered(effect, read, state, self.shards))
 
     def _refuse(self, effect: RefusePull) -> None:
         read = self._take_read(effect.waiter)
         if read is not None:
-            read.on_answer([range_error(effect.range_id, effect.error)])
+            read.on_answer(refused(effect.range_id, effect.error))
         else:
             self.on_cut_answered(effect)
 

@@ -362,7 +362,7 @@ def _watch(
     """Let heartbeats and scrapes ask the node."""
     link.progress = lambda: scheduler_pb2.NodeProgress(
         pushed_bytes=node.shards.received_bytes,
-        pulled_bytes=node.sent_bytes,
+        pulled_bytes=node.shards.sent_bytes,
         step_count=node.applied_count,
         read_waits=[
             scheduler_pb2.ReadWait(table_id=table_id, node_id=reader, waited_ms=waited_ms)
@@ -373,7 +373,7 @@ def _watch(
         lambda: node.machine.view_number, lambda: clock.now_s() - link.last_scheduler_contact_s
     )
     metrics.received_bytes.set_function(lambda: node.shards.received_bytes)
-    metrics.sent_bytes.set_function(lambda: node.sent_bytes)
+    metrics.sent_bytes.set_function(lambda: node.shards.sent_bytes)
     metrics.resent_entries.set_function(lambda: node.machine.resent_count)
     metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
     metrics.state_bytes.set_function(lambda: node.shards.state_bytes)

@@ -3,28 +3,33 @@
 Rules:
     - A consistent read, and one of values that are lent, is begun in all ranges at once; another
       range after range, since a table's bytes are many.
-    - What is there at once is answered at once, without a task.
+    - What is there at once is answered at once, without a task, unless it is long.
+    - A long answer is made piece by piece, and gives others their turn between two pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from ps_core import limits
 from ps_core.cluster_view import Session
-from ps_core.errors import Overloaded
+from ps_core.errors import InvalidKeys, Overloaded
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server import intake
 from ps_server.events import Place
 from ps_server.frames import pull_end, pull_part, range_error, shared_answer
 from ps_server.node import ParameterNode
-from ps_server.reads import AnswerPart, Read
+from ps_server.reads import AnswerPart, RangeAnswer, Read, refused
 from pushpull.v1 import parameters_pb2
 
 _RETRY_MS = 500
 
-_Answer = asyncio.Future[list[AnswerPart]]
+_AT_ONCE_COUNT = 4 * limits.SLICE_BLOCK_COUNT
+"""Blocks of an answer that is made at once."""
+
+_Answer = asyncio.Future[RangeAnswer]
 
 
 class Reading:
@@ -39,80 +44,117 @@ class Reading:
         self._began_s = node.now()
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
         self._until_s = self._began_s + min(deadline_s, limits.MAX_DEADLINE_S)
-        self._ranges = list(request.ranges)
-        self._codec, self._problems = intake.read_terms(request)
+        range_count = node.machine.total_range_count or limits.MAX_RANGE_COUNT
+        self._codec, self._problem = intake.read_terms(request, range_count)
+        self._ranges = [] if self._problem is not None else list(request.ranges)
         is_lent = (
             request.shared
-            and not self._problems
+            and self._problem is None
             and node.shards.homes.lends(session, TableId(request.table_id), self._codec)
         )
-        is_one = request.consistent or is_lent
-        self._batch_count = len(self._ranges) if is_one else 1
+        self._is_one = request.consistent or is_lent
         self._begun_count = 0
-        self._answers: list[_Answer] = []
+        self._answers: deque[_Answer] = deque()
         self._waiters: list[int] = []
 
     def at_once(self) -> list[bytes] | None:
-        """The answer as serialized PullResponses, if all of it is there; else `parts` goes on."""
-        if self._batch_count < len(self._ranges):
+        """The answer as serialized PullResponses, if all of it is there, and it is not long; else
+        `parts` goes on.
+        """
+        if self._problem is not None:
+            return [range_error(*self._problem)]
+        if not self._is_short:
             return None
-        self._begin_batch()
+        while self._begun_count < len(self._ranges):
+            self._begin_next()
         if not all(answer.done() for answer in self._answers):
             return None
-        parts = [part for answer in self._answers for part in answer.result()]
+        parts: list[AnswerPart] = []
+        for answer in self._answers:
+            found = answer.result()
+            while not found.is_done:
+                parts += found.next()
         self.close()
         self._observe()
         return list(_messages(parts))
 
+    @property
+    def _is_short(self) -> bool:
+        if len(self._ranges) > (_AT_ONCE_COUNT if self._is_one else 1):
+            return False
+        count = sum(
+            len(part.blocks) or self._node.block_count_at(self._place(part))
+            for part in self._ranges
+        )
+        return count <= _AT_ONCE_COUNT
+
     async def parts(self) -> AsyncIterator[bytes]:
         """The answer as serialized PullResponses; in order, and what is there together."""
-        while self._answers or self._begun_count < len(self._ranges):
-            if not self._answers:
-                self._begin_batch()
-            try:
-                there: list[AnswerPart] = []
-                for answer in self._answers:
-                    if not answer.done():
+        if self._problem is not None:
+            yield range_error(*self._problem)
+        turns = self._node.turns
+        there: list[AnswerPart] = []
+        try:
+            while self._answers or self._begun_count < len(self._ranges):
+                await self._begin_some()
+                answer = self._answers[0]
+                if not answer.done():
+                    for message in _messages(there):
+                        yield message
+                    there = []
+                found = await answer
+                self._answers.popleft()
+                while not found.is_done:
+                    there += found.next()
+                    if len(there) >= limits.SLICE_BLOCK_COUNT or not self._is_one:
                         for message in _messages(there):
                             yield message
                         there = []
-                    there += await answer
-                for message in _messages(there):
-                    yield message
-            finally:
-                self.close()
+                    await turns.breathe()
+            for message in _messages(there):
+                yield message
+        finally:
+            self.close()
         self._observe()
+
+    async def _begin_some(self) -> None:
+        """Begin all ranges, or the next if none is on its way."""
+        while self._begun_count < len(self._ranges) and (self._is_one or not self._answers):
+            self._begin_next()
+            await self._node.turns.breathe()
 
     def close(self) -> None:
         """Nobody waits for what has been begun. Idempotent."""
         for waiter in self._waiters:
             self._node.end_read(waiter)
-        self._answers, self._waiters = [], []
+        self._answers.clear()
+        self._waiters.clear()
 
-    def _begin_batch(self) -> None:
-        count = min(self._batch_count, len(self._ranges) - self._begun_count)
-        for number in range(self._begun_count, self._begun_count + count):
-            self._begin(number)
-        self._begun_count += count
-
-    def _begin(self, number: int) -> None:
-        answer: _Answer = asyncio.get_running_loop().create_future()
-        self._answers.append(answer)
-
-        def on_answer(responses: list[AnswerPart]) -> None:
-            if not answer.done():
-                answer.set_result(responses)
-
-        request, part = self._request, self._ranges[number]
-        problem = self._problems.get(number)
-        if problem is not None:
-            on_answer([range_error(part.range_id, problem)])
-            return
-        place = Place(
-            TableId(request.table_id),
+    def _place(self, part: parameters_pb2.RangePull) -> Place:
+        return Place(
+            TableId(self._request.table_id),
             RangeId(part.range_id),
             AssignmentEpoch(part.assignment_epoch),
         )
+
+    def _begin_next(self) -> None:
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+
+        def on_answer(found: RangeAnswer) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        request, part = self._request, self._ranges[self._begun_count]
+        self._begun_count += 1
+        place = self._place(part)
+        try:
+            if part.blocks:
+                count = self._node.block_count_at(place)
+                intake.check_named_blocks(part.range_id, part.blocks, count)
+        except InvalidKeys as problem:
+            on_answer(refused(part.range_id, problem))
+            return
         read = Read(
             place, part.blocks, self._codec, self._session, request.shared, on_answer, request.cut
         )
@@ -126,13 +168,13 @@ class Reading:
         node.metrics.pull_duration_seconds.observe(node.now() - self._began_s)
 
 
-def refused(request: parameters_pb2.PullRequest) -> list[bytes]:
+def overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
     """The answer to a read that is one too many on its stream."""
     error = Overloaded(
         f"{limits.MAX_STREAM_READ_COUNT} reads wait on this stream already",
         retry_after_ms=_RETRY_MS,
     )
-    return [range_error(part.range_id, error) for part in request.ranges]
+    return [range_error(part.range_id, error) for part in request.ranges[: limits.MAX_RANGE_COUNT]]
 
 
 def framed(answer: Sequence[bytes], number: int) -> Iterator[bytes]:

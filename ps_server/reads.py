@@ -1,12 +1,22 @@
 """Reads of one range on their way, and how they are answered: with bytes, or with places in memory
 that is lent.
+
+Rules:
+    - An answer says how all of its blocks were at the moment of its decision. It is made piece by
+      piece, since a range may have thousands; what is about to change before its turn has come is
+      copied first (`Shards`).
+
+Invariants:
+    RA-1  A piece is made of what the range was when the read was decided on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ps_core import limits
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.tables import NATIVE_CODEC, Codec
@@ -24,7 +34,7 @@ AnswerPart = bytes | parameters_pb2.SharedValue
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A read of one range on its way; `on_answer` gets its parts, once.
+    """A read of one range on its way; `on_answer` gets its answer, once.
 
     `codec` is None for the table's own; `shared`: the reader takes what is lent to it; `cut` is the
     session's number of the cut that it ends, or 0.
@@ -35,51 +45,148 @@ class Read:
     codec: Codec | None
     session: Session
     shared: bool
-    on_answer: Callable[[list[AnswerPart]], None]
+    on_answer: Callable[[RangeAnswer], None]
     cut: int = 0
     parked_s: float = 0.0
     cause: WaitCause | None = None
     """What it waits for, since `parked_s`, if it does."""
 
 
-def answered(
-    effect: AnswerPull, read: Read, state: RangeState, shards: Shards
-) -> tuple[list[AnswerPart], int]:
-    """What a read is answered with, and how many bytes of values that is."""
-    place = effect.table_id, effect.range_id
-    store = shards.stores[place]
-    codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
-    codec_number = wire.codec_to_proto(codec)
-    answer: list[AnswerPart] = []
-    byte_count = 0
-    lent = shards.homes.lent_to(read.session, place, codec) if read.shared else None
-    try:
-        for block in read.blocks or state.blocks:
-            version = effect.versions.get(block)
-            if version is None:
-                raise InvalidKeys(
-                    f"block {block} of table '{state.name}' is not in range {effect.range_id}"
-                )
-            if effect.keeps_for is not None:
-                store.keep(effect.keeps_for, block)
-            if lent is not None:
-                lying = lent.shared_value(effect, block)
-                byte_count += lying.byte_count
-                answer.append(lying)
-                continue
-            payload, presence = store.read(block, codec, effect.clock)
-            value = parameters_pb2.BlockValue(
-                block=block,
-                version=version,
-                peer_version=version - effect.own_updates.get(block, 0),
-                clock=effect.range_clock,
-                codec=codec_number,
-                presence=presence,
+_Copy = tuple[int, bytes | memoryview, bytes]
+"""A block, its payload, and its presence bits."""
+
+
+class RangeAnswer:
+    """What a read of one range is answered with, made piece by piece. `answered` and `refused` make
+    one.
+    """
+
+    def __init__(self, first: list[AnswerPart], source: _Source | None = None) -> None:
+        self._first = first
+        self._source = source
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `next` has nothing more."""
+        return not self._first and self.is_made
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it needs the range no more."""
+        return self._source is None or self._source.is_done
+
+    def next(self) -> list[AnswerPart]:
+        """The next piece; made of what the range was when the read was decided on (RA-1)."""
+        if self._first:
+            piece, self._first = self._first, []
+            return piece
+        return [] if self._source is None else self._source.piece()
+
+    def keep(self) -> None:
+        """The range is about to change: what is missing is copied now."""
+        if self._source is not None:
+            self._source.keep()
+
+    def end(self) -> None:
+        """Nobody wants the rest."""
+        self._first, self._source = [], None
+
+
+def refused(range_id: int, error: PushpullError) -> RangeAnswer:
+    """The answer of a range that cannot be read."""
+    return RangeAnswer([range_error(range_id, error)])
+
+
+def answered(effect: AnswerPull, read: Read, state: RangeState, shards: Shards) -> RangeAnswer:
+    """What a read is answered with; the first piece of it is made now."""
+    source = _Source(effect, read, state, shards)
+    answer = RangeAnswer(source.piece(), source)
+    if not answer.is_made:
+        shards.hold((effect.table_id, effect.range_id), answer)
+    return answer
+
+
+class _Source:
+    """Where the blocks of one answer come from: the store, until it changes."""
+
+    def __init__(self, effect: AnswerPull, read: Read, state: RangeState, shards: Shards) -> None:
+        place = effect.table_id, effect.range_id
+        self._effect = effect
+        self._name = state.name
+        self._shards = shards
+        self._store = shards.stores[place]
+        self._codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
+        self._codec_number = wire.codec_to_proto(self._codec)
+        self._lent = shards.homes.lent_to(read.session, place, self._codec) if read.shared else None
+        self._blocks = iter(read.blocks or state.blocks)
+        self._kept: deque[AnswerPart | _Copy] = deque()
+        self._left_count = len(read.blocks or state.blocks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it has been made."""
+        return not self._left_count and not self._kept
+
+    def piece(self) -> list[AnswerPart]:
+        """The next blocks; the error of one that cannot be read stands for all behind it."""
+        piece: list[AnswerPart] = []
+        byte_count = 0
+        try:
+            while not self.is_done and len(piece) < limits.SLICE_BLOCK_COUNT:
+                found = self._kept.popleft() if self._kept else self._take()
+                if isinstance(found, tuple):
+                    byte_count += len(found[1])
+                    found = self._part(*found)
+                elif not isinstance(found, bytes):
+                    byte_count += found.byte_count
+                piece.append(found)
+                if byte_count >= limits.SLICE_BYTES:
+                    break
+        except InvariantViolation:
+            raise
+        except PushpullError as error:
+            self._left_count = 0
+            piece = [range_error(self._effect.range_id, error)]
+        self._shards.sent_bytes += byte_count
+        return piece
+
+    def keep(self) -> None:
+        """Copy what has not been taken."""
+        try:
+            while self._left_count:
+                found = self._take()
+                if isinstance(found, tuple):
+                    found = (found[0], bytes(found[1]), found[2])
+                self._kept.append(found)
+        except InvariantViolation:
+            raise
+        except PushpullError as error:
+            self._left_count = 0
+            self._kept.append(range_error(self._effect.range_id, error))
+
+    def _take(self) -> AnswerPart | _Copy:
+        """The next block as it is; its payload is good until anything happens."""
+        effect, block = self._effect, next(self._blocks)
+        self._left_count -= 1
+        if block not in effect.versions:
+            raise InvalidKeys(
+                f"block {block} of table '{self._name}' is not in range {effect.range_id}"
             )
-            byte_count += len(payload)
-            answer.append(block_answer(value, payload))
-    except InvariantViolation:
-        raise
-    except PushpullError as error:
-        return [range_error(effect.range_id, error)], byte_count
-    return answer, byte_count
+        if effect.keeps_for is not None:
+            self._store.keep(effect.keeps_for, block)
+        if self._lent is not None:
+            return self._lent.shared_value(effect, block)
+        return (block, *self._store.read(block, self._codec, effect.clock))
+
+    def _part(self, block: int, payload: bytes | memoryview, presence: bytes) -> bytes:
+        effect = self._effect
+        version = effect.versions[block]
+        value = parameters_pb2.BlockValue(
+            block=block,
+            version=version,
+            peer_version=version - effect.own_updates.get(block, 0),
+            clock=effect.range_clock,
+            codec=self._codec_number,
+            presence=presence,
+        )
+        return block_answer(value, payload)

@@ -90,6 +90,7 @@ class ServerMachine:
         self._new_parts: list[RangeMachine] = []  # they have not been told who these are
         self._past_resent_count = 0  # of parts that are not here any more
         self.view_number = 0
+        self.total_range_count = 0
 
     # --- what the scheduler says
 
@@ -98,6 +99,7 @@ class ServerMachine:
         if view.view_number < self.view_number:
             return []
         self.view_number = view.view_number
+        self.total_range_count = len(view.ranges)
         self._epochs = {
             r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
         }
@@ -224,6 +226,7 @@ class ServerMachine:
         table = self.table(place.table_id)
         assignment_epoch = self._epochs.get(place.range_id)
         if assignment_epoch is None:
+            self._check_exists(place.range_id)
             raise NotOwner(
                 f"server {self._node_id} does not serve range {place.range_id} "
                 f"(view {self.view_number})"
@@ -237,6 +240,12 @@ class ServerMachine:
         if part is None:
             raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
         return part
+
+    def _check_exists(self, range_id: RangeId) -> None:
+        if range_id >= self.total_range_count:
+            raise InvalidKeys(
+                f"there is no range {range_id}; expected one below {self.total_range_count}"
+            )
 
     def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
         """An entry arrived."""

@@ -29,7 +29,7 @@ from ps_server.frames import (
     with_replies,
 )
 from ps_server.node import ParameterNode
-from ps_server.readings import Reading, framed, framed_as_it_comes, refused
+from ps_server.readings import Reading, framed, framed_as_it_comes, overloaded
 from ps_server.stats import range_stats
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
@@ -201,6 +201,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         sender = Sender(session.incarnation, session.rank, stream.origin)
         try:
             async for message in messages:
+                await node.turns.breathe()
                 await stream.has_room()
                 kind = kind_of(message)
                 stream.hold(more_follow(message, kind))
@@ -245,7 +246,7 @@ async def _begin_read(
     """Answer a read that came on a stream: now, if it can be, else in a task."""
     number = request.read_number
     if number and stream.reads.is_full:
-        await _put_all(stream, framed(refused(request), number))
+        await _put_all(stream, framed(overloaded(request), number))
         return
     reading = Reading(node, request, stream.session)
     answer = reading.at_once() if number and stream.has_part_room else None

@@ -12,6 +12,8 @@ What it deliberately does not do: decide what happens to them, or count and time
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
+from weakref import WeakSet
 
 from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
 from ps_core.keys import RangeId, TableId
@@ -35,6 +37,13 @@ from pushpull.v1 import parameters_pb2
 _Key = tuple[TableId, RangeId]
 
 
+class HeldAnswer(Protocol):
+    """An answer that is made of a range piece by piece."""
+
+    def keep(self) -> None:
+        """The range is about to change."""
+
+
 class Shards:
     """All stores of one server.
 
@@ -45,6 +54,7 @@ class Shards:
     Attributes:
         stores: by table and range.
         received_bytes: payload bytes that came, wherever they lay.
+        sent_bytes: those of answers to reads.
         lanes: the sessions on this host.
         captures: what has to be written for a checkpoint before it changes, if anything.
         homes: where values lie that are lent.
@@ -54,6 +64,8 @@ class Shards:
     def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
         self.stores: dict[_Key, ShardStore] = {}
         self.received_bytes = 0
+        self.sent_bytes = 0
+        self._held: dict[_Key, WeakSet[HeldAnswer]] = {}
         self.captures: Captures | None = None
         self.lanes = lanes
         self._updates = updates
@@ -85,6 +97,7 @@ class Shards:
     def remove(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more, of any table."""
         for key in [key for key in self.stores if key[1] == range_id]:
+            self._keep_held(key)
             del self.stores[key]
         self.homes.remove(range_id)
 
@@ -182,11 +195,20 @@ class Shards:
 
     def _begin_change(self, key: _Key, blocks: Sequence[int]) -> None:
         """These blocks are about to change."""
+        self._keep_held(key)
         if self.captures is not None:
             self.captures.before_change(key, blocks)
         lent = self.homes.find(key)
         if lent is not None:
             lent.begin_change(blocks)
+
+    def hold(self, key: _Key, answer: HeldAnswer) -> None:
+        """This answer is not all made: before the range changes it is told, if anybody has it."""
+        self._held.setdefault(key, WeakSet()).add(answer)
+
+    def _keep_held(self, key: _Key) -> None:
+        for answer in self._held.pop(key, ()):
+            answer.keep()
 
     def drop(self, record: Record) -> None:
         """Nothing comes of the sum of the record's clock."""

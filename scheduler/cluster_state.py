@@ -171,9 +171,9 @@ class ClusterSettings:
             f"checkpoint_full_every is {self.checkpoint_full_every}; expected at least 1",
         )
         _require(
-            1 <= self.range_count <= limits.SLOT_COUNT,
-            f"ranges is {self.range_count}; expected 1 to {limits.SLOT_COUNT}, or 0 for as many as "
-            "suit the servers",
+            1 <= self.range_count <= limits.MAX_RANGE_COUNT,
+            f"ranges is {self.range_count}; expected 1 to {limits.MAX_RANGE_COUNT}, or 0 for as "
+            "many as suit the servers",
         )
         urls = (self.checkpoint_url, self.restored.url if self.restored else "")
         for url in urls:

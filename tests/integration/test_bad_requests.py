@@ -168,7 +168,7 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
     "block twice": (
         lambda read, _: _first(read).blocks.extend([0, 0]),
         "INVALID_KEYS",
-        ("names 2 blocks, of which 1 differ",),
+        ("names 2 blocks; expected each of its 1 at most once",),
     ),
     "block a hundred thousand times": (
         lambda read, _: _first(read).blocks.extend([0] * 100_000),
@@ -202,12 +202,28 @@ def test_a_bad_read_is_its_ranges_error(wire: Wire, table: RawTable, case: str) 
     check_error(part.error.error, code, *words)
 
 
-def test_a_range_named_twice_is_answered_once(wire: Wire, table: RawTable) -> None:
+def test_a_read_that_names_a_range_twice_or_none_is_refused(wire: Wire, table: RawTable) -> None:
     for consistent in (False, True):
         request = wire.pull_request(table, [0, 0], consistent=consistent, clock=1)
-        parts = wire.pull(table.places[0][2], request)
-        assert [part.WhichOneof("part") for part in parts] == ["block", "error"]
-        check_error(parts[1].error.error, "INVALID_KEYS", "comes twice; expected each once")
+        (part,) = wire.pull(table.places[0][2], request)
+        check_error(part.error.error, "INVALID_KEYS", "comes twice; expected each once")
+        request = wire.pull_request(table, [0], consistent=consistent, clock=1)
+        for _ in range(30_000):
+            request.ranges.add(range_id=100)
+        (part,) = wire.pull(table.places[0][2], request)
+        check_error(part.error.error, "INVALID_KEYS", "names 30001 ranges")
+        del request.ranges[2:]
+        (part,) = wire.pull(table.places[0][2], request)
+        check_error(part.error.error, "INVALID_KEYS", "there is no range 100")
+
+
+def test_a_read_that_names_much_is_not_even_parsed(wire: Wire, table: RawTable) -> None:
+    request = wire.pull_request(table, [0])
+    for _ in range(150_000):
+        request.ranges.add(range_id=100)
+    refused(
+        lambda: wire.pull(table.places[0][2], request), "INVALID_TENSOR", "expected at most 262144"
+    )
 
 
 def test_a_read_of_nothing_is_answered_with_nothing(wire: Wire, table: RawTable) -> None:

@@ -34,7 +34,7 @@ from ps_server.custom_updates import checked
 from ps_server.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
 from ps_server.lanes import SharedLanes
 from ps_server.node import ParameterNode
-from ps_server.reads import Read
+from ps_server.reads import RangeAnswer, Read
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from pushpull.v1 import parameters_pb2
@@ -187,8 +187,10 @@ class Stage:
         """A read's answer; empty while it waits."""
         answers: list[parameters_pb2.PullResponse] = []
 
-        def on_answer(parts: list[Any]) -> None:
-            answers.extend(map(parameters_pb2.PullResponse.FromString, parts))
+        def on_answer(answer: RangeAnswer) -> None:
+            for part in answer.next():
+                assert isinstance(part, bytes)
+                answers.append(parameters_pb2.PullResponse.FromString(part))
 
         place = self.place(table, block)
         read = Read(place, (), None, self.streams[rank].session, False, on_answer)

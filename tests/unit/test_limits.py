@@ -38,10 +38,13 @@ KIB, MIB = 1024, 1024**2
         ("LIM-3", "FOREIGN_MAX_MESSAGE_BYTES", 2 * MIB + 64 * KIB, 2 * MIB + 64 * KIB - 1),
         ("LIM-4", "HEARTBEAT_INTERVAL_S", 1.5, 1.6),
         ("LIM-5", "RANGE_COUNT", 256, 257),
-        ("LIM-5", "LARGE_CLUSTER_RANGE_COUNT", 65_536, 65_537),
+        ("LIM-5", "LARGE_CLUSTER_RANGE_COUNT", 4096, 4097),
+        ("LIM-5", "MAX_RANGE_COUNT", 65_536, 65_537),
         ("LIM-6", "LANE_BATCH_BYTES", 8 * MIB, 8 * MIB + 1),
         ("LIM-7", "MAX_LANE_SEGMENT_BYTES", 16 * MIB, 16 * MIB - 1),
         ("LIM-8", "LEASE_S", 29.9, 30.0),
+        ("LIM-9", "SLICE_S", 0.005, 0.0051),
+        ("LIM-10", "MAX_TURN_S", 0.05, 0.051),
     ],
 )
 def test_a_limit_that_contradicts_another_is_refused(
