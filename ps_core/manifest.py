@@ -185,10 +185,14 @@ def place_in(directory: str, file: str) -> str:
 def split_place(place: str) -> tuple[str, str] | None:
     """The directory and the file that a place names; None if it is no place."""
     directory, _, file = place.partition("/")
-    is_plain = _FILE.fullmatch(file) is not None and file != MANIFEST_FILE
-    if not is_plain or number_of(directory) is None or len(place) > MAX_PLACE_CHARACTERS:
+    if not is_file_name(file) or number_of(directory) is None or len(place) > MAX_PLACE_CHARACTERS:
         return None
     return directory, file
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a part may have that name: a plain one, which leads to no other directory."""
+    return _FILE.fullmatch(name) is not None and name != MANIFEST_FILE
 
 
 def number_of(directory: str) -> int | None:

@@ -44,6 +44,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_WORKER_TIMEOUT_S": "Seconds of silence after which a worker is gone; 0: never.",
     "PUSHPULL_ADAPTATION_INTERVAL_S": "Seconds between two moves of a bound of ssp:LEAST..MOST.",
     "PUSHPULL_CHECKPOINT_URL": "Where checkpoints go: a path, or a URL that fsspec knows.",
+    "PUSHPULL_CHECKPOINT_ROOTS": "Further places that a restore may name, with commas.",
     "PUSHPULL_CHECKPOINT_EVERY_S": "A checkpoint in so many seconds; 0: not by time.",
     "PUSHPULL_CHECKPOINT_EVERY_CLOCKS": "A checkpoint in so many clocks; 0: not by clocks.",
     "PUSHPULL_CHECKPOINT_KEEP": "How many checkpoints are kept; 0: all.",

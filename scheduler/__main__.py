@@ -14,6 +14,7 @@ from ps_core import limits
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import Incarnation
 from ps_runtime import channels, clock, config, join_secret, logs
+from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import LOOPBACK, NodeServer
 from ps_runtime.ready_file import write_ready_file
@@ -152,6 +153,13 @@ class SchedulerConfig:
             "which the newest good one is taken. Unset: it starts anew."
         },
     )
+    checkpoint_roots: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Further places, with commas, from which a restore may be asked for, beside "
+            "those of checkpoint_url and resume. Nothing else is opened."
+        },
+    )
     drain_grace_s: float = field(
         default=1.0,
         metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
@@ -217,6 +225,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         CheckpointPolicy(
             settings.checkpoint_every_s, settings.checkpoint_every_clocks, settings.checkpoint_keep
         ),
+        CheckpointRoots((cluster.checkpoint_url, settings.resume, *settings.checkpoint_roots)),
     )
 
     def add_to_server(server: object) -> None:

@@ -38,7 +38,7 @@ from ps_core.change import Checkpoint, TableCut
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
-from ps_core.manifest import directory_name
+from ps_core.manifest import directory_name, is_file_name, number_of
 from ps_core.part_report import PartReport
 from ps_core.tables import Table
 from scheduler.changes import Changes, Pending
@@ -145,8 +145,9 @@ class Checkpoints:
         yet, and counts when its worker has left.
 
         Raises:
-            InvalidConfig: a worker reports that was not asked, or a server of what is not its own.
+            InvalidConfig: a worker reports that was not asked, or a name leads elsewhere.
         """
+        _check_names(part)
         attempt = self._state.checkpoint
         if number == LEAVING and node.role is Role.WORKER and node.rank is not None:
             self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
@@ -344,3 +345,18 @@ def _answers(state: ClusterState, node: Node) -> bool:
     """Whether a worker can be asked where it is."""
     features = state.members[node.node_id].registration.features
     return node.state is NodeState.ALIVE and CHECKPOINTS_FEATURE in features
+
+
+def _check_names(part: PartReport) -> None:
+    """Refuse what would have the scheduler open a file elsewhere than in its checkpoints.
+
+    Raises:
+        InvalidConfig: a name is no plain one.
+    """
+    if part.file and not is_file_name(part.file):
+        raise InvalidConfig(f"file is {part.file[:200]!r}; expected the plain name of a file")
+    for base in part.bases:
+        if number_of(base) is None:
+            raise InvalidConfig(
+                f"bases has {base[:200]!r}; expected the name of a checkpoint's directory"
+            )

@@ -17,12 +17,13 @@ import grpc.aio
 
 from ps_core import limits
 from ps_core.change import Change
-from ps_core.cluster_view import NodeState, Role
+from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
 from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
+from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.errors import translated
 from ps_runtime.join_secret import joiner
 from ps_runtime.metrics import SchedulerMetrics
@@ -35,6 +36,7 @@ from scheduler.cluster_state import (
     TIMELINE_BYTES,
     RangesFailedOver,
     Registration,
+    Restored,
     Transition,
     UpdateLogClaim,
 )
@@ -51,6 +53,7 @@ DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
 
 _MAX_ANSWER_MARGIN_S = 0.2
 _NO_CHECKPOINTS = CheckpointPolicy()
+_NO_ROOTS = CheckpointRoots()
 _STOPPING = "the scheduler is stopping"
 
 ReplyT = TypeVar("ReplyT")
@@ -65,6 +68,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         metrics: where it counts.
         secret: the join secret, which every registration proves to know.
         policy: when checkpoints are made.
+        roots: where a restore may look.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         metrics: SchedulerMetrics,
         secret: bytes,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
+        roots: CheckpointRoots = _NO_ROOTS,
     ) -> None:
         self._metrics = metrics
         self._secret = secret
+        self._roots = roots
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -173,7 +179,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.HeartbeatResponse:
         """Notes that the caller lives, and what it says of itself."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = self._caller(request.session, "Heartbeat")
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
                 raise InvalidConfig(
@@ -203,9 +209,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.WatchClusterRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
         """Streams the view and its changes, until the caller has left or the scheduler stops."""
-        session = wire.session_from_proto(request.session)
         with self._refusals_counted():
-            self._cluster.caller(session, "WatchCluster")
+            session = self._caller(request.session, "WatchCluster")
         cluster, sent_number = self._cluster, 0
         while True:
             changed = self._changed
@@ -249,7 +254,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.PromiseChangeResponse:
         """Takes a server's promise."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = self._caller(request.session, "PromiseChange")
             self._carry_out(
                 self._cluster.promise_change(
                     session, TableId(request.table_id), request.number, request.clock
@@ -263,7 +268,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.SetBackupsResponse:
         """Sets backups of a server's ranges."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = self._caller(request.session, "SetBackups")
             wishes = [wire.wish_from_proto(wish) for wish in request.requests]
             refused = self._carry_out(self._cluster.set_backups(session, wishes))
         return scheduler_pb2.SetBackupsResponse(
@@ -277,7 +282,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Makes a checkpoint; parks until it is complete."""
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
         with self._refusals_counted():
-            self._cluster.caller(wire.session_from_proto(request.session), "CreateCheckpoint")
+            self._caller(request.session, "CreateCheckpoint")
             made = await self.checkpointing.create(request, deadline_s)
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
@@ -290,11 +295,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Begins anew from a checkpoint: another cluster takes the place of this one."""
         with self._refusals_counted():
             cluster = self._cluster
-            cluster.caller(wire.session_from_proto(request.session), "RestoreCheckpoint")
+            self._caller(request.session, "RestoreCheckpoint")
             url = request.url or cluster.settings.checkpoint_url
-            restored = await asyncio.to_thread(restored_from, url)
-            # Nobody was faster.
-            cluster.caller(wire.session_from_proto(request.session), "RestoreCheckpoint")
+            restored = await asyncio.to_thread(self._restored_from, url)
+            cluster = self._cluster
+            self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
         clock_before = self.checkpointing.clock
         timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
         settings = cluster.in_new_timeline(restored, timeline, key)
@@ -303,13 +308,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
         return scheduler_pb2.RestoreCheckpointResponse(url=restored.url, clock=reached)
 
+    def _restored_from(self, url: str) -> Restored:
+        if url:
+            self._roots.check(url)
+        return restored_from(url)
+
     @translated
     async def JoinCheckpoint(
         self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
     ) -> scheduler_pb2.JoinCheckpointResponse:
         """Hears where a worker is."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = self._caller(request.session, "JoinCheckpoint")
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             self._carry_out(
                 self._cluster.join_checkpoint(session, request.number, clocks, request.has_state)
@@ -322,7 +332,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.ReportCheckpointPartResponse:
         """Hears of a part of a checkpoint."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = self._caller(request.session, "ReportCheckpointPart")
             part = part_from_proto(request)
             self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
@@ -334,7 +344,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetClusterStatusResponse:
         """Says how the cluster does."""
         with self._refusals_counted():
-            self._cluster.caller(wire.session_from_proto(request.session), "GetClusterStatus")
+            self._caller(request.session, "GetClusterStatus")
         now_s = clock.now_s()
         response = scheduler_pb2.GetClusterStatusResponse(
             view=self._view_message,
@@ -355,7 +365,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
     ) -> Created:
         """What became of the request by `deadline_s`, which is a moment of the clock."""
-        session = wire.session_from_proto(request.session)
+        session = self._caller(request.session, "CreateTable")
         spec = wire.spec_from_proto(request.spec)
         is_told = False
         while True:
@@ -384,7 +394,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
     ) -> Change:
         """The change that was asked for, once it is committed; withdrawn if not by `deadline_s`."""
-        session = wire.session_from_proto(request.session)
+        session = self._caller(request.session, "SetConsistency")
         wish = Wish(
             request.table_name,
             wire_changes.consistency_from_proto(request.consistency),
@@ -414,6 +424,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     await changed.wait()
             except TimeoutError:
                 self._carry_out(self._cluster.tick(clock.now_s()))
+
+    def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
+        """The session of who calls, which may call that: it is asked before all else.
+
+        Raises:
+            NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
+        """
+        session = wire.session_from_proto(message)
+        self._cluster.caller(session, method)
+        return session
 
     def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
         """Log and publish what changed; hand on the reply."""

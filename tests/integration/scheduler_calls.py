@@ -23,6 +23,7 @@ from ps_core.tables import (
     TableSpec,
 )
 from ps_runtime import channels, clock, join_secret, registration, wire
+from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
@@ -52,7 +53,7 @@ class Caller:
         self.channel = channel
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-    async def register(self, role: Role, /, **fields: Any) -> scheduler_pb2.RegisterNodeResponse:
+    async def registration(self, role: Role, /, **fields: Any) -> scheduler_pb2.RegisterNodeRequest:
         """A valid registration, but for `fields`."""
         request: dict[str, Any] = {
             "registration_id": secrets.token_bytes(16),
@@ -66,6 +67,10 @@ class Caller:
         came = await self.stub.GetJoinChallenge(asked, timeout=DEADLINE_S)
         with contextlib.suppress(errors.InvalidConfig):  # there are tests of roles that are none
             join_secret.set_proof(made, SECRET.encode(), came.challenge)
+        return made
+
+    async def register(self, role: Role, /, **fields: Any) -> scheduler_pb2.RegisterNodeResponse:
+        made = await self.registration(role, **fields)
         answer: scheduler_pb2.RegisterNodeResponse = await self.stub.RegisterNode(
             made, timeout=DEADLINE_S
         )
@@ -144,7 +149,8 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
     }
     cluster = Cluster(ClusterSettings(**(defaults | settings)), clock.now_s())
     registry = new_registry()
-    servicer = SchedulerServicer(cluster, SchedulerMetrics(registry), SECRET.encode())
+    roots = CheckpointRoots((cluster.settings.checkpoint_url,))
+    servicer = SchedulerServicer(cluster, SchedulerMetrics(registry), SECRET.encode(), roots=roots)
     node = await NodeServer.start(
         services=[
             (

@@ -99,7 +99,7 @@ def test_what_is_no_good_checkpoint_changes_nothing(tmp_path: Path) -> None:
     ):
         table = counting_table(client)
         client.push_pull(table, ONES)
-        for url in ("", str(tmp_path / "00000007-abcdef01")):
+        for url in ("", str(tmp_path / "none" / "00000007-abcdef01")):
             with pytest.raises(ps.InvalidCheckpoint, match=r"no good|no manifest"):
                 client.restore(url)
         assert np.array_equal(np.asarray(client.push_pull(table, ONES)), -2 * ONES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -403,6 +404,25 @@ def test_what_is_named_after_the_cut_changes_nothing() -> None:
     cluster.answer(0, 99, 99)
     assert cluster.cluster.view == before
     assert [table.cut for table in cluster.tables] == [TableCut(7, 5), TableCut(7, 4)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        PartReport("../part"), PartReport("a/b"), PartReport("/etc/passwd"), PartReport(".."),
+        PartReport("manifest.json"), PartReport("part", bases=("../00000007-abc",)),
+        PartReport("part", bases=("00000007-abc", "elsewhere")),
+    ],
+)  # fmt: skip
+def test_a_report_names_no_file_elsewhere(part: PartReport) -> None:
+    """What it names is opened by the scheduler, now or when its worker has left."""
+    cluster = Saving()
+    cluster.cut()
+    report = cluster.cluster.report_part
+    server, worker = cluster.servers[0], cluster.workers[0]
+    for session, number in ((server, 7), (worker, 7), (worker, 0)):
+        call = partial(report, session, number, part)
+        refused(errors.InvalidConfig, "expected the", by=call, of=cluster)
 
 
 def test_who_has_no_part_in_it_is_told() -> None:
