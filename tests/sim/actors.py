@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
-from ps_core.tables import Table
+from ps_core.tables import Hyperparameters, Table
 from ps_server.events import (
     AnswerPull,
     EntryEvent,
@@ -40,6 +40,7 @@ from ps_worker.push_entries import (
     StepRefused,
 )
 from ps_worker.push_window import PushWindow
+from tests.sim.arithmetic import Reading, numbers_of
 from tests.sim.server import SimServer
 from tests.sim.truth import Body, Grad, Settings, TrainingEnded, scale_of
 from tests.sim.world import World
@@ -62,10 +63,14 @@ class Layout:
     range_count: int
     settings: Settings
 
+    def table(self, table_id: TableId) -> Table:
+        """The table of that number."""
+        (table,) = [table for table in self.tables if table.table_id == table_id]
+        return table
+
     def ranges_of(self, table_id: TableId) -> list[RangeId]:
         """The ranges that hold blocks of the table."""
-        (table,) = [table for table in self.tables if table.table_id == table_id]
-        return list(table.blocks_by_range(self.range_count))
+        return list(self.table(table_id).blocks_by_range(self.range_count))
 
     def place(self, table_id: TableId, range_id: RangeId) -> Place:
         """Where an entry goes."""
@@ -73,11 +78,12 @@ class Layout:
 
 
 class RangeAnswer(NamedTuple):
-    """What a range answered: its clock, its blocks' values, and their updates by others."""
+    """A range's answer: its clock; its blocks' values, updates by others, and numbers."""
 
     clock: int
     blocks: dict[int, list[Grad]]
     peer_versions: dict[int, int]
+    readings: dict[int, Reading]
 
 
 class ReadTerms(NamedTuple):
@@ -148,9 +154,11 @@ class Reads:
                 read_for = self.layout.settings.read_for
                 read_for[table.table_id] = max(read_for[table.table_id], terms.clock + 1)
             part = server.machine.parts[table.table_id, range_id]
-            blocks = {b: list(server.values[table.table_id, b]) for b in part.state.blocks}
+            read = {b: server.reading(effect, b) for b in part.state.blocks}
+            blocks = {b: grads for b, (grads, _) in read.items()}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}
-            found = RangeAnswer(effect.range_clock, blocks, peers)
+            readings = {b: reading for b, (_, reading) in read.items()}
+            found = RangeAnswer(effect.range_clock, blocks, peers, readings)
             self.world.send("answer", lambda: self._answered(question, range_id, found), back)
 
         link = self.end, server.node_id
@@ -299,7 +307,8 @@ class SimWorker:
         if isinstance(message.error, Fenced):
             self.told_fenced(message.error)
             return
-        self.world.say(f"worker {self.rank} <- {server}: {message}")
+        if self.world.narrates:
+            self.world.say(f"worker {self.rank} <- {server}: {message}")
         self._note_loss(message)
         self._handle(self.window.reply(server, message, self.world.now_s))
         self._resume()
@@ -350,10 +359,12 @@ class SimWorker:
         def deliver() -> None:
             for event in events:
                 if event is not None:
-                    self.world.say(f"worker {self.rank} -> {server}: {event}")
+                    if self.world.narrates:
+                        self.world.say(f"worker {self.rank} -> {server}: {event}")
                     self.cluster[server].entry(event)
 
-        what = f"worker {self.rank} -> {server}: {events}"
+        narrates = self.world.narrates
+        what = f"worker {self.rank} -> {server}: {events}" if narrates else "entries"
         self.world.send(what, deliver, (self.end, server))
 
     @property
@@ -376,8 +387,11 @@ class SimWorker:
             effect.replaces,
             effect.confirmed_sequence,
             effect.body.grad.pulled,
-            eager=() if effect.body.is_eager else None,
+            eager=self._numbers(effect) if effect.body.is_eager else None,
         )
+
+    def _numbers(self, effect: SendPush) -> Hyperparameters:
+        return numbers_of(self.layout.table(effect.key.table_id), effect.clock)
 
     def _inline(self, effect: SendPush) -> SealEvent | None:
         if effect.inline_seal is None:

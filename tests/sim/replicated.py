@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ps_core.cluster_view import BackupWish, ClusterView
 from ps_core.errors import NotOwner
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
-from ps_server.changes import Assigned, Dropped, Kept, Put
+from ps_core.tables import Table
+from ps_server.changes import Assigned, Change, Dropped, Kept, Put
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -27,6 +28,8 @@ from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise
+from ps_server.store_copy import StoreCopy
+from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.serving import Watch
 from tests.sim.truth import Grad, Settings
@@ -72,6 +75,8 @@ class ReplicatedServer(SimServer):
         self.peers, self.watch, self._clock = place.peers, place.watch, place.clock
         self.asked: list[BackupWish] = []
         self._view: ClusterView | None = None
+        self.known: tuple[Sequence[Table], int] = (), 0
+        """Tables and how many ranges there are, before the first view."""
         self._inbox: list[Callable[[], None]] = []
         self._waits_since_s: dict[RangeId, float] = {}
         self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
@@ -163,6 +168,7 @@ class ReplicatedServer(SimServer):
             del self.sums[key]
         for key in [key for key in self.reduced if key[1] == range_id]:
             del self.reduced[key]
+        self.numbers.forget(range_id)
         self.output.forget(range_id)
 
     def _tick(self) -> None:
@@ -231,15 +237,34 @@ class ReplicatedServer(SimServer):
                 super().carry_out([deed])
 
     def _put(self, change: Put | Assigned) -> None:
-        table_id = change.record.table_id
+        record, table_id = change.record, change.record.table_id
         if isinstance(change, Assigned):
-            for block, grad in change.parts:
-                assert isinstance(grad, Grad)
-                self.values[table_id, block] = [grad]
+            self.assigned(record, change.parts)
             return
-        assert isinstance(change.total, tuple)
-        for grad in change.total:
-            self.values[table_id, grad.block].append(grad)
+        assert isinstance(change.total, Sum)
+        self.held((table_id, record.range_id)).put(record, change.total)
+        self._land(record, change.total.grads)
+
+    def _land(self, record: Record, grads: tuple[Grad, ...]) -> None:
+        for grad in grads:
+            self.values[record.table_id, grad.block].append(grad)
+
+    def table(self, table_id: TableId) -> Table:
+        """One that the newest view has."""
+        (found,) = [table for table in self._tables() if table.table_id == table_id]
+        return found
+
+    def bits(self, key: tuple[TableId, RangeId]) -> StoreCopy:
+        """Values and optimizer state of a part."""
+        return self.held(key).shards.stores[key].snapshot()
+
+    def held(self, key: tuple[TableId, RangeId]) -> Numbers:
+        """The numbers, with room for that part."""
+        if key not in self.numbers.shards.stores:
+            table = self.table(key[0])
+            blocks = table.blocks_by_range(self._range_count)[key[1]]
+            self.numbers.hold(table, key[1], blocks)
+        return self.numbers
 
     # --- its sums
 
@@ -251,7 +276,8 @@ class ReplicatedServer(SimServer):
         return self._squares(record)
 
     def kept(self, record: Record) -> object:
-        return tuple(self.sums[_key_of(record)])
+        key = _key_of(record)
+        return self.held(key[:2]).kept(record, self.sums[key])
 
     def take(self, record: Record) -> object:
         key = _key_of(record)
@@ -262,7 +288,7 @@ class ReplicatedServer(SimServer):
             self.world.counts["scaled updates"] += 1
         self._check_enough(record)
         self._count(record)
-        return tuple(self.sums.pop(key, ()))
+        return self.held(key[:2]).taken(record, self.sums.pop(key, ()))
 
     def drop(self, record: Record) -> None:
         self._drop(record)
@@ -335,19 +361,27 @@ class ReplicatedServer(SimServer):
     def _make(self, batch: Batch) -> None:
         """The values follow the copy."""
         for change in batch.changes:
-            match change:
-                case Put(record, total):
-                    kept = self._forget_sum(record)
-                    self._put(Put(record, kept if total is None else total))
-                    self._count(record)
-                case Assigned():
-                    self._put(change)
-                case Kept(record, total):
-                    assert isinstance(total, tuple)
-                    self.reduced[_key_of(record)] = record
-                    self.sums[_key_of(record)] = list(total)
-                case Dropped(record):
-                    self._forget_sum(record)
+            self._follow(change)
+            if isinstance(change, Put):
+                self._count(change.record)
+
+    def _follow(self, change: Change) -> None:
+        """As a backup does what its primary decided."""
+        record = change.record
+        if isinstance(change, Assigned):
+            self.assigned(record, change.parts)
+            return
+        kept = () if isinstance(change, Kept) else self._forget_sum(record)
+        match change:
+            case Put(_, total):
+                assert total is None or isinstance(total, Sum)
+                self._land(record, kept if total is None else total.grads)
+            case Kept(_, total):
+                assert isinstance(total, Sum)
+                self.reduced[_key_of(record)] = record
+                self.sums[_key_of(record)] = list(total.grads)
+        numbers = self.held((record.table_id, record.range_id))
+        numbers.make(self.table(record.table_id), change)
 
     def _forget_sum(self, record: Record) -> tuple[Grad, ...]:
         self.reduced.pop(_key_of(record), None)
@@ -366,6 +400,7 @@ class ReplicatedServer(SimServer):
             "updates": self._of_range(range_id, self.updates),
             "reduced": kept,
             "sums": {key: list(self.sums[key]) for key in kept},
+            "numbers": self.numbers.copies(range_id),
         }
 
     def _is_open(self, peer: NodeId) -> bool:
@@ -399,16 +434,18 @@ class ReplicatedServer(SimServer):
         self.updates.update({key: list(who) for key, who in values["updates"].items()})
         self.reduced.update(values["reduced"])
         self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
+        for table_id in values["numbers"]:
+            self.held((table_id, snapshot.range_id))
+        self.numbers.restore(snapshot.range_id, values["numbers"])
         for change in snapshot.held:
-            if isinstance(change, Put | Assigned):
-                self._put(change)
+            self._follow(change)
 
-    def _tables(self) -> tuple:  # type: ignore[type-arg]
-        return () if self._view is None else self._view.tables
+    def _tables(self) -> Sequence[Table]:
+        return self.known[0] if self._view is None else self._view.tables
 
     @property
     def _range_count(self) -> int:
-        return 0 if self._view is None else len(self._view.ranges)
+        return self.known[1] if self._view is None else len(self._view.ranges)
 
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:

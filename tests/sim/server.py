@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ps_core.cluster_view import ClusterView, Node, NodeState
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
+from ps_core.tables import OptimizerKind, Table
+from ps_server.changes import Assigned
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -27,7 +29,8 @@ from ps_server.events import (
 )
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise, ServerMachine
-from tests.sim.truth import CLIP_SCALE, Grad, Settings, square
+from tests.sim.arithmetic import Numbers, Reading
+from tests.sim.truth import Grad, Settings, square
 from tests.sim.world import World
 
 TICK_S = 0.25
@@ -44,6 +47,7 @@ class SimServer:
         self.node_id = node_id
         self.machine = ServerMachine(node_id, worker_count)
         self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
+        self.numbers = Numbers()
         self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
         self.updates: dict[tuple[TableId, int], list[set[Incarnation]]] = defaultdict(
             list
@@ -51,7 +55,7 @@ class SimServer:
         self.reduced: dict[tuple[TableId, RangeId, int], Record] = {}  # it waits for its scale
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
-        self.numbers = itertools.count(1)
+        self.waiters = itertools.count(1)
         self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
         self.came_late = False
@@ -134,6 +138,7 @@ class SimServer:
                     assert isinstance(payload, Grad)
                     self.sums[key].append(payload)
                     self._check_staleness(effect, payload)
+                self.held(key[:2]).fold(self.machine.table(key[0]), effect)
             elif isinstance(effect, Reduce):
                 reduced.append((effect.record, self._squares(effect.record)))
             elif isinstance(effect, Drop):
@@ -153,12 +158,11 @@ class SimServer:
                 workers = {part.incarnation for part in contributors if not part.skip}
                 for block in record.blocks:
                     self.updates[record.table_id, block].append(workers)
+                assert self.held(key[:2]).shards.apply(record) is None
                 for grad in self.sums.pop(key, []):
                     self.values[record.table_id, grad.block].append(grad)
             elif isinstance(effect, Assign):
-                for block, payload in effect.parts:
-                    assert isinstance(payload, Grad)
-                    self.values[effect.record.table_id, block] = [payload]
+                self.assigned(effect.record, effect.parts)
             elif isinstance(effect, Forget):
                 self.world.counts["forgotten"] += 1
             else:
@@ -168,6 +172,39 @@ class SimServer:
                     on_answer(effect)
         for record, squares in reduced:
             self.carry_out(self.machine.reduced(record, squares))
+
+    def assigned(self, record: Record, parts: Sequence[tuple[int, object]]) -> None:
+        """Initial values."""
+        key = record.table_id, record.range_id
+        for block, grad in parts:
+            assert isinstance(grad, Grad)
+            self.values[record.table_id, block] = [grad]
+        self.held(key).make(self.table(record.table_id), Assigned(record, tuple(parts)))
+
+    def table(self, table_id: TableId) -> Table:
+        """One that it has heard of."""
+        return self.machine.table(table_id)
+
+    def held(self, key: tuple[TableId, RangeId]) -> Numbers:
+        """The numbers, with room for that part."""
+        if key not in self.numbers.shards.stores:
+            self.numbers.hold(self.table(key[0]), key[1], self.machine.parts[key].state.blocks)
+        return self.numbers
+
+    def reading(self, effect: AnswerPull, block: int) -> tuple[list[Grad], Reading]:
+        """A block, as it is read: of a table of sums what is of the clock that is asked for."""
+        table, at = self.table(effect.table_id), (effect.table_id, block)
+        grads, clock = list(self.values[at]), effect.clock
+        if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+            grads = [grad for grad in grads if grad.clock <= clock]
+        read = self.held((effect.table_id, effect.range_id)).read
+        numbers = read(table, effect.range_id, block, clock)
+        return grads, Reading(clock, numbers, tuple(self.updates[at]))
+
+    def newest(self, key: tuple[TableId, RangeId], block: int) -> Reading:
+        """A block, as it is now."""
+        numbers = self.held(key).read(self.table(key[0]), key[1], block, None)
+        return Reading(0, numbers, tuple(self.updates[key[0], block]))
 
     def _check_enough(self, record: Record) -> None:
         """No more are left behind than may be (S7)."""
@@ -183,6 +220,7 @@ class SimServer:
     def _squares(self, record: Record) -> tuple[float, ...]:
         key = (record.table_id, record.range_id, record.clock)
         self.reduced[key] = record
+        self.held(key[:2]).shards.reduce(record)
         found = dict.fromkeys(self.machine.parts[key[:2]].state.blocks, 0.0)
         for grad in self.sums[key]:
             found[grad.block] += square(grad)
@@ -192,19 +230,20 @@ class SimServer:
         """Only those who are gone had a part in it."""
         key = (record.table_id, record.range_id, record.clock)
         del self.reduced[key]
+        self.held(key[:2]).shards.drop(record)
         for grad in self.sums.pop(key, []):
             self.fenced[grad.rank].discard((record.table_id, grad))
         self.world.counts["dropped updates"] += 1
 
     def _check_staleness(self, fold: Fold, grad: Grad) -> None:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
-        consistency = self.settings.at(self.machine.table(fold.table_id), fold.clock)
+        table = self.machine.table(fold.table_id)
+        consistency = self.settings.at(table, fold.clock)
         updates = self.updates[fold.table_id, grad.block]
         others = sum(1 for workers in updates if grad.incarnation not in workers)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
-        is_bsp = consistency.mode is Mode.BSP
-        clips = fold.table_id in self.settings.clipped and fold.clock > 0
-        scale = CLIP_SCALE if clips and not is_bsp else 1.0
+        scale = self.settings.contribution_scale(table, grad.incarnation, fold.clock)
+        scale *= self.settings.clip_scale(table, fold.clock)
         match consistency.policy:
             case StalePolicy.REJECT:
                 assert tau <= consistency.bound, f"{grad} is {tau} stale under {consistency}"
@@ -232,7 +271,7 @@ class SimServer:
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
         """A read of one range arrived."""
-        number = next(self.numbers)
+        number = next(self.waiters)
         self.reads[number] = on_answer
         self.carry_out(self.machine.pull(event(number), self.now_s))
         self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None

@@ -59,7 +59,7 @@ class FailoverSimulation(ScheduledSimulation):
         self._has_steps = False
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
-        self.layout.settings.clipped |= {t.table_id for t in self.layout.tables[:2]}
+        self.clip(self.layout.tables[:2])
         self.calamities = Calamities(self, self.plan)
         self._moved_s = dict.fromkeys(self.workers, (0, 0.0))
         self._ask()
@@ -337,6 +337,9 @@ class FailoverSimulation(ScheduledSimulation):
                 values = primary.values[key], backup.values[key]
                 assert values[0] == values[1], f"EQUAL: replicas differ in {key}: {values}"
             part = primary.machine.parts.get((table.table_id, range_id))
+            if part is not None:
+                bits = [s.bits((table.table_id, range_id)) for s in (primary, backup)]
+                assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
             copy = backup.replication.replicas[range_id].copies.get(table.table_id)
             if part is not None and copy is not None:
                 ours, theirs = (_known(c, self.truth.gone) for c in (copy_of(part.state), copy))

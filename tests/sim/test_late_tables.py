@@ -5,6 +5,7 @@ Nothing drops or resizes a table.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
@@ -64,6 +65,7 @@ class LateTableSimulation(FailoverSimulation):
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.late: list[Table] = []
+        self._numbers = random.Random(f"numbers of late tables of {seed}")
         super().__init__(seed, narrate=narrate)
         self._late_count = self.world.draw.choice(LATE_TABLES)
         self._every_s = self.world.draw.choice((0.3, 2.0, 6.0))
@@ -85,7 +87,7 @@ class LateTableSimulation(FailoverSimulation):
     def _make(self) -> None:
         """The tables are made in their order, each by whoever asks first."""
         draw = self.world.draw
-        spec = replace(_spec(draw, 1), name=f"late-{len(self.late)}").validated()
+        spec = replace(_spec(draw, 1, self._numbers), name=f"late-{len(self.late)}").validated()
         ranges = self.scheduler.view.ranges
         before = {r.range_id for r in ranges if r.primary is not None}
         session = draw.choice(self.sessions[-WORKERS:])
@@ -107,7 +109,7 @@ class LateTableSimulation(FailoverSimulation):
         settings = self.layout.settings
         settings._settings[table.table_id] = [(-1, table.spec.consistency)]
         if self.world.draw.random() < 0.4:
-            settings.clipped.add(table.table_id)
+            self.clip([table])
         dead = self.calamities.dead_worker
         if dead is not None and dead.incarnation in self.truth.gone:
             self.truth.left.add((table.table_id, dead.rank))

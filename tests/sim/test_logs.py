@@ -106,6 +106,7 @@ class LogSimulation(FailoverSimulation):
         if self.next_log is not None:
             made.came_late = True
             view: ClusterView = self.scheduler.view
+            made.known = view.tables, len(view.ranges)
             made.recover(fresh_part(view.tables, len(view.ranges)))
         return made
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from typing import ClassVar
 
 from ps_core.cluster_view import Role
-from ps_core.consistency import parsed
+from ps_core.consistency import StalePolicy, parsed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import (
     DType,
@@ -19,6 +20,7 @@ from ps_core.tables import (
     InitializerKind,
     OptimizerKind,
     OptimizerSpec,
+    Table,
     TableSpec,
 )
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
@@ -26,6 +28,14 @@ from scheduler.cluster import Cluster as SchedulerMachine
 from scheduler.cluster import Created
 from scheduler.cluster_state import ClusterSettings, Registration
 from tests.sim.actors import Layout, SimWorker, Waits
+from tests.sim.arithmetic import (
+    may_be_read_last,
+    may_clip,
+    one_thread,
+    optimizer_of,
+    reduction_of,
+    tensors_of,
+)
 from tests.sim.evaluator import Evaluator
 from tests.sim.server import SimServer
 from tests.sim.training import training
@@ -55,15 +65,23 @@ def _settings(max_workers: int) -> ClusterSettings:
     )
 
 
-def _spec(draw: random.Random, index: int) -> TableSpec:
+def _spec(
+    draw: random.Random, index: int, numbers: random.Random, *, may_sum: bool = False
+) -> TableSpec:
     blocks = draw.choice((1, 2, 5, 9))
+    optimizer = optimizer_of(numbers, may_sum=may_sum and not index)
+    consistency = parsed("bsp" if index == 0 else draw.choice(CONSISTENCIES))
+    if consistency.policy is StalePolicy.COMPENSATE and optimizer.kind is OptimizerKind.ADD:
+        optimizer = OptimizerSpec(OptimizerKind.SGD)
     return TableSpec(
         name=f"table-{index}",
         dtype=DType.FLOAT32,
         element_count=64 * blocks,
-        optimizer=OptimizerSpec(OptimizerKind.SGD),
+        optimizer=optimizer,
         block_elements=64,
-        consistency=parsed("bsp" if index == 0 else draw.choice(CONSISTENCIES)),
+        tensors=tensors_of(64 * blocks),
+        consistency=consistency,
+        reduction=reduction_of(numbers),
         initializer=Initializer(InitializerKind.FROM_RANK_ZERO),
         gate_bytes=draw.choice((1, 1, 0, 4096)),
     )
@@ -76,14 +94,16 @@ class Simulation:
         often: what must have happened in a run of many seeds.
         seldom: and in one of `many` seeds.
         medians: of a seed, at least.
+        may_sum: whether servers may keep sums only: then nobody comes beyond the first workers.
     """
 
     max_workers = 0
+    may_sum: ClassVar[bool] = True
     often: ClassVar[frozenset[str]] = frozenset({
         "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
-        "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales",
+        "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
     many: ClassVar[int] = 200
@@ -100,8 +120,9 @@ class Simulation:
             )
         ]
         workers = nodes[-WORKERS:]
+        numbers = random.Random(f"numbers of {seed}")
         for index in range(draw.choice((1, 2, 3))):
-            spec = _spec(draw, index).validated()
+            spec = _spec(draw, index, numbers, may_sum=self.may_sum).validated()
             reply = scheduler.create_table(workers[0], spec, 0.0).reply
             assert isinstance(reply, Created), reply
         view = scheduler.view
@@ -112,17 +133,21 @@ class Simulation:
             len(view.ranges),
             Settings(view.tables),
         )
-        clipped = [t.table_id for t in view.tables if draw.random() < 0.4]
-        self.layout.settings.clipped.update(clipped)
+        clipped = [t for t in view.tables if draw.random() < 0.4]
+        self.clip(clipped)
         self.cluster = {node.node_id: self.server(node.node_id) for node in nodes[:-WORKERS]}
         for server in self.cluster.values():
             server.start(view)
-        self.truth = Truth()
+        self.truth = Truth(self.layout.settings)
         self.workers = [
             SimWorker(self.world, self.cluster, self.layout_of(), session.rank, session.incarnation)
             for session in workers
         ]
         self.evaluator = Evaluator(self.world, self.cluster, self.layout, self.truth)
+
+    def clip(self, tables: Iterable[Table]) -> None:
+        """Their workers clip by the norm, where there is a gradient to clip."""
+        self.layout.settings.clipped |= {t.table_id for t in tables if may_clip(t)}
 
     def asking(self, index: int, role: Role) -> Registration:
         """What one of the first nodes registers with."""
@@ -159,7 +184,8 @@ class Simulation:
         for worker in self.workers:
             worker.start(self.program(worker))
         self.evaluator.start()
-        done = self.world.run(self._is_over, LIMIT_S)
+        with one_thread():
+            done = self.world.run(self._is_over, LIMIT_S)
         assert done, f"deadlock: {self._standstill()}"
         self._check_end()
         return self.world.counts
@@ -186,6 +212,10 @@ class Simulation:
                 found = server.values[table.table_id, block]
                 expected = self.truth.contributions[table.table_id, block]
                 assert sorted(self.truth.living(found)) == sorted(self.truth.living(expected))
+                if may_be_read_last(table):
+                    read = server.newest((table.table_id, range_id), block)
+                    self.truth.twin.check(table, block, found, read)
+        self.world.counts["numbers"] += self.truth.twin.count
         for server in self.cluster.values():
             assert server.machine.gate_bytes == 0
             assert not [key for key, grads in server.sums.items() if grads]

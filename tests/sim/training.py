@@ -11,6 +11,7 @@ from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
 from ps_worker.steps import left_out
 from tests.sim.actors import ReadTerms, SimWorker, Waits
+from tests.sim.arithmetic import numbers_of
 from tests.sim.truth import CLIP_SCALE, Body, Grad, TrainingEnded, Truth
 
 
@@ -116,10 +117,15 @@ def _step(
     for block, body in final.items():
         if not is_out:
             truth.contributions[table.table_id, block].add(body.grad)
+    if not is_out:
+        truth.took_part[table.table_id, clock].add(worker.incarnation)
+    scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
+    layout.settings.amp[table.table_id, worker.incarnation, clock] = scale
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
-    terms = SealTerms(skip=skip, last=last, clip_scale=CLIP_SCALE if clips else None)
+    clip_scale = CLIP_SCALE if clips else None
+    terms = SealTerms(numbers_of(table, clock), scale, skip, last, clip_scale)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.rank] = clock
     if last:
@@ -154,6 +160,7 @@ def _check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> None:
     for answer in worker.reads.answers.values():
         for block, found in answer.blocks.items():
             _check_block(worker, truth, table, clock, (block, found))
+            truth.twin.check(table, block, found, answer.readings[block])
             worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
 
 

@@ -12,6 +12,7 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Table
+from tests.sim.arithmetic import Twin
 
 
 class Grad(NamedTuple):
@@ -63,6 +64,8 @@ class Settings:
         self.read_for: dict[TableId, int] = defaultdict(int)
         """The newest clock for which a worker was answered a read, under what was its setting."""
         self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
+        self.amp: dict[tuple[TableId, int, int], float] = {}
+        """What workers (by incarnation) scale their own gradient of a clock by; else 1."""
         self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
 
     def change(self, table_id: TableId, change: Change) -> None:
@@ -111,6 +114,15 @@ class Settings:
         assert self.at(table, clock).mode is Mode.BSP
         assert self.scales.setdefault((table.table_id, clock), scale) == scale
 
+    def contribution_scale(self, table: Table, incarnation: int, clock: int) -> float:
+        """What a worker's gradient of a clock is scaled by, before anything else."""
+        return self.amp.get((table.table_id, incarnation, clock), 1.0)
+
+    def clip_scale(self, table: Table, clock: int) -> float:
+        """What a worker's own gradient is clipped by, where that is no matter of the sum."""
+        is_own = table.table_id in self.clipped and clock > 0
+        return CLIP_SCALE if is_own and self.at(table, clock).mode is not Mode.BSP else 1.0
+
     def is_always_bsp(self, table: Table) -> bool:
         """Whether no clock has another."""
         return all(s.mode is Mode.BSP for _, s in self._settings[table.table_id])
@@ -118,11 +130,19 @@ class Settings:
 
 @dataclass
 class Truth:
-    """What every block must hold in the end: what was sealed without skip, at its last revision."""
+    """What every block must hold in the end: what was sealed without skip, at its last revision.
 
+    Attributes:
+        twin: what numbers that makes.
+    """
+
+    settings: Settings
     contributions: dict[tuple[TableId, int], set[Grad]] = field(
         default_factory=lambda: defaultdict(set)
     )
+
+    def __post_init__(self) -> None:
+        self.twin = Twin(self.settings, self)
 
     def upto(self, table_id: TableId, block: int, clock: int) -> set[Grad]:
         """The block's contributions up to a clock, by those who live."""
@@ -131,6 +151,11 @@ class Truth:
     def living(self, found: Iterable[Grad]) -> list[Grad]:
         """Those of workers that are not gone: of those only a part may have landed."""
         return [grad for grad in found if grad.incarnation not in self.gone]
+
+    took_part: dict[tuple[TableId, int], set[Incarnation]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """(table, clock) -> who has sealed it without skip."""
 
     sealed: dict[tuple[TableId, int], int] = field(default_factory=lambda: defaultdict(int))
     """(table, rank) -> the newest clock that the worker has sealed."""

@@ -53,7 +53,7 @@ class World:
         """Links that carry nothing, by how many faults."""
         self.slow: dict[Link, float] = {}
         """By how much messages may come later, in seconds."""
-        self._narrate = narrate
+        self.narrates = narrate
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -88,7 +88,7 @@ class World:
 
     def say(self, line: str) -> None:
         """Add a line to the transcript of a replayed seed."""
-        if self._narrate:
+        if self.narrates:
             self.transcript.append(f"{self.now_s:9.3f} {line}")
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:

@@ -1,0 +1,395 @@
+"""The numbers of a simulation: what servers make of gradients, and what a dumb twin makes of them.
+
+Beside the identities that say what is in a block, servers hold real values: `Numbers` runs the real
+stores (`ps_server.shards`) on gradients of small whole numbers. `Twin` is one process that sums in
+rank order, divides by those who sealed the clock, and steps the optimizer, in plain Python.
+
+Oracles:
+    PART   Who took part in an update is who sealed its clock without skip, and lives; of the dead
+           some may be in it. With backup workers: some of those who sealed it.
+    SUM    The values of a block are the twin's: divided by the right number of contributors, scaled
+           by the right scale, with what a tensor's own optimizer state makes of it; tensors that
+           nobody had a gradient for are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from ps_core.consistency import Mode, StalePolicy
+from ps_core.keys import Incarnation, RangeId, TableId
+from ps_core.tables import (
+    Codec,
+    Hyperparameters,
+    OptimizerKind,
+    OptimizerSpec,
+    Reduction,
+    Table,
+    TensorSpec,
+    pack_presence,
+)
+from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal
+from ps_server.contributions import Contribution, elements
+from ps_server.events import Assign, Fold, Record
+from ps_server.lanes import SharedLanes
+from ps_server.server_machine import PartAdded
+from ps_server.shards import Shards
+from ps_server.store_copy import StoreCopy
+from ps_server.sums import Total
+
+if TYPE_CHECKING:
+    from tests.sim.truth import Grad, Settings, Truth
+
+TENSOR_ELEMENTS = 48
+"""Of a block of 64: tensors begin in one block and end in the next."""
+EXACT = 1e-4
+"""By so much of it may a number differ: servers calculate in float32."""
+
+Contributors = AbstractSet[Incarnation]
+
+
+def tensors_of(element_count: int) -> tuple[TensorSpec, ...]:
+    """The tensors of a table."""
+    return tuple(
+        TensorSpec(f"t{begin}", (min(TENSOR_ELEMENTS, element_count - begin),), begin)
+        for begin in range(0, element_count, TENSOR_ELEMENTS)
+    )
+
+
+def optimizer_of(draw: random.Random, *, may_sum: bool) -> OptimizerSpec:
+    """One of many; sums (AGGREGATE) only where all clocks are BSP."""
+    other = OptimizerKind.AGGREGATE if may_sum else OptimizerKind.ADD
+    kind = draw.choice((*[OptimizerKind.SGD] * 3, OptimizerKind.ADAM, other))
+    momentum = draw.choice((0.0, 0.5, 0.5))
+    given = {"momentum": momentum} if kind is OptimizerKind.SGD else {}
+    return OptimizerSpec(kind, tuple(given.items()))
+
+
+def reduction_of(draw: random.Random) -> Reduction:
+    """Mostly the mean."""
+    return draw.choice((Reduction.MEAN, Reduction.MEAN, Reduction.MEAN, Reduction.SUM))
+
+
+def may_clip(table: Table) -> bool:
+    """Whether its workers have gradients that the servers could clip."""
+    return table.spec.optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ADD)
+
+
+def may_be_read_last(table: Table) -> bool:
+    """Whether what is in it in the end is what is asked for: sums are asked for by their clock."""
+    return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Of torch: blocks here are small, and threads cost a thousand times what they bring."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def numbers_of(table: Table, clock: int) -> Hyperparameters:
+    """What all workers' schedules say for a clock."""
+    has_rate = table.spec.optimizer.kind in (OptimizerKind.SGD, OptimizerKind.ADAM)
+    return (("lr", (1.0, 0.5, 0.25)[clock % 3]),) if has_rate else ()
+
+
+def gradient_of(grad: Grad, segment_count: int) -> tuple[float | None, ...]:
+    """Of each tensor of the block, what every element is; None where there is no gradient."""
+    found: list[float | None] = []
+    for segment in range(segment_count):
+        seed = grad.clock * 7919 + grad.rank * 104729 + grad.block * 1299709 + grad.revision * 31
+        seed = (seed + segment * 15485863) * 2654435761 % 4294967296 >> 7
+        is_absent = grad.clock and segment != seed % segment_count and seed // 64 % 8 == 0
+        found.append(None if is_absent else float(seed % 7 - 3 or 4))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _lengths(element_count: int, block_elements: int, block: int) -> tuple[int, ...]:
+    """Elements of each tensor's share of a block."""
+    begin, end = block * block_elements, min((block + 1) * block_elements, element_count)
+    cuts = [begin, *(c for c in range(0, end, TENSOR_ELEMENTS) if begin < c), end]
+    return tuple(b - a for a, b in itertools.pairwise(cuts))
+
+
+def lengths_of(table: Table, block: int) -> tuple[int, ...]:
+    """Elements of each tensor's share of a block."""
+    return _lengths(table.spec.element_count, table.spec.block_elements, block)
+
+
+class Sum(NamedTuple):
+    """What was summed for an update: the identities, and the numbers here and as they are sent."""
+
+    grads: tuple[Grad, ...]
+    total: Total | None
+    sent: SentTotal
+
+
+class Numbers:
+    """The values of one server."""
+
+    def __init__(self) -> None:
+        self.shards = Shards(SharedLanes(), {})
+
+    def hold(self, table: Table, range_id: RangeId, blocks: Sequence[int]) -> None:
+        """There is room for them, from now on."""
+        if (table.table_id, range_id) not in self.shards.stores:
+            self.shards.add([PartAdded(table, range_id, tuple(blocks))])
+
+    def forget(self, range_id: RangeId) -> None:
+        """Nothing of the range is here any more."""
+        self.shards.remove(range_id)
+
+    def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution:
+        lengths = lengths_of(table, grad.block)
+        found = gradient_of(grad, len(lengths))
+        present = tuple(value is not None for value in found)
+        payload = np.repeat(np.array([v or 0.0 for v in found], np.float32), lengths).tobytes()
+        store = self.shards.stores[table.table_id, range_id]
+        return store.decode(grad.block, Codec.FP32, payload, pack_presence(present))
+
+    def fold(self, table: Table, effect: Fold) -> None:
+        """One worker's step goes into the sum of its clock."""
+        parts = tuple((b, self._decoded(table, effect.range_id, g)) for b, g in effect.parts)  # type: ignore[arg-type]
+        self.shards.fold(effect._replace(parts=parts, compensation=None))
+
+    def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
+        """Initial values."""
+        parts = tuple((g.block, self._decoded(table, record.range_id, g)) for g in grads)
+        self.shards.assign(Assign(record, parts))
+
+    def taken(self, record: Record, grads: Sequence[Grad]) -> Sum:
+        """The sum of the record's clock, detached."""
+        total = self.shards.take(record)
+        return Sum(tuple(grads), total, total.copied())
+
+    def kept(self, record: Record, grads: Sequence[Grad]) -> Sum:
+        """The sum that was reduced; it stays."""
+        return Sum(tuple(grads), None, self.shards.kept(record).copied())
+
+    def put(self, record: Record, total: Sum) -> None:
+        """A sum of this server's own becomes values."""
+        assert self.shards.apply(record, total.total) is None
+
+    def make(self, table: Table, change: Change) -> None:
+        """As a backup does what its primary decided."""
+        match change:
+            case Put(record, Sum() as total) | Kept(record, Sum() as total):
+                change = change._replace(total=total.sent)
+            case Assigned(record, parts):
+                found = [self._decoded(table, record.range_id, grad) for _, grad in parts]
+                change = Assigned(record, tuple(map(elements, found)))
+            case Put() | Dropped():
+                pass
+        assert self.shards.make(change) is None
+
+    def copies(self, range_id: RangeId) -> dict[TableId, StoreCopy]:
+        """All of a range."""
+        stores = self.shards.stores.items()
+        return {table_id: store.snapshot() for (table_id, at), store in stores if at == range_id}
+
+    def restore(self, range_id: RangeId, copies: dict[TableId, StoreCopy]) -> None:
+        """Make the range what was copied; there is room for it."""
+        for table_id, copy in copies.items():
+            store = self.shards.stores[table_id, range_id]
+            store.check(copy)
+            store.restore(copy)
+
+    def read(
+        self, table: Table, range_id: RangeId, block: int, clock: int | None
+    ) -> tuple[float, ...]:
+        """What every element of each tensor of the block is."""
+        payload, _ = self.shards.stores[table.table_id, range_id].read(block, None, clock)
+        values, found, begin = np.frombuffer(payload, np.float32), [], 0
+        for length in lengths_of(table, block):
+            piece = values[begin : begin + length]
+            assert piece[0] == piece[length // 2] == piece[-1], f"SUM: block {block}: {piece}"
+            found.append(float(piece[0]))
+            begin += length
+        return tuple(found)
+
+
+class Reading(NamedTuple):
+    """A block, as it was read at a clock: its numbers, and who took part in its updates."""
+
+    clock: int
+    numbers: tuple[float, ...]
+    updates: tuple[Contributors, ...]
+
+
+@dataclass(slots=True)
+class _Update:
+    """One update of a block: what of it is in the block, and its place among all."""
+
+    clock: int
+    grads: list[Grad]
+    index: int
+
+
+@dataclass(slots=True)
+class _State:
+    """One block, after some updates; a number for each of its tensors."""
+
+    values: list[float]
+    first: list[float]
+    second: list[float]
+    steps: list[int]
+    done: list[Grad] = field(default_factory=list)
+    updates: list[Contributors] = field(default_factory=list)
+
+    @classmethod
+    def fresh(cls, count: int) -> _State:
+        """Nothing has happened."""
+        return cls([0.0] * count, [0.0] * count, [0.0] * count, [0] * count)
+
+
+class Twin:
+    """What every block must be, by what is in it.
+
+    Args:
+        settings: which clocks have which setting, and what updates were scaled by.
+        truth: who sealed what.
+    """
+
+    def __init__(self, settings: Settings, truth: Truth) -> None:
+        self._settings, self._truth = settings, truth
+        self._states: dict[tuple[TableId, int], _State] = {}
+        self.count = 0
+        """Of blocks that it has looked at."""
+
+    def check(self, table: Table, block: int, found: Sequence[Grad], read: Reading) -> None:
+        """The block was read."""
+        expected = self._values(table, block, list(found), read.updates)
+        self.count += 1
+        is_sum = table.spec.optimizer.kind is OptimizerKind.AGGREGATE
+        if is_sum and (not found or found[-1].clock < read.clock):  # nobody had anything for it
+            expected = [0.0] * len(expected)
+        for ours, theirs in zip(expected, read.numbers, strict=True):
+            assert math.isclose(ours, theirs, rel_tol=EXACT, abs_tol=EXACT), (
+                f"SUM: block {block} of table {table.table_id} ({table.spec.optimizer.kind.value}) "
+                f"is {read.numbers}; expected {expected}, of {found[-4:]}, by {read.updates[-4:]}"
+            )
+
+    def _values(
+        self, table: Table, block: int, found: list[Grad], updates: tuple[Contributors, ...]
+    ) -> list[float]:
+        key = table.table_id, block
+        count = len(lengths_of(table, block))
+        state = self._states.get(key)
+        done = 0 if state is None else len(state.done)
+        known = [] if state is None else state.updates
+        if state is None or state.done != found[:done] or known != list(updates[: len(known)]):
+            state = _State.fresh(count)
+        for update in self._split(table, found, len(state.done), len(state.updates)):
+            if not update.clock:
+                grad = gradient_of(update.grads[-1], count)
+                state.values = [value or 0.0 for value in grad]
+            else:
+                assert len(updates) > update.index, f"PART: nobody made {update.grads}"
+                self._update(table, update, updates, state)
+                state.updates.append(updates[update.index])
+            state.done += update.grads
+        self._states[key] = state
+        return state.values
+
+    def _split(self, table: Table, found: list[Grad], done: int, index: int) -> Sequence[_Update]:
+        """The updates after the first `done` gradients: of BSP one a clock, else one a gradient."""
+        splits: list[_Update] = []
+        for grad in found[done:]:
+            is_bsp = self._settings.at(table, grad.clock).mode is Mode.BSP
+            if is_bsp and splits and splits[-1].clock == grad.clock:
+                splits[-1].grads.append(grad)
+                continue
+            splits.append(_Update(grad.clock, [grad], index))
+            index += grad.clock > 0
+        return splits
+
+    def _update(
+        self, table: Table, update: _Update, updates: tuple[Contributors, ...], state: _State
+    ) -> None:
+        settings, clock, count = self._settings, update.clock, len(state.values)
+        took_part = updates[update.index]
+        setting = settings.at(table, clock)
+        self._check_part(table, update, took_part)
+        sums: list[float | None] = [None] * count
+        for grad in update.grads:
+            scale = settings.contribution_scale(table, grad.incarnation, clock)
+            if setting.mode is not Mode.BSP:
+                scale *= self._own_scale(table, grad, updates[: update.index])
+            for at, value in enumerate(gradient_of(grad, count)):
+                if value is not None:
+                    sums[at] = (sums[at] or 0.0) + value * scale
+        scale = 1.0 / len(took_part) if table.spec.reduction is Reduction.MEAN else 1.0
+        if setting.mode is Mode.BSP:
+            scale *= settings.scales.get((table.table_id, clock), 1.0)
+        reduced = [None if value is None else value * scale for value in sums]
+        _step(table, dict(table.numbers.merged(numbers_of(table, clock))), reduced, state)
+
+    def _check_part(self, table: Table, update: _Update, took_part: Contributors) -> None:
+        """PART."""
+        words = f"update {update.clock} of table {table.table_id} by {sorted(took_part)}"
+        inside = {grad.incarnation for grad in update.grads}
+        setting = self._settings.at(table, update.clock)
+        if setting.mode is not Mode.BSP:
+            assert inside == took_part, f"PART: {words}; expected {inside}"
+            return
+        sealed = self._truth.took_part[table.table_id, update.clock]
+        assert inside <= took_part <= sealed, f"PART: {words}: {inside}, {sealed}"
+        if not setting.backup_workers:
+            missing = sealed - took_part - self._truth.gone
+            assert not missing, f"PART: {words}, without {missing}"
+
+    def _own_scale(self, table: Table, grad: Grad, before: tuple[Contributors, ...]) -> float:
+        """What a step that is an update of its own is scaled by."""
+        settings = self._settings
+        others = sum(1 for workers in before if grad.incarnation not in workers)
+        tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
+        setting = settings.at(table, grad.clock)
+        scale = settings.clip_scale(table, grad.clock)
+        if setting.policy is StalePolicy.DAMP:
+            scale /= 1 + setting.alpha * tau
+        elif setting.policy is StalePolicy.DIVIDE:
+            scale /= max(1, tau)
+        return scale
+
+
+def _step(
+    table: Table, numbers: dict[str, float], reduced: list[float | None], state: _State
+) -> None:
+    """One step of the optimizer; sums are the values of the newest clock that has any."""
+    kind, values = table.spec.optimizer.kind, state.values
+    if kind is OptimizerKind.AGGREGATE:
+        state.values = [value or 0.0 for value in reduced]
+        return
+    for at, value in enumerate(reduced):
+        if value is None:
+            continue
+        match kind:
+            case OptimizerKind.ADD:
+                values[at] += value
+            case OptimizerKind.SGD:
+                state.first[at] = numbers["momentum"] * state.first[at] + value
+                values[at] -= numbers["lr"] * state.first[at]
+            case _:
+                beta1, beta2 = numbers["beta1"], numbers["beta2"]
+                state.steps[at] += 1
+                state.first[at] += (1 - beta1) * (value - state.first[at])
+                state.second[at] = beta2 * state.second[at] + (1 - beta2) * value * value
+                mean = state.first[at] / (1 - beta1 ** state.steps[at])
+                size = math.sqrt(state.second[at] / (1 - beta2 ** state.steps[at]))
+                values[at] -= numbers["lr"] * mean / (size + numbers["eps"])
