@@ -10,6 +10,7 @@ from ps_cli.exit_rules import Ending, ExitRules
 from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
 from ps_cli.supervisor import Supervisor
+from ps_runtime import join_secret
 from ps_runtime.cluster_shape import (
     NO_CHECKPOINTS,
     NO_UPDATE_LOG,
@@ -114,6 +115,8 @@ def how_to_use(scheduler: ReadyRole, settings: UpSettings) -> str:
             f"  export PUSHPULL_SCHEDULER={scheduler.address}",
             f"  python -m ps_worker SCRIPT.py      # in {shells}",
             "  pushpull status",
+            f"  # as another user, or on another host: {join_secret.SECRET_FILE}, a copy of",
+            f"  # {join_secret.place()}",
             f"  http://{scheduler.http_address}/metrics and /healthz",
             "Ctrl-C ends it.",
         )

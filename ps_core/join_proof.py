@@ -55,10 +55,9 @@ class Joiner:
         """
         if not proof:
             raise Unauthenticated(
-                f"a {self.role.value} asks to join without the cluster's join secret: {_REMEDY}"
+                f"no {self.role.value} joins without the cluster's join secret: {_REMEDY}"
             )
         if not hmac.compare_digest(proof, self.proof(secret, challenge)):
             raise Unauthenticated(
-                f"a {self.role.value} asks to join with another join secret than the cluster's: "
-                f"{_REMEDY}"
+                f"the join secret of this {self.role.value} is not the cluster's: {_REMEDY}"
             )

@@ -25,6 +25,9 @@ _CHANGING = _WORKERS | {Role.OPERATOR}
 NEEDS_NO_SESSION = frozenset({"GetJoinChallenge", "RegisterNode"})
 """Whoever registers has none yet: RegisterNode asks for the proof of the join secret instead."""
 
+NO_SESSION = "the session token is missing; send the session as RegisterNode gave it"
+"""What a call without a session is told."""
+
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     "Heartbeat": _EVERYBODY,
     "DeregisterNode": _EVERYBODY,

@@ -75,6 +75,13 @@ def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
     return _read(path, is_own=not named) or b""
 
 
+def place(env: Mapping[str, str] | None = None) -> str:
+    """Where a person finds it: the name of a variable, or of a file."""
+    env = os.environ if env is None else env
+    own = _own_file(env)
+    return SECRET if env.get(SECRET) else env.get(SECRET_FILE) or str(own)
+
+
 def set_proof(request: scheduler_pb2.RegisterNodeRequest, secret: bytes, challenge: bytes) -> None:
     """Put the proof of the secret into a registration; nothing where there is no secret."""
     if secret:

@@ -53,9 +53,7 @@ class Sessions:
             Fenced: it belongs to another cluster or timeline, or has left this one, or is gone.
         """
         if not message.session_token:
-            raise Unauthenticated(
-                "the session token is missing; send the session as RegisterNode gave it"
-            )
+            raise Unauthenticated(rights.NO_SESSION)
         session = wire.session_from_proto(message)
         if session not in self._known:
             self._check(session)

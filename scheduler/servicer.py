@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from ps_core import limits
+from ps_core import limits, rights
 from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role, Session
-from ps_core.errors import Draining, InvalidConfig, PushpullError, WaitExpired
+from ps_core.errors import Draining, InvalidConfig, PushpullError, Unauthenticated, WaitExpired
 from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.update_offer import UpdateOffer
@@ -431,6 +431,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         Raises:
             NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
         """
+        if not message.session_token:
+            raise Unauthenticated(rights.NO_SESSION)
         session = wire.session_from_proto(message)
         self._cluster.caller(session, method)
         return session

@@ -19,6 +19,7 @@ from ps_runtime import channels
 from tests.integration.scheduler_calls import (
     Caller,
 )
+from tests.joining import SECRET
 
 
 class Process:
@@ -44,11 +45,11 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def process(tmp_path: Path, *arguments: str) -> AsyncIterator[Process]:
+async def process(tmp_path: Path, *arguments: str, **variables: str) -> AsyncIterator[Process]:
     ready_file = tmp_path / "ready.json"
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "scheduler", f"--ready-file={ready_file}", *arguments),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
         stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
     )
@@ -69,6 +70,20 @@ def test_a_stop_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.S
             status, log = await scheduler.end()
         assert status == 0
         assert f"event=stopping reason={number.name}" in log
+        assert SECRET not in log + scheduler.ready_file.read_text()
+
+    asyncio.run(test())
+
+
+def test_a_scheduler_that_can_keep_no_join_secret_does_not_start(tmp_path: Path) -> None:
+    async def test() -> None:
+        nowhere = {"PUSHPULL_JOIN_SECRET": "", "HOME": str(tmp_path / "nowhere")}
+        async with process(tmp_path, "--workers=1", "--servers=1", **nowhere) as scheduler:
+            status, log = await scheduler.end()
+        assert status == 2
+        assert "event=cannot_serve" in log
+        assert "set PUSHPULL_JOIN_SECRET to what openssl rand -hex 32 prints" in log
+        assert not scheduler.ready_file.exists()
 
     asyncio.run(test())
 
