@@ -199,7 +199,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DeregisterNodeResponse:
         """Ends the caller's membership."""
         with self._refusals_counted():
-            session = wire.session_from_proto(request.session)
+            session = _session(request.session)
             reason = request.reason or "no reason given"
             self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
         return scheduler_pb2.DeregisterNodeResponse()
@@ -431,9 +431,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         Raises:
             NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
         """
-        if not message.session_token:
-            raise Unauthenticated(rights.NO_SESSION)
-        session = wire.session_from_proto(message)
+        session = _session(message)
         self._cluster.caller(session, method)
         return session
 
@@ -486,6 +484,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         except PushpullError as error:
             self._metrics.refusals.labels(code=error.code).inc()
             raise
+
+
+def _session(message: types_pb2.SessionIdentity) -> Session:
+    """The session in a request, whoever's it is.
+
+    Raises:
+        Unauthenticated: there is none.
+    """
+    if not message.session_token:
+        raise Unauthenticated(rights.NO_SESSION)
+    return wire.session_from_proto(message)
 
 
 def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:

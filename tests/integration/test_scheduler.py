@@ -133,7 +133,7 @@ def test_registration_is_idempotent_and_gives_the_settings() -> None:
             {"session_token": b""},
             errors.Unauthenticated,
             grpc.StatusCode.UNAUTHENTICATED,
-            "session token of node 1 is missing",
+            "the session token is missing",
         ),
         (
             {"rank": 1},
