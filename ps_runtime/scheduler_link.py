@@ -18,6 +18,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from ps_core import limits
 from ps_core.change import Change
 from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency
@@ -34,7 +35,7 @@ from ps_runtime.registration import (
     registered,
 )
 from ps_runtime.retry import Backoff, is_retryable
-from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
 Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
@@ -329,7 +330,7 @@ class SchedulerLink:
             ended_by = "the scheduler"
             try:
                 async for response in self._addresses.stub().WatchCluster(request):
-                    await self._take(wire.view_from_proto(response.view))
+                    await self._take(await _read(response.view))
                     backoff.reset()
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure)
@@ -456,3 +457,10 @@ class SchedulerLink:
             f"{heard}; the view is {self.view.view_number}, with {len(alive)} of "
             f"{self.view.server_count} servers"
         )
+
+
+async def _read(message: types_pb2.ClusterView) -> ClusterView:
+    """The view of a message. A long one is read beside the loop, which has a lease to keep."""
+    if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
+        return wire.view_from_proto(message)
+    return await asyncio.to_thread(wire.view_from_proto, message)

@@ -60,6 +60,16 @@ def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None
     return BlockState(values, bounds)
 
 
+ReadyBlock = tuple[BlockState, memoryview]
+"""A block as it begins, and its values as they are at any time."""
+
+
+def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) -> ReadyBlock:
+    """What a store has of a block; arguments and errors as `initial_state`."""
+    state = initial_state(table, block, home)
+    return state, live_payload(state)
+
+
 def live_payload(state: BlockState) -> memoryview:
     """The block's values as they are at any time."""
     return state.values.numpy()[: state.length].data.cast("B").toreadonly()

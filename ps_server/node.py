@@ -123,6 +123,11 @@ class ParameterNode:
 
     # --- views
 
+    async def prepare(self, view: ClusterView) -> None:
+        """A view is about to be observed: make what takes long, while others have their turns."""
+        own_id = NodeId(self.session.node_id)
+        await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
+
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
         if self.replicas is None:

@@ -238,7 +238,7 @@ async def _run(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
         )
         stack.callback(promises.close)
-        link.before_view = partial(node.shards.homes.reserve, node_id=link.session.node_id)
+        link.before_view = node.prepare
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: promises.stand(node.promises))

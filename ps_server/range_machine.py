@@ -64,10 +64,11 @@ class RangeMachine:
         blocks: tuple[int, ...],
         worker_count: int,
         room: Room,
+        versions: dict[int, int] | None = None,
     ) -> None:
-        """A fresh range part."""
+        """A fresh range part. `versions`: 0 for each block, if that has been made before."""
         self.resent_count = 0  # entries that were answered from the ledger
-        self.state = RangeState(table, range_id, blocks, worker_count, room)
+        self.state = RangeState(table, range_id, blocks, worker_count, room, versions)
         self.reads = ReadGate(self.state)
         self._gate = UpdateGate(self.state, self.reads)
         self._rules = EntryRules(self.state)

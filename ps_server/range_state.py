@@ -149,6 +149,7 @@ class RangeState:
         blocks: tuple[int, ...],
         worker_count: int,
         room: Room,
+        versions: dict[int, int] | None = None,
     ) -> None:
         """A fresh part: clock 0, initialised unless rank 0 is to do it. One that is restored is at
         its clock, and initialised when it has been loaded.
@@ -170,7 +171,7 @@ class RangeState:
         self.changed_clock = self.first_clock  # the highest of which the values have anything
         self.update_count = 0
         self.record_count = 0
-        self.versions = dict.fromkeys(blocks, 0)
+        self.versions = dict.fromkeys(blocks, 0) if versions is None else versions
         self.worker_count = worker_count
         self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
         self.room = room

@@ -87,12 +87,17 @@ class ServerMachine:
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._ended: dict[Incarnation, Node] = {}
+        self._ready: dict[tuple[TableId, RangeId], dict[int, int]] = {}
         self._new_parts: list[RangeMachine] = []  # they have not been told who these are
         self._past_resent_count = 0  # of parts that are not here any more
         self.view_number = 0
         self.total_range_count = 0
 
     # --- what the scheduler says
+
+    def prepare(self, part: PartAdded) -> None:
+        """The view that is observed next may add this part: have ready what would take long."""
+        self._ready[part.table.table_id, part.range_id] = dict.fromkeys(part.blocks, 0)
 
     def observe(self, view: ClusterView) -> list[PartAdded]:
         """A new view: returns the parts that this server serves from now on."""
@@ -109,6 +114,7 @@ class ServerMachine:
             for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
                 if range_id in self._epochs and (table.table_id, range_id) not in self._parts:
                     added.append(self._add_part(table, range_id, blocks))
+        self._ready.clear()
         return added
 
     def adopt(self, range_id: RangeId, copies: Mapping[TableId, PartCopy], now_s: float) -> None:
@@ -136,7 +142,8 @@ class ServerMachine:
 
     def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
         room = self._rooms.setdefault(table.table_id, TableRoom(table))
-        part = RangeMachine(table, range_id, blocks, self._worker_count, room)
+        versions = self._ready.pop((table.table_id, range_id), None)
+        part = RangeMachine(table, range_id, blocks, self._worker_count, room, versions)
         adopted = self._adopted.pop((table.table_id, range_id), None)
         if adopted is not None:
             restore(adopted[0], part.state, adopted[1])

@@ -30,7 +30,7 @@ What it deliberately does not do: sequence, wait, decide who contributes, know p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ from ps_core.tables import (
 )
 from ps_server import contributions, delay
 from ps_server.block_values import (
+    ReadyBlock,
     arithmetic_dtype,
     encoded,
-    initial_state,
-    live_payload,
+    ready_block,
     received,
 )
 from ps_server.buffer_pool import BufferPool
@@ -82,6 +82,7 @@ class ShardStore:
         home: the memory that a block's values live in: zeros, of its padded length. None means the
             store's own.
         update: CUSTOM: what the table's optimizer names.
+        ready: the blocks as they begin, ascending, where they have been made before, in `home`.
 
     Attributes:
         lineage: is another object whenever blocks were replaced otherwise than by an update. While
@@ -98,14 +99,17 @@ class ShardStore:
         pool: BufferPool | None = None,
         home: Callable[[int], Tensor] | None = None,
         update: CheckedUpdate | None = None,
+        ready: Mapping[int, ReadyBlock] | None = None,
     ) -> None:
         spec = table.spec
         self._table = table
         self._name = spec.name
         self._pool = pool if pool is not None else BufferPool()
         self._dtype = arithmetic_dtype(table)
-        self._states = {block: initial_state(table, block, home) for block in sorted(blocks)}
-        self._payloads = {block: live_payload(state) for block, state in self._states.items()}
+        if ready is None:
+            ready = {block: ready_block(table, block, home) for block in sorted(blocks)}
+        self._states = {block: state for block, (state, _) in ready.items()}
+        self._payloads = {block: payload for block, (_, payload) in ready.items()}
         self._versions = dict.fromkeys(self._states, 0)
         self.lineage = object()
         self._kept = delay.KeptValues(self._pool)

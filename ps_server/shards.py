@@ -11,14 +11,21 @@ What it deliberately does not do: decide what happens to them, or count and time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
+from ps_core import limits
+from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
-from ps_core.keys import RangeId, TableId
-from ps_core.tables import Codec
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import Codec, Table
+from ps_runtime.turns import Turns
 from ps_server import contributions
+from ps_server.block_values import ReadyBlock, ready_block
 from ps_server.buffer_pool import BufferPool
 from ps_server.captures import Captures
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal, fixed_elements
@@ -26,15 +33,29 @@ from ps_server.contributions import Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.lanes import SharedLanes
+from ps_server.lent_values import LentValues
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import RangeCopy
 from ps_server.sums import Total
-from ps_server.value_homes import ValueHomes
+from ps_server.value_homes import ValueHomes, held_ranges
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
+
+
+_FREEZE_COUNT = 1024
+"""Blocks after whose making the collector need not look at them again and again: it would take a
+tenth of a second to look at those of a large table."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """The store of a range that is not here yet, and where its values lie."""
+
+    lent: LentValues | None
+    store: ShardStore
 
 
 class HeldAnswer(Protocol):
@@ -65,6 +86,7 @@ class Shards:
         self.stores: dict[_Key, ShardStore] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
+        self._ready: dict[_Key, _Ready] = {}
         self._held: dict[_Key, WeakSet[HeldAnswer]] = {}
         self.captures: Captures | None = None
         self.lanes = lanes
@@ -85,14 +107,66 @@ class Shards:
         parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
         if not parts:
             return
-        update = self._updates.get(table.spec.optimizer.custom_update)
         homes = self.homes.add(parts)
         for part in parts:
-            lent = homes[part.range_id]
-            home = None if lent is None else lent.values
-            self.stores[table.table_id, part.range_id] = ShardStore(
-                table, part.blocks, self.pool, home, update
-            )
+            key = table.table_id, part.range_id
+            lent, ready = homes[part.range_id], self._ready.pop(key, None)
+            if ready is not None and ready.lent is lent:
+                self.stores[key] = ready.store
+            else:
+                self.stores[key] = self._store_of(table, part.blocks, lent)
+
+    def _store_of(
+        self,
+        table: Table,
+        blocks: Sequence[int],
+        lent: LentValues | None,
+        ready: Mapping[int, ReadyBlock] | None = None,
+    ) -> ShardStore:
+        update = self._updates.get(table.spec.optimizer.custom_update)
+        home = None if lent is None else lent.values
+        return ShardStore(table, blocks, self.pool, home, update, ready)
+
+    async def prepare(
+        self,
+        view: ClusterView,
+        node_id: NodeId,
+        turns: Turns,
+        on_ready: Callable[[PartAdded], None],
+    ) -> None:
+        """Have ready what `add` will need when a view is observed that is about to be: a table of
+        many blocks takes seconds, in which others have their turns. `on_ready` is called with each
+        part.
+        """
+        held = held_ranges(view, node_id)
+        tables = [table for table in view.tables if self._lacks(table.table_id, held)]
+        for table in tables:
+            if table.block_count > limits.SLICE_BLOCK_COUNT:
+                await asyncio.to_thread(table.blocks_by_range, len(view.ranges))
+        await self.homes.reserve(view, node_id)
+        expected = {(table.table_id, range_id) for table in tables for range_id in held}
+        self._ready = {key: ready for key, ready in self._ready.items() if key in expected}
+        made_count = 0
+        for table in tables:
+            for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
+                key = table.table_id, range_id
+                if range_id not in held or key in self.stores or key in self._ready:
+                    continue
+                lent = self.homes.spare(key)
+                home = None if lent is None else lent.values
+                made: dict[int, ReadyBlock] = {}
+                for block in blocks:
+                    made[block] = ready_block(table, block, home)
+                    made_count += 1
+                    if not made_count % limits.SLICE_BLOCK_COUNT:
+                        await turns.breathe()
+                    if not made_count % _FREEZE_COUNT:
+                        gc.freeze()
+                self._ready[key] = _Ready(lent, self._store_of(table, blocks, lent, made))
+                on_ready(PartAdded(table, range_id, blocks))
+
+    def _lacks(self, table_id: TableId, held: Collection[RangeId]) -> bool:
+        return any((table_id, range_id) not in self.stores for range_id in held)
 
     def remove(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more, of any table."""

@@ -38,10 +38,12 @@ class TableRoom:
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         # A converted payload is staged in a buffer of aligned length.
         unit = limits.BLOCK_ALIGNMENT_ELEMENTS
-        return sum(
-            -(-self._table.block_length(block) // unit) * unit * element_bytes
-            for block in part.state.blocks
-        )
+        blocks, last = part.state.blocks, self._table.block_count - 1
+        count = len(blocks) * self._table.spec.block_elements
+        if blocks and blocks[-1] == last:  # all others are whole
+            missing = self._table.spec.block_elements - self._table.block_length(last)
+            count -= missing // unit * unit
+        return count * element_bytes
 
     def _resize(self) -> None:
         bound = self._table.spec.gate_bytes or (

@@ -52,6 +52,15 @@ class _Home:
             self.lent.segment.close()
 
 
+def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
+    """The ranges of which a server has something by a view, or is about to."""
+    return {
+        each.range_id
+        for each in view.ranges
+        if node_id in (each.primary, *each.backups, *each.joining)
+    }
+
+
 class ValueHomes:
     """All memory of one server that is lent.
 
@@ -77,11 +86,7 @@ class ValueHomes:
 
     async def reserve(self, view: ClusterView, node_id: NodeId) -> None:
         """Have memory for what this server holds by a view that it is about to observe."""
-        held = {
-            each.range_id
-            for each in view.ranges
-            if node_id in (each.primary, *each.backups, *each.joining)
-        }
+        held = held_ranges(view, node_id)
         self._forget_spare(held)
         if not self._lanes.is_open:
             return
@@ -108,6 +113,11 @@ class ValueHomes:
         except asyncio.CancelledError:  # the server ends, or begins anew
             reserving.add_done_callback(_close)
             raise
+
+    def spare(self, key: _Key) -> LentValues | None:
+        """The memory that was reserved for a range."""
+        home = self._of(*key)
+        return None if home is None or key[1] not in home.spare else home.lent
 
     def _forget_spare(self, held: Collection[RangeId]) -> None:
         for table_id, homes in list(self._homes.items()):
