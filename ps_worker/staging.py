@@ -8,8 +8,8 @@ and anything else that a training loop does to `.grad` counts.
 Rules:
     - The buffer holds what left, or what leaves next; the servers' copy of a block that is changed
       after it left is replaced before the step's seal.
-    - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and a checksum that
-      is computed on the device, where reading the gradient back would cost a transfer.
+    - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and sums of bits by
+      column, computed on the device, where reading the gradient back would cost a transfer.
     - A step may be restricted to some blocks: then what touches none of them is not even copied.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
@@ -47,36 +47,67 @@ _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
 
 
+_COLUMN_COUNT = 1021
+"""A prime, so that no layer's rows are as long: what changes alike in every row, as a sign does, is
+no sum of two that cancel. A single sum missed `neg_` in 108 of 500 random tensors of ten elements;
+sums by column missed none, of ten or of 100,000.
+"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """What identifies a gradient on a device without reading it back."""
+    """What identifies a gradient on a device without reading it back: where it lies, and sums of
+    its bits by column. A short one is its own sums.
+    """
 
-    address: int
-    version: int
-    checksum: torch.Tensor
+    place: tuple[int, int, tuple[int, ...]]
+    sums: torch.Tensor
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Fingerprint:
         """The fingerprint of a gradient as it is now.
 
-        Blocking: no; the checksum is queued on the device.
+        Blocking: no; the sums are queued on the device.
         """
-        bits = gradient.view(_BITS[gradient.element_size()])
-        checksum = bits.sum(dtype=torch.int64)
-        return cls(gradient.data_ptr(), gradient._version, checksum)
+        return cls(_place_of(gradient), _column_sums(_flat_bits(gradient)))
 
     def is_untouched(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is the same tensor, of the same version.
 
-        Blocking: no; what only the checksum tells does not count.
+        Blocking: no; what only the sums tell does not count.
         """
-        return (gradient.data_ptr(), gradient._version) == (self.address, self.version)
+        return _place_of(gradient) == self.place
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
         """Whether two gradients differ: a one-element bool tensor on their device."""
-        if (self.address, self.version) != (other.address, other.version):
-            return torch.ones((), dtype=torch.bool, device=self.checksum.device)
-        return self.checksum != other.checksum
+        if self.place != other.place or self.sums.shape != other.sums.shape:
+            return torch.ones((), dtype=torch.bool, device=self.sums.device)
+        return (self.sums != other.sums).any()
+
+
+def _place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return gradient.data_ptr(), gradient._version, gradient.stride()
+
+
+def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements' bits in the order of the memory: a view, unless there are gaps in it."""
+    if not gradient.is_contiguous():
+        strides = gradient.stride()
+        outer_first = sorted(range(gradient.dim()), key=lambda axis: -strides[axis])
+        gradient = gradient.permute(outer_first)
+    return gradient.reshape(-1).view(_BITS[gradient.element_size()])
+
+
+def _column_sums(bits: torch.Tensor) -> torch.Tensor:
+    """The sums of each column of as many whole rows as there are, then what is left over."""
+    whole = bits.numel() // _COLUMN_COUNT * _COLUMN_COUNT
+    if not whole:
+        return bits.clone()
+    sums = bits.new_empty(_COLUMN_COUNT + bits.numel() - whole, dtype=torch.int64)
+    rows = bits[:whole].view(-1, _COLUMN_COUNT)
+    torch.sum(rows, 0, dtype=torch.int64, out=sums[:_COLUMN_COUNT])
+    sums[_COLUMN_COUNT:].copy_(bits[whole:])
+    return sums
 
 
 def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:

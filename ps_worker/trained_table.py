@@ -12,6 +12,7 @@ What it deliberately does not do: know groups, loss scaling or other tables
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,8 @@ class TrainedTable:
         self._received = FlatBuffer(layout)
         self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
+        # Hooks run on autograd's threads, one for each device; one of them may end the step before.
+        self._lock = threading.RLock()
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
         self._pending = Pending(client)
@@ -102,14 +105,16 @@ class TrainedTable:
     @property
     def staging(self) -> GradientStaging:
         """The gradients; made at first use, since a table that sleeps has none."""
-        if self._staging is None:
-            self._staging = GradientStaging(
-                self.layout,
-                self.handle.table,
-                self._options.accumulate,
-                is_shared=self._client.may_share_memory,
-            )
-            self._staging.restrict(self._only)
+        with self._lock:
+            if self._staging is None:
+                staging = GradientStaging(
+                    self.layout,
+                    self.handle.table,
+                    self._options.accumulate,
+                    is_shared=self._client.may_share_memory,
+                )
+                staging.restrict(self._only)
+                self._staging = staging
         return self._staging
 
     # --- at the start
@@ -140,8 +145,9 @@ class TrainedTable:
             InvalidTensor: the gradient is sparse.
             WaitExpired: the step before could not be ended, and still cannot.
         """
-        self.settle()
-        self._push(self.staging.hooked(index), hyperparameters)
+        with self._lock:
+            self.settle()
+            self._push(self.staging.hooked(index), hyperparameters)
 
     def discard(self) -> None:
         """The gradients were zeroed."""

@@ -187,6 +187,35 @@ def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
     assert bool(Fingerprint.of(torch.ones(8)).differs(before))
 
 
+@pytest.mark.parametrize("element_count", [10, 1021, 1022, 5000])
+def test_fingerprints_see_every_sign(element_count: int) -> None:
+    """A plain sum of bits missed one in five of ten elements: as many signs came as went."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        gradient = torch.randn(element_count, generator=generator)
+        before = Fingerprint.of(gradient)
+        gradient.data.neg_()
+        assert bool(Fingerprint.of(gradient).differs(before))
+
+
+def test_fingerprints_of_gradients_that_are_not_contiguous() -> None:
+    """By where their elements lie: a change is seen, in gaps and beyond nothing is."""
+    memory = torch.randn(2, 70, 40)
+    for gradient in (
+        memory.permute(2, 0, 1),
+        memory.to(memory_format=torch.contiguous_format)[:, ::2, 1:],
+        torch.randn(1, 3, 64, 64).to(memory_format=torch.channels_last),
+        torch.ones(1).expand(3000),
+    ):
+        before = Fingerprint.of(gradient)
+        assert not bool(Fingerprint.of(gradient).differs(before))
+        first = gradient[(0,) * gradient.dim()]
+        first.data.mul_(-1.0)
+        assert bool(Fingerprint.of(gradient).differs(before))
+        first.data.mul_(-1.0)
+        assert not bool(Fingerprint.of(gradient).differs(before))
+
+
 def test_gradients_of_a_device_leave_when_they_have_arrived() -> None:
     device = SlowDevice(lag_count=1)
     loop = Loop(ones(64), ones(64), ones(64), copy=device.copy)
