@@ -49,6 +49,11 @@ def no_progress() -> scheduler_pb2.NodeProgress:
     return scheduler_pb2.NodeProgress()
 
 
+_HEARTBEAT_SHARE = 1 / 3
+"""How long a heartbeat waits for its answer, as a share of the lease: one that is lost is followed
+by another before the lease is over."""
+
+
 class SchedulerLink:
     """A registered node's link. Made by `connect`; `close` ends it.
 
@@ -315,7 +320,8 @@ class SchedulerLink:
             address = self._addresses.present
             request = self._heartbeat()
             try:
-                await answer_of(self._addresses.stub().Heartbeat(request, timeout=self.lease_s))
+                timeout_s = self.lease_s * _HEARTBEAT_SHARE
+                await answer_of(self._addresses.stub().Heartbeat(request, timeout=timeout_s))
                 self._heard()
             except PushpullError as error:
                 self._failed(address, error)

@@ -55,6 +55,7 @@ class _Connection:
     incarnation: Incarnation | None = None
     segments: dict[int, Bytes] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)
+    withdrawn: list[int] = field(default_factory=list)
 
 
 class SharedLanes:
@@ -177,6 +178,20 @@ class SharedLanes:
             return False
         connection.lent.add(segment_id)
         return True
+
+    def withdraw(self, segment_id: int) -> None:
+        """No answer will name the segment any more: who has it mapped may let it go. Whoever does
+        not read what it gets is told with the next that goes.
+        """
+        for connection in self._connections.values():
+            if segment_id in connection.lent:
+                connection.lent.discard(segment_id)
+                connection.withdrawn.append(segment_id)
+            while connection.withdrawn:
+                dropped = parameters_pb2.SegmentDropped(segment_id=connection.withdrawn[0])
+                if not self._send(connection, parameters_pb2.LaneResponse(dropped=dropped)):
+                    break
+                del connection.withdrawn[0]
 
     # --- connections
 

@@ -46,10 +46,10 @@ class _Home:
     spare: set[RangeId]
     range_ids: set[RangeId]
 
-    def close_if_empty(self) -> None:
-        """Drop it, when nothing is or will be in it."""
-        if not self.spare and not self.range_ids and self.lent is not None:
-            self.lent.segment.close()
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is or will be in it."""
+        return not (self.spare or self.range_ids)
 
 
 def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
@@ -100,7 +100,7 @@ class ValueHomes:
                 found = await self._reserved(table, list(itertools.chain(*blocks.values())))
                 here = {r for r in blocks if self._of(table.table_id, r) is not None}
                 home = _Home(found, blocks.keys() - here, set())
-                home.close_if_empty()
+                self._close_if_empty(home)
                 if home.spare:
                     self._homes.setdefault(table.table_id, []).append(home)
 
@@ -123,8 +123,14 @@ class ValueHomes:
         for table_id, homes in list(self._homes.items()):
             for home in homes:
                 home.spare.intersection_update(held)
-                home.close_if_empty()
+                self._close_if_empty(home)
             self._keep(table_id, homes)
+
+    def _close_if_empty(self, home: _Home) -> None:
+        """Drop its memory when nothing is or will be in it; sessions that have it mapped let go."""
+        if home.is_empty and home.lent is not None:
+            home.lent.segment.close()
+            self._lanes.withdraw(home.lent.segment_id)
 
     def _keep(self, table_id: TableId, homes: Sequence[_Home]) -> None:
         """Keep those in which something is, or will be."""
@@ -167,14 +173,14 @@ class ValueHomes:
 
     def remove(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more, of any table. What sessions on this host have
-        mapped stays readable for them.
+        mapped stays readable for them until they have let it go.
         """
         for key in [key for key in self._lent if key[1] == range_id]:
             del self._lent[key]
         for table_id, homes in list(self._homes.items()):
             for home in homes:
                 home.range_ids.discard(range_id)
-                home.close_if_empty()
+                self._close_if_empty(home)
             self._keep(table_id, homes)
 
     def close(self) -> None:

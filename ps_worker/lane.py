@@ -65,6 +65,7 @@ class SharedLane:
         self._mapped: dict[SharedBuffer, int] = {}
         self._collected_count = 0
         self._values: dict[int, Bytes] = {}
+        self._last_segment_id = 0  # a server numbers its segments upwards, as it makes them
         self.is_open = True
         self.has_room = asyncio.Event()
 
@@ -110,6 +111,7 @@ class SharedLane:
         if self._memory is not None:
             self._memory.close()
         self._ring = None
+        self._values.clear()
         self.has_room.set()
 
     # --- pushes
@@ -216,16 +218,21 @@ class SharedLane:
             Internal: the server named memory that it has not shared.
         """
         memory = self._memory_of(value)
+        if memory is None:
+            return False
         begin = value.offset_bytes + skip_bytes
         np.copyto(target, memory[begin : begin + target.nbytes])
         # After the copy, by the order of loads on x86-64; a server lends on no other processor.
         stamp = memory.view(np.uint64)[value.stamp_offset_bytes // _STAMP_BYTES]
         return int(stamp) == value.stamp
 
-    def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes:
+    def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes | None:
+        """The segment that the value lies in; None where the server has withdrawn it since."""
         if value.segment_id not in self._values:
             self._read()  # its descriptor came before the answer that names it
         memory = self._values.get(value.segment_id)
+        if memory is None and 0 < value.segment_id <= self._last_segment_id:
+            return None
         if memory is None and not self.is_open:
             raise Recovering("the server's Unix socket was closed before it had shared its values")
         end = max(value.offset_bytes + value.byte_count, value.stamp_offset_bytes + _STAMP_BYTES)
@@ -300,6 +307,9 @@ class SharedLane:
                 if shared.byte_count % _STAMP_BYTES:
                     raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
                 self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
+                self._last_segment_id = max(self._last_segment_id, shared.segment_id)
+            if response.HasField("dropped"):
+                self._values.pop(response.dropped.segment_id, None)
             if response.HasField("mapped"):
                 buffer = self._asked.pop(response.mapped.segment_id, None)
                 if buffer is not None:

@@ -316,6 +316,36 @@ def test_a_scheduler_that_goes_and_comes_back_is_survived_with_two_lines(lines: 
     assert said == ["scheduler_is_away", "scheduler_is_back"]
 
 
+def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> None:
+    class Losing(SchedulerServicer):
+        """Answers no first heartbeat."""
+
+        def __init__(self, cluster: Cluster) -> None:
+            super().__init__(cluster, SchedulerMetrics(new_registry()), SECRET.encode())
+            self.came_s: list[float] = []
+            self.came_again = asyncio.Event()
+
+        async def Heartbeat(  # noqa: N802 - the contract's name
+            self, request: scheduler_pb2.HeartbeatRequest, context: Any
+        ) -> scheduler_pb2.HeartbeatResponse:
+            self.came_s.append(clock.now_s())
+            if len(self.came_s) == 1:
+                await asyncio.Event().wait()
+            self.came_again.set()
+            return await super().Heartbeat(request, context)
+
+    async def main() -> None:
+        scheduler = Scheduler()
+        losing = scheduler.servicer = Losing(scheduler.cluster)
+        address = await scheduler.open()
+        async with linked(address) as link:
+            await losing.came_again.wait()
+            assert losing.came_s[1] - losing.came_s[0] < 0.7 * link.lease_s
+        await scheduler.close()
+
+    run(main())
+
+
 def test_another_cluster_at_the_address_fences_the_node() -> None:
     async def main() -> None:
         async with opened() as (scheduler, address), linked(address) as link:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
@@ -15,6 +17,8 @@ from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues
 from ps_server.server_machine import PartAdded
 from ps_server.value_homes import ValueHomes
+from ps_worker.lane import SharedLane
+from pushpull.v1 import parameters_pb2
 
 HERE, ELSEWHERE = NodeId(1), NodeId(2)
 TABLE = TableId(1)
@@ -61,17 +65,17 @@ async def a_turn() -> None:
     await done.wait()
 
 
-def ran(scene: Callable[[ValueHomes], Awaitable[None]]) -> None:
+def ran(scene: Callable[[ValueHomes], Awaitable[None]], lanes: SharedLanes | None = None) -> None:
     async def main() -> None:
         before = segment_count()
-        lanes = SharedLanes()
-        lanes.open()
-        homes = ValueHomes(lanes)
+        lanes_ = lanes or SharedLanes()
+        lanes_.open()
+        homes = ValueHomes(lanes_)
         try:
             await scene(homes)
         finally:
             homes.close()
-            lanes.close()
+            lanes_.close()
         assert segment_count() == before
 
     asyncio.run(main())
@@ -202,3 +206,52 @@ def test_a_server_that_lends_nothing_reserves_nothing() -> None:
         assert set(homes.add(PARTS).values()) == {None}
 
     asyncio.run(scene())
+
+
+def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
+    """It would keep the memory of every range that ever left: a server that pauses and comes back
+    has its ranges in new memory.
+    """
+    lanes = SharedLanes()
+
+    async def scene(homes: ValueHomes) -> None:
+        offer = lanes.offer(WORKER)
+        assert offer is not None
+        lane = await SharedLane.open(offer, lambda: None, pushes=False)
+        first = homes.add(PARTS)[RangeId(0)]
+        assert first is not None
+        assert homes.lends(WORKER, TABLE, None)
+        block = PARTS[0].blocks[0]
+        place, stamp = first.place(block)
+        lent = parameters_pb2.SharedValue(
+            segment_id=first.segment_id,
+            offset_bytes=place.offset_bytes,
+            byte_count=place.byte_count,
+            stamp_offset_bytes=place.stamp_offset_bytes,
+            stamp=stamp,
+        )
+        target = np.ones(place.byte_count, np.uint8)
+        assert lane.copy(lent, target, 0)
+        assert not target.any()
+        mapped = weakref.ref(lane._values[first.segment_id])
+        for part in PARTS:
+            homes.remove(part.range_id)
+        lane._read()
+        assert mapped() is None
+        assert not lane.copy(lent, target, 0), "an answer that was on its way is asked for again"
+        again = homes.add(PARTS)[RangeId(0)]
+        assert again is not None
+        assert homes.lends(WORKER, TABLE, None)
+        assert lane.copy(replaced(lent, again), target, 0)
+        lane.close()
+        assert lane._values == {}
+
+    ran(scene, lanes)
+
+
+def replaced(value: parameters_pb2.SharedValue, lent: LentValues) -> parameters_pb2.SharedValue:
+    """The same block, where it lies now."""
+    found = parameters_pb2.SharedValue()
+    found.CopyFrom(value)
+    found.segment_id = lent.segment_id
+    return found

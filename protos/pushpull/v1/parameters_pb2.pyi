@@ -120,16 +120,18 @@ class SharedSegment(_message.Message):
     def __init__(self, segment_id: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class LaneResponse(_message.Message):
-    __slots__ = ("welcome", "mapped", "segment", "error")
+    __slots__ = ("welcome", "mapped", "segment", "error", "dropped")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     welcome: LaneWelcome
     mapped: SegmentMapped
     segment: SharedSegment
     error: _types_pb2.Error
-    def __init__(self, welcome: _Optional[_Union[LaneWelcome, _Mapping]] = ..., mapped: _Optional[_Union[SegmentMapped, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+    dropped: SegmentDropped
+    def __init__(self, welcome: _Optional[_Union[LaneWelcome, _Mapping]] = ..., mapped: _Optional[_Union[SegmentMapped, _Mapping]] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., dropped: _Optional[_Union[SegmentDropped, _Mapping]] = ...) -> None: ...
 
 class LaneWelcome(_message.Message):
     __slots__ = ()
