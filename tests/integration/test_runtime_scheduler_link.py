@@ -338,10 +338,11 @@ def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> N
         scheduler = Scheduler()
         losing = scheduler.servicer = Losing(scheduler.cluster)
         address = await scheduler.open()
-        async with linked(address) as link:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(scheduler.close)
+            link = await stack.enter_async_context(linked(address))
             await losing.came_again.wait()
             assert losing.came_s[1] - losing.came_s[0] < 0.7 * link.lease_s
-        await scheduler.close()
 
     run(main())
 
