@@ -39,6 +39,10 @@ MAX_ENTRY_BYTES = 256 * 1024
 """Of a request without payloads, and of a message's part beside them: the ranges and blocks that it
 names. A larger one is not even parsed, since millions of empty entries fit a message."""
 
+MAX_SCALE = {4: 3.4028234663852886e38, 8: 1.7976931348623157e308}
+"""By how much a gradient may be multiplied, by the bytes of an element of its sum: the largest
+number that there is of that width."""
+
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
 """The largest message that servers and clients of ours accept."""
 

@@ -119,11 +119,7 @@ class EntryRules:
                 f"clock 0 of table '{name}' is sealed by rank 0, without skip, in a table that "
                 "starts from rank 0"
             )
-        if not 0.0 < terms.contribution_scale < float("inf"):
-            return InvalidConfig(
-                f"contribution_scale is {terms.contribution_scale}; expected finite and above 0"
-            )
-        problem = self._clip_problem(terms, step)
+        problem = self._scale_problem(terms) or self._clip_problem(terms, step)
         if problem is not None:
             return problem
         try:
@@ -137,17 +133,31 @@ class EntryRules:
             )
         return None
 
+    def _scale_problem(self, terms: SealTerms) -> PushpullError | None:
+        """What the gradients are multiplied by must be a number of the sums that they go into:
+        where it is not, the failure would come after the step was decided.
+        """
+        most = limits.MAX_SCALE[self._state.table.spec.accumulator_element_bytes]
+        if not 0.0 < terms.contribution_scale <= most:
+            return InvalidConfig(
+                f"contribution_scale is {terms.contribution_scale}; expected above 0, and at most "
+                f"{most:g} in this table"
+            )
+        if terms.clip_scale is None:
+            return None
+        if not 0.0 < terms.clip_scale < float("inf") or not (
+            0.0 < terms.clip_scale * terms.contribution_scale <= most
+        ):
+            return InvalidConfig(
+                f"clip_scale is {terms.clip_scale}; expected finite and above 0, and times "
+                f"contribution_scale ({terms.contribution_scale}) above 0 and at most {most:g}"
+            )
+        return None
+
     def _clip_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
         if terms.clip_scale is None:
             return None
         name, optimizer = self._state.name, self._state.table.spec.optimizer.kind
-        if not 0.0 < terms.clip_scale < float("inf") or not terms.clip_scale * (
-            terms.contribution_scale
-        ):
-            return InvalidConfig(
-                f"clip_scale is {terms.clip_scale}; expected finite and above 0, also times "
-                f"contribution_scale ({terms.contribution_scale})"
-            )
         if optimizer in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD):
             return InvalidConfig(
                 f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; "

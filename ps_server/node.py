@@ -5,6 +5,7 @@ One thread owns everything here, so there is no lock: an event and all its effec
 without an await, and a read is answered between two updates, never in one.
 
 Invariants:
+    ND-2  An effect that fails ends the server (`ps_server.fail_stop`).
     ND-1  What backups have applied can be applied here: custom updates, which may fail, have none.
 """
 
@@ -48,6 +49,7 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
+from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.lanes import SharedLanes
 from ps_server.output_commit import Deed
 from ps_server.read_gate import WaitCause
@@ -86,6 +88,7 @@ class ParameterNode:
         shards: its values, with the custom updates that it offered to the scheduler; None: none of
             either.
         """
+        self.health = FailStop()
         self.session = session
         self.sessions = Sessions(session, token_key)
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
@@ -119,6 +122,7 @@ class ParameterNode:
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
         self.replicas.do = self._do
+        self.replicas.health = self.health
         return self.replicas
 
     # --- views
@@ -128,6 +132,7 @@ class ParameterNode:
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
 
+    @decides
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
         if self.replicas is None:
@@ -196,6 +201,7 @@ class ParameterNode:
             if not self._streams_of[incarnation]:
                 del self._streams_of[incarnation]
 
+    @decides
     def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
         """Entries arrived on `stream`."""
         now_s = self.now()
@@ -226,15 +232,18 @@ class ParameterNode:
 
     # --- reads
 
+    @decides
     def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
         """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
         return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
 
+    @decides
     def end_cut(self, session: Session, table_id: TableId, cut: int) -> None:
         """Hold nothing for that cut any more."""
         cut_id = (session.incarnation, cut)
         self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
 
+    @decides
     def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
         """Start a read of one range; `read.on_answer` is called now or later. Returns its
         number.
@@ -268,6 +277,7 @@ class ParameterNode:
         """A number that no read, stream or cut of this server has."""
         return next(self._numbers)
 
+    @decides
     def read_at_cut(self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut) -> bool:
         """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
         between two updates. What is asynchronous then is answered as it is, and torn; whether so.
@@ -280,11 +290,13 @@ class ParameterNode:
         self.carry_out(self.machine.pull(event, self.now()))
         return is_torn
 
+    @decides
     def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
         """The values of a range that is restored are there."""
         self.carry_out(self.machine.loaded(key, versions, self.now()))
         self._arm()
 
+    @decides
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> None:
         """Nothing of the table is served here any more, for the reason that `error` gives."""
         self.carry_out(self.machine.refuse_table(table_id, error))
@@ -311,6 +323,7 @@ class ParameterNode:
         """Reads that wait for this."""
         return sum(read.cause is cause for read in self._reads.values())
 
+    @decides
     def tick(self) -> None:
         """Reads whose deadline has passed are told whom they waited for; updates that gave slow
         workers time are formed; backups are heard and told.
@@ -346,6 +359,7 @@ class ParameterNode:
         """Do what the machine wants done, in order: what others must have first, when they do."""
         self._do(effects if self.replicas is None else self.replicas.decide(effects))
 
+    @carries_out
     def _do(self, deeds: Sequence[Deed]) -> None:
         """Do it now; then answer."""
         replies: list[ReplyTo] = []

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ps_core import limits
-from ps_core.errors import Fenced, InvalidConfig, PushpullError
+from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError
 from ps_runtime import channels, clock, config, logs, shutdown
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
@@ -233,7 +233,8 @@ async def _run(
         link, node = await _registered(settings, server.address, metrics, stack)
         _watch(link, node, metrics, node_metrics)
         stack.callback(trim_often(node.shards.pool))
-        finished = asyncio.Event()
+        finished, failed = asyncio.Event(), asyncio.Event()
+        node.health.on_failure = partial(_note_failure, failed)
         promises = Promises(
             lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
         )
@@ -260,7 +261,14 @@ async def _run(
             promises.stand(node.promises)
             wishes.stand(node.replicas.wishes if node.replicas is not None else ())
 
-        await _until(finished, link.fenced, tick)
+        try:
+            await _until((finished, link.fenced, failed), tick)
+        finally:
+            if node.health.failure is not None:
+                raise Internal(
+                    f"server {link.session.node_id} ends: what it decided could not be done "
+                    f"({type(node.health.failure).__name__}: {node.health.failure})"
+                ) from node.health.failure
         if link.fenced_by is not None:
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
@@ -395,8 +403,13 @@ def _watch(
         metrics.peer_queue_bytes.set_function(lambda: replicas.queued_bytes)
 
 
-async def _until(finished: asyncio.Event, fenced: asyncio.Event, tick: Callable[[], None]) -> None:
-    ends = [asyncio.create_task(finished.wait()), asyncio.create_task(fenced.wait())]
+def _note_failure(failed: asyncio.Event, failure: Exception) -> None:
+    logs.exception("server_failed", failure)
+    failed.set()
+
+
+async def _until(events: Iterable[asyncio.Event], tick: Callable[[], None]) -> None:
+    ends = [asyncio.create_task(event.wait()) for event in events]
     try:
         while not any(task.done() for task in ends):
             await asyncio.wait(ends, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)

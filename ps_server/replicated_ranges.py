@@ -26,6 +26,7 @@ from ps_runtime.http2.streams import Piece
 from ps_server.changes import Put
 from ps_server.encoded_log import EncodedLog
 from ps_server.events import Effect
+from ps_server.fail_stop import FailStop, decides
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
@@ -83,6 +84,7 @@ class ReplicatedRanges:
 
     Attributes:
         do: called with what may be done when something came that others had to have first.
+        health: of the server.
         wishes: what the scheduler is to be asked for.
     """
 
@@ -108,6 +110,7 @@ class ReplicatedRanges:
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
         self.do: Callable[[Sequence[Deed]], None] = _nothing
+        self.health = FailStop()
         self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
         self._shards = shards
@@ -253,6 +256,7 @@ class ReplicatedRanges:
         if link is not None:
             link.send(self._messages(batch))
 
+    @decides
     def _written(self, written: Written) -> None:
         """More is in the update log."""
         self.do(self.output.release(self._now(), self._logged.written(written.numbers)))
@@ -346,6 +350,7 @@ class ReplicatedRanges:
 
     # --- what other servers say of this one's ranges
 
+    @decides
     def peer_opened(self, peer: NodeId) -> None:
         """See `PeerListener`."""
         self.replication.lost(peer)
@@ -355,9 +360,13 @@ class ReplicatedRanges:
 
     def peer_said(self, peer: NodeId, response: Piece) -> None:
         """See `PeerListener`."""
+        self._heard(peer, answers_from(response))
+
+    @decides
+    def _heard(self, peer: NodeId, answers: Iterable[Ack | Grant]) -> None:
         now_s = self._now()
         freed: dict[RangeId, None] = {}
-        for answer in answers_from(response):
+        for answer in answers:
             if isinstance(answer, Ack):
                 self.replication.acked(peer, answer, now_s)
                 freed[answer.range_id] = None
@@ -368,6 +377,7 @@ class ReplicatedRanges:
 
     # --- what this server says of others'
 
+    @decides
     def take(self, batch: Batch) -> Ack | None:
         """A batch of a primary came."""
         try:
@@ -389,6 +399,7 @@ class ReplicatedRanges:
                     self._view_came.clear()
                     await self._view_came.wait()
 
+    @decides
     def join(self, copy: RangeCopy) -> Ack | None:
         """All of a range came from its primary."""
         range_id = copy.snapshot.range_id
@@ -419,6 +430,7 @@ class ReplicatedRanges:
         blocks = self._blocks.get((batch.table_id, batch.range_id))
         return None if blocks is None else fresh_copy(self._tables[batch.table_id], blocks)
 
+    @decides
     def grant(self, beat: Beat) -> Grant:
         """A primary asks for the lease."""
         return self.replication.beat(beat, self._now())

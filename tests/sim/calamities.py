@@ -167,17 +167,21 @@ class Calamities:
     # --- servers
 
     def _kill(self) -> bool:
-        draw, stage = self._world.draw, self._stage
         victim = self._victim(for_good=True)
         if victim is None:
             return False
         self._world.say(f"KILLED server {victim.node_id}")
-        stage.kill(victim)
+        self._stage.kill(victim)
+        self._may_come_back()
+        return True
+
+    def _may_come_back(self) -> None:
+        """Another server takes the place of one that died, now and then."""
+        draw, stage = self._world.draw, self._stage
         needed = max(self._plan.replica_count, self._plan.min_in_sync, 2)
         if len(stage.living) < needed or draw.random() < 0.6:
             self._world.counts["fault: restarted"] += 1
             self._world.after(1.0 + draw.random() * 9.0, stage.restart)
-        return True
 
     def _victim(self, *, for_good: bool = False) -> ReplicatedServer | None:
         stage = self._stage

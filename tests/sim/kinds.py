@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_crashes import CrashSimulation
+from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_logs import LogSimulation
@@ -18,6 +19,7 @@ KINDS: dict[str, type[Simulation]] = {
     "failover": FailoverSimulation,
     "logs": LogSimulation,
     "tables": LateTableSimulation,
+    "effects": EffectSimulation,
 }
 
 SHARES = {
@@ -28,5 +30,6 @@ SHARES = {
     "failover": 1,
     "logs": 4,
     "tables": 5,
+    "effects": 5,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -184,6 +184,7 @@ class ReplicatedServer(SimServer):
                 self._send(peer, batch)
             self._give_snapshots()
             self.asked = self.replication.wishes(now_s)
+        self.world.counts["ticks of servers"] += 1
         self.world.after(TICK_S, self._tick)
 
     def _watch_waits(self) -> None:

@@ -298,4 +298,28 @@ REPLICATION_MUTANTS = (
         "        return is_new and range_id not in self._had",
         ("tables",),
     ),
+    Mutant(
+        "who has nothing of a range tells nobody",
+        "S8",
+        _REPLICATION,
+        "return [*self._missing_wishes(), *(wish",
+        "return [*(wish",
+        ("effects",),
+    ),
+    Mutant(
+        "who has left a range begins it anew",
+        "S8",
+        _REPLICATION,
+        " in assignment.initial_holders and range_id not in self._had",
+        " in assignment.initial_holders",
+        ("effects",),
+    ),
+    Mutant(
+        "a server goes on after an effect that failed",
+        "S8",
+        "ps_server/fail_stop.py",
+        "        if self.failure is None:\n            self.failure = failure",
+        "        if failure is None:\n            self.failure = failure",
+        ("effects",),
+    ),
 )

@@ -3,7 +3,8 @@
 Oracles:
     G2    One server serves a range: when another begins to, no lease of the one before holds any
           more, on that one's own clock, and nothing that it decided is seen from then on.
-    HELD  What was seen of a range is at every server that the scheduler could name its primary.
+    HELD  What was seen of a range is at every server that the scheduler could name its primary; or
+          that one has lost track of the range, has nothing of it, and will say so.
     LIVE  Who was made primary serves when the lease that it granted can have run out everywhere.
 """
 
@@ -42,6 +43,7 @@ class Watch:
         self._view = view
         self._lease_s = lease_s
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
+        self._without: set[tuple[NodeId, RangeId]] = set()
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
@@ -68,6 +70,8 @@ class Watch:
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
+            if self._is_without(node_id, range_id):
+                continue
             replica = self._servers[node_id].replication.replicas.get(range_id)
             has = (0, 0) if replica is None else (replica.tenure, replica.number)
             assert (tenure, number) <= has < (tenure + 1, 0), (
@@ -81,12 +85,22 @@ class Watch:
             if table_id != promise.table_id or range_id not in server.replication.primaries:
                 continue
             for node_id in self._view().ranges[range_id].backups:
+                if self._is_without(node_id, range_id):
+                    continue
                 replica = self._servers[node_id].replication.replicas.get(range_id)
                 copy = None if replica is None else replica.copies.get(table_id)
                 assert copy is not None and copy.facts.promised >= promise.number, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
                     f"{part.state.schedule.hold_clock}"
                 )
+
+    def lost_track(self, server: ReplicatedServer, range_id: RangeId) -> None:
+        """The server has left a range that it backed up."""
+        self._without.add((server.node_id, range_id))
+
+    def _is_without(self, node_id: NodeId, range_id: RangeId) -> bool:
+        server = self._servers[node_id]
+        return (node_id, range_id) in self._without and not self.has(server, range_id)
 
     def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
         """Whether the server could go on with the range."""

@@ -60,7 +60,7 @@ class FailoverSimulation(ScheduledSimulation):
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
         self.clip(self.layout.tables[:2])
-        self.calamities = Calamities(self, self.plan)
+        self.calamities = self.calamities_of(self.plan)
         self._moved_s = dict.fromkeys(self.workers, (0, 0.0))
         self._ask()
         self._remind()
@@ -74,6 +74,10 @@ class FailoverSimulation(ScheduledSimulation):
         if not plan.resets:
             self.world.faults = replace(self.world.faults, reset_every_s=1e9)
         return plan
+
+    def calamities_of(self, plan: Plan) -> Calamities:
+        """What befalls it, as planned."""
+        return Calamities(self, plan)
 
     def settings(self) -> ClusterSettings:
         """Of the cluster."""

@@ -28,6 +28,7 @@ PURE_MODULES = {
     "ps_server.delay",
     "ps_server.entry_rules",
     "ps_server.events",
+    "ps_server.fail_stop",
     "ps_server.failed_update",
     "ps_server.kernel_fingerprint",
     "ps_server.log_segments",

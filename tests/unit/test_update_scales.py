@@ -299,3 +299,19 @@ def test_the_sender_of_a_scale_is_no_stranger() -> None:
     event_sender = at.sender(0)._replace(incarnation=Incarnation(5000))
     effects = at.machine.scale(ScaleEvent(PLACE, event_sender, 1, 1, 0.5), at.now_s)
     assert kinds(effects) == [ReplyKind.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("contribution_scale", "clip_scale"),
+    [(1e200, 1e200), (1e39, None), (1e30, 1e30), (1e-200, 1e-200), (math.inf, None)],
+)
+def test_scales_beyond_what_a_sum_can_have_are_refused_where_they_come_in(
+    contribution_scale: float, clip_scale: float | None
+) -> None:
+    """Found when the update is made it would be too late: the step is decided."""
+    at = Bench(make_table(Mode.ASP), workers=1)
+    at.push(0, 1, 1)
+    said = at.seal(0, 2, 1, contribution_scale=contribution_scale, clip_scale=clip_scale)
+    assert outcomes(said)[0, 2] is Outcome.INVALID
+    assert "scale" in problem(said).message
+    assert not [effect for effect in at.effects if isinstance(effect, Fold | Apply)]
