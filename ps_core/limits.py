@@ -103,6 +103,12 @@ with its own flow control."""
 MAX_STREAM_READ_COUNT = 256
 """Reads that wait on one PushPull stream; beyond it those with a number are refused."""
 
+MAX_UNREAD_BYTES = 512 * 1024 * 1024
+"""Of answers to reads that a server has made and nobody has read yet, of all calls together."""
+
+UNREAD_S = 2.0
+"""Where they are too many, a call of which nothing was read for so long is cut."""
+
 MAX_RECOMPUTE_COUNT = 64
 """How often a step may compute anew what was too stale: each time is a step of its own."""
 

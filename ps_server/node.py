@@ -62,6 +62,7 @@ from ps_server.sessions import Sessions
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
 from ps_server.sums import Total
+from ps_server.unread import UnreadAnswers
 from ps_server.update_log import UpdateLog
 
 _DRAIN_RETRY_MS = 500
@@ -111,6 +112,7 @@ class ParameterNode:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.turns = Turns()
+        self.unread = UnreadAnswers(now)
 
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
@@ -188,7 +190,7 @@ class ParameterNode:
 
     def open_stream(self, session: Session) -> EntryStream:
         """A new push stream of `session`."""
-        stream = EntryStream(next(self._numbers), session)
+        stream = EntryStream(next(self._numbers), session, self.unread.reader())
         self._streams[stream.origin] = stream
         self._streams_of.setdefault(session.incarnation, []).append(stream)
         return stream
@@ -217,7 +219,7 @@ class ParameterNode:
         """How many blocks an entry may change: a seal those of its range."""
         if isinstance(event, PushEvent):
             return 1
-        return max(self.block_count_at(event.place), 1)
+        return max(self.blocks_at(event.place)[0], 1)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -268,10 +270,13 @@ class ParameterNode:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
 
-    def block_count_at(self, place: Place) -> int:
-        """Blocks of a table in a range; 0 if they are not here."""
+    def blocks_at(self, place: Place) -> tuple[int, int]:
+        """Blocks of a table in a range, 0 if they are not here, and the most bytes of one."""
         part = self.machine.parts.get((place.table_id, place.range_id))
-        return 0 if part is None else len(part.state.blocks)
+        if part is None:
+            return 0, 0
+        spec = part.state.table.spec
+        return len(part.state.blocks), spec.block_elements * spec.accumulator_element_bytes
 
     def next_number(self) -> int:
         """A number that no read, stream or cut of this server has."""

@@ -8,6 +8,7 @@ What it deliberately does not do: copy values (`ps_server.node` does, at once, o
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum
 
 from ps_core import limits
@@ -18,6 +19,8 @@ from ps_core.keys import Incarnation
 from ps_core.tables import OptimizerKind
 from ps_server.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.range_state import RangeState
+
+_EXPLAINED_COUNT = 256
 
 
 class WaitCause(Enum):
@@ -362,8 +365,9 @@ class ReadGate:
         return WaitCause.OWN_STEP if clock < event.clock else WaitCause.WORKERS
 
     def waits(self, now_s: float) -> tuple[str, ...]:
-        """What the parked reads wait for, each sentence once."""
-        return tuple(sorted({self.explain(event, now_s) for event in self._waiters.values()}))
+        """What the parked reads wait for, each sentence once; of thousands, the first that came."""
+        some = itertools.islice(self._waiters.values(), _EXPLAINED_COUNT)
+        return tuple(sorted({self.explain(event, now_s) for event in some}))
 
     def _who(self, rank: int, now_s: float) -> str:
         worker = self._state.by_rank.get(rank)

@@ -36,9 +36,20 @@ class Reading:
     """One read on its way."""
 
     def __init__(
-        self, node: ParameterNode, request: parameters_pb2.PullRequest, session: Session
+        self,
+        node: ParameterNode,
+        request: parameters_pb2.PullRequest,
+        session: Session,
+        call: asyncio.Task[object] | None = None,
     ) -> None:
+        """Args:
+        node: the server.
+        request: the read.
+        session: whose it is.
+        call: what is cut if the answer is not read and others wait; None: the task that gives it.
+        """
         self._node = node
+        self._call = call
         self._request = request
         self._session = session
         self._began_s = node.now()
@@ -52,6 +63,7 @@ class Reading:
             and self._problem is None
             and node.shards.homes.lends(session, TableId(request.table_id), self._codec)
         )
+        self._is_lent = is_lent
         self._is_one = request.consistent or is_lent
         self._begun_count = 0
         self._answers: deque[_Answer] = deque()
@@ -82,17 +94,19 @@ class Reading:
     def _is_short(self) -> bool:
         if len(self._ranges) > (_AT_ONCE_COUNT if self._is_one else 1):
             return False
-        count = sum(
-            len(part.blocks) or self._node.block_count_at(self._place(part))
-            for part in self._ranges
-        )
-        return count <= _AT_ONCE_COUNT
+        count = byte_count = 0
+        for part in self._ranges:
+            found, block_bytes = self._node.blocks_at(self._place(part))
+            found = len(part.blocks) or found
+            count += found
+            byte_count += found * block_bytes
+        return count <= _AT_ONCE_COUNT and (self._is_lent or byte_count <= limits.SLICE_BYTES)
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The answer as serialized PullResponses; in order, and what is there together."""
         if self._problem is not None:
             yield range_error(*self._problem)
-        turns = self._node.turns
+        turns, reader = self._node.turns, self._node.unread.reader(self._call)
         there: list[AnswerPart] = []
         try:
             while self._answers or self._begun_count < len(self._ranges):
@@ -105,15 +119,19 @@ class Reading:
                 found = await answer
                 self._answers.popleft()
                 while not found.is_done:
+                    byte_count = found.next_bytes
+                    await reader.put(byte_count)
                     there += found.next()
                     if len(there) >= limits.SLICE_BLOCK_COUNT or not self._is_one:
                         for message in _messages(there):
                             yield message
                         there = []
+                    reader.took(byte_count)
                     await turns.breathe()
             for message in _messages(there):
                 yield message
         finally:
+            reader.end()
             self.close()
         self._observe()
 
@@ -150,7 +168,7 @@ class Reading:
         place = self._place(part)
         try:
             if part.blocks:
-                count = self._node.block_count_at(place)
+                count, _ = self._node.blocks_at(place)
                 intake.check_named_blocks(part.range_id, part.blocks, count)
         except InvalidKeys as problem:
             on_answer(refused(part.range_id, problem))

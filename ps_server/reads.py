@@ -61,48 +61,42 @@ class RangeAnswer:
     one.
     """
 
-    def __init__(self, first: list[AnswerPart], source: _Source | None = None) -> None:
-        self._first = first
+    def __init__(self, source: _Source | None, refusal: list[AnswerPart]) -> None:
         self._source = source
+        self._refusal = refusal
 
     @property
     def is_done(self) -> bool:
         """Whether `next` has nothing more."""
-        return not self._first and self.is_made
+        return not self._refusal and (self._source is None or self._source.is_done)
 
     @property
-    def is_made(self) -> bool:
-        """Whether it needs the range no more."""
-        return self._source is None or self._source.is_done
+    def next_bytes(self) -> int:
+        """The payload bytes of the next piece, or a few more."""
+        return 0 if self._source is None else self._source.next_bytes
 
     def next(self) -> list[AnswerPart]:
         """The next piece; made of what the range was when the read was decided on (RA-1)."""
-        if self._first:
-            piece, self._first = self._first, []
-            return piece
-        return [] if self._source is None else self._source.piece()
+        if self._source is not None:
+            return self._source.piece()
+        piece, self._refusal = self._refusal, []
+        return piece
 
     def keep(self) -> None:
         """The range is about to change: what is missing is copied now."""
         if self._source is not None:
             self._source.keep()
 
-    def end(self) -> None:
-        """Nobody wants the rest."""
-        self._first, self._source = [], None
-
 
 def refused(range_id: int, error: PushpullError) -> RangeAnswer:
     """The answer of a range that cannot be read."""
-    return RangeAnswer([range_error(range_id, error)])
+    return RangeAnswer(None, [range_error(range_id, error)])
 
 
 def answered(effect: AnswerPull, read: Read, state: RangeState, shards: Shards) -> RangeAnswer:
-    """What a read is answered with; the first piece of it is made now."""
-    source = _Source(effect, read, state, shards)
-    answer = RangeAnswer(source.piece(), source)
-    if not answer.is_made:
-        shards.hold((effect.table_id, effect.range_id), answer)
+    """What a read is answered with."""
+    answer = RangeAnswer(_Source(effect, read, state, shards), [])
+    shards.hold((effect.table_id, effect.range_id), answer)
     return answer
 
 
@@ -121,11 +115,21 @@ class _Source:
         self._blocks = iter(read.blocks or state.blocks)
         self._kept: deque[AnswerPart | _Copy] = deque()
         self._left_count = len(read.blocks or state.blocks)
+        spec = state.table.spec
+        self._block_bytes = spec.block_elements * self._codec.element_bytes
 
     @property
     def is_done(self) -> bool:
         """Whether all of it has been made."""
         return not self._left_count and not self._kept
+
+    @property
+    def next_bytes(self) -> int:
+        """The payload bytes of the next piece, or a few more; what is lent has none."""
+        if self._lent is not None:
+            return 0
+        count = min(self._left_count + len(self._kept), limits.SLICE_BLOCK_COUNT)
+        return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
 
     def piece(self) -> list[AnswerPart]:
         """The next blocks; the error of one that cannot be read stands for all behind it."""

@@ -165,7 +165,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.GetRangeStatsResponse:
         """See parameters.proto."""
         self._node.sessions.admit(request.session, "GetRangeStats")
-        return range_stats(self._node, request.table_id)
+        return await range_stats(self._node, request.table_id)
 
     # --- push streams
 
@@ -195,6 +195,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             yield stream
         finally:
             self._node.close_stream(stream)
+            stream.close()
 
     async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
         node, session = self._node, stream.session
@@ -248,8 +249,11 @@ async def _begin_read(
     if number and stream.reads.is_full:
         await _put_all(stream, framed(overloaded(request), number))
         return
-    reading = Reading(node, request, stream.session)
-    answer = reading.at_once() if number and stream.has_part_room else None
+    reading = Reading(node, request, stream.session, stream.call)
+    may_be_at_once = (
+        number and stream.has_part_room and node.unread.has_room(limits.STREAM_READ_BYTES)
+    )
+    answer = reading.at_once() if may_be_at_once else None
     if answer is None:
         task = await stream.reads.start(number, partial(_put, stream, reading, number))
         task.add_done_callback(lambda _: reading.close())

@@ -30,7 +30,7 @@ What it deliberately does not do: sequence, wait, decide who contributes, know p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -111,6 +111,7 @@ class ShardStore:
         self._states = {block: state for block, (state, _) in ready.items()}
         self._payloads = {block: payload for block, (_, payload) in ready.items()}
         self._versions = dict.fromkeys(self._states, 0)
+        self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
         self.lineage = object()
         self._kept = delay.KeptValues(self._pool)
         self._forming: dict[int, Total] = {}
@@ -123,7 +124,10 @@ class ShardStore:
         making do not count.
         """
         sums = self._kept.byte_count + self._sums.byte_count
-        return sums + sum(state.state_bytes for state in self._states.values())
+        return sums + self._block_bytes
+
+    def _bytes_of(self, blocks: Iterable[int]) -> int:
+        return sum(self._states[block].state_bytes for block in blocks)
 
     def decode(
         self,
@@ -196,7 +200,9 @@ class ShardStore:
         state = self._states[part.block]
         part = contributions.owned(part, self._pool)
         scratch = self._pool.take(state.values.numel(), self._dtype)
+        before = state.state_bytes
         delay.compensate(part, state, kept, compensation, scratch)
+        self._block_bytes += state.state_bytes - before
         self._pool.give_back(scratch)
         return part
 
@@ -352,7 +358,14 @@ class ShardStore:
         self.lineage = object()
         self._versions[block] = version
         set_steps(state, steps)
-        return lambda name: room_for(name, state)
+
+        def room(name: str) -> memoryview:
+            before = state.state_bytes
+            found = room_for(name, state)
+            self._block_bytes += state.state_bytes - before
+            return found
+
+        return room
 
     def check(self, copy: StoreCopy) -> None:
         """Refuse a copy of anything else than these blocks. Changes nothing.
@@ -386,6 +399,7 @@ class ShardStore:
             restore_block(block, self._states[block.block])
             self._versions[block.block] = block.version
         sums = [(each, self.received(each.total)) for each in copy.sums]
+        self._block_bytes = self._bytes_of(self._states)
         self._sums.restore({each.clock: total for each, total in sums if not each.waits})
         self._forming.update((each.clock, total) for each, total in sums if each.waits)
 
@@ -493,9 +507,12 @@ class ShardStore:
         contributor_count: int,
         update_scale: float,
     ) -> tuple[int, ...]:
+        touched = list(total.parts)
+        before = self._bytes_of(touched)
         blocks = self._arithmetic.apply(
             self._states, clock, total, numbers, contributor_count, update_scale
         )
+        self._block_bytes += self._bytes_of(touched) - before
         for block in blocks:
             self._versions[block] += 1
         if self._arithmetic.is_aggregate:

@@ -6,12 +6,16 @@ from ps_server.node import ParameterNode
 from pushpull.v1 import parameters_pb2
 
 
-def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-    """Every range part of the table (0: of all tables), by table and range."""
+async def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
+    """Every range part of the table (0: of all tables), by table and range; each as it is when its
+    turn comes.
+    """
     now_s = node.now()
     response = parameters_pb2.GetRangeStatsResponse(gate_bytes=node.machine.gate_bytes)
-    for place, part in sorted(node.machine.parts.items()):
-        if table_id not in (0, place[0]):
+    for place in sorted(place for place in node.machine.parts if table_id in (0, place[0])):
+        await node.turns.breathe()
+        part = node.machine.parts.get(place)
+        if part is None:
             continue
         stats = response.ranges.add(
             range_id=place[1],

@@ -20,6 +20,7 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime import errors
 from ps_server.events import ReplyTo, Sender
 from ps_server.stream_reads import StreamReads
+from ps_server.unread import Reader
 from pushpull.v1 import parameters_pb2
 
 _KIND = {
@@ -58,9 +59,11 @@ _Entry = tuple[TableId, RangeId, int]
 class EntryStream:
     """The server's end of a Push or PushPull stream."""
 
-    def __init__(self, origin: int, session: Session) -> None:
+    def __init__(self, origin: int, session: Session, reader: Reader | None = None) -> None:
         self.origin = origin
         self.session = session
+        self._reader = reader  # None: nobody counts what is unread
+        self.call = None if reader is None else reader.task
         self.pending: dict[_Entry, float] = {}
         self.reads = StreamReads(self._read_ended)
         self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
@@ -130,6 +133,8 @@ class EntryStream:
         while not self.has_part_room:
             self._drained.clear()
             await self._drained.wait()
+        if self._reader is not None:
+            await self._reader.put(len(part))
         self._parts.append(part)
         self._ready.set()
 
@@ -140,8 +145,17 @@ class EntryStream:
 
     def put_parts(self, parts: Iterable[bytes]) -> None:
         """Queue serialized parts of a read that is answered at once."""
-        self._parts.extend(parts)
+        for part in parts:
+            if self._reader is not None:
+                self._reader.put_now(len(part))
+            self._parts.append(part)
         self._ready.set()
+
+    def close(self) -> None:
+        """The call has ended: what was not read is nobody's."""
+        self._parts.clear()
+        if self._reader is not None:
+            self._reader.end()
 
     def end_input(self, failure: BaseException | None = None) -> None:
         """Nothing more comes in; with a failure the stream ends at once with it."""
@@ -166,6 +180,8 @@ class EntryStream:
                 part = self._parts.popleft() if self._parts else None
                 self._drained.set()
                 yield replies, part
+                if part is not None and self._reader is not None:
+                    self._reader.took(len(part))
             if self._failure is not None:
                 raise self._failure
             if self._input_has_ended and not (self.pending or self.reads.count):

@@ -26,6 +26,7 @@ from ps_runtime.addresses import split_address
 from ps_runtime.errors import abort
 from ps_runtime.http2 import grpc_fields
 from ps_runtime.http2.bounds import Bounds
+from ps_runtime.http2.frames import ErrorCode
 from ps_runtime.http2.memory import MessageMemory
 from ps_runtime.http2.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport
@@ -236,6 +237,11 @@ class _Call:
         except grpc.aio.AbortError:
             self._finish(*(self._status or (status.UNKNOWN, "", ())))
         except asyncio.CancelledError:
+            if not self._is_done and self._stream is not None and self._stream.queued_bytes:
+                # What waits for its reader would keep waiting before the status.
+                self._is_done = True
+                self._transport.connection.reset(self._stream, ErrorCode.ENHANCE_YOUR_CALM)
+                self._transport.flush()
             self._finish(status.CANCELLED, "the call was cancelled")
         except Exception as failure:  # noqa: BLE001 - a status for every failure
             logs.exception("call_failed", failure, method=path)

@@ -16,7 +16,7 @@ from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.frames import ErrorCode, Flag, FrameType
-from ps_runtime.http2.server import StreamServer
+from ps_runtime.http2.server import StreamServer, _Call
 from ps_runtime.http2.transport import Http2Transport
 from tests.integration.stream_peers import (
     ALL_WINDOWS,
@@ -185,7 +185,7 @@ def test_nothing_is_left_of_calls_that_were_opened_and_reset(run: Run) -> None:
             await peer.answered()
             assert not server._calls
             gc.collect()
-            assert not [each for each in gc.get_objects() if type(each).__name__ == "_Call"]
+            assert not [each for each in gc.get_objects() if type(each) is _Call]
 
     run(main())
 

@@ -128,6 +128,7 @@ EDGE_MODULES = {
     "ps_server.stats",
     "ps_server.stream_reads",
     "ps_server.streams",
+    "ps_server.unread",
     "ps_server.update_log",
     "ps_server.update_log_directory",
     "ps_server.update_log_reader",

@@ -1,0 +1,74 @@
+"""Answers that nobody reads: bounded for a server as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ps_server.unread import UnreadAnswers
+
+MOST, PATIENCE_S = 100, 0.01
+
+
+def test_what_would_be_too_much_waits_until_others_have_read() -> None:
+    async def whole() -> None:
+        unread = UnreadAnswers(lambda: 0.0, MOST, PATIENCE_S)
+        slow, other = unread.reader(), unread.reader()
+        await slow.put(60)
+        await slow.put(40)
+        waiting = asyncio.create_task(other.put(50))
+        done, _ = await asyncio.wait([waiting], timeout=0)
+        assert not done
+        slow.took(40)
+        done, _ = await asyncio.wait([waiting], timeout=0)
+        assert not done
+        slow.took(60)
+        await waiting
+        assert unread.byte_count == 50
+        other.end()
+        assert unread.byte_count == 0
+
+    asyncio.run(whole())
+
+
+def test_one_answer_that_is_larger_than_all_may_be_is_given_alone() -> None:
+    async def whole() -> None:
+        unread = UnreadAnswers(lambda: 0.0, MOST, PATIENCE_S)
+        await unread.reader().put(MOST + 1)
+        assert not unread.has_room(1)
+
+    asyncio.run(whole())
+
+
+def test_who_reads_nothing_is_cut_and_who_reads_goes_on() -> None:
+    """The first has read nothing since 0, the second has since 3; at 4 a third wants room."""
+    now_s = 0.0
+
+    async def whole() -> None:
+        nonlocal now_s
+        unread = UnreadAnswers(lambda: now_s, MOST, PATIENCE_S)
+
+        async def call(reads_at_s: float | None) -> None:
+            nonlocal now_s
+            reader = unread.reader()
+            try:
+                await reader.put(50)
+                if reads_at_s is not None:
+                    now_s = reads_at_s
+                    reader.took(10)
+                    await reader.put(10)
+                await asyncio.Event().wait()
+            finally:
+                reader.end()
+
+        deaf, reads = asyncio.create_task(call(None)), asyncio.create_task(call(3.0))
+        await asyncio.wait([deaf, reads], timeout=0)
+        now_s = 3.0 + PATIENCE_S / 2
+        await asyncio.wait_for(unread.reader().put(50), 10.0)
+        with pytest.raises(asyncio.CancelledError):
+            await deaf
+        assert not reads.done()
+        reads.cancel()
+
+    asyncio.run(whole())
