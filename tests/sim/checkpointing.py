@@ -8,8 +8,8 @@ Oracles:
     CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
            (BSP, SSP); what is asynchronous has nothing twice.
     CP-1   No worker that has answered had named a clock beyond the cut.
-    HOLD   A range that is held until its copies have room changes in nothing, and goes on then. What
-           is asynchronous may: an update of BSP from before may form of seals in effect by then.
+    HOLD   A range that is held until its copies have room changes in nothing, and goes on then.
+           Where it is torn an update of BSP from before may form, of seals in effect by then.
     CP-2   A checkpoint that is complete has every range of its tables, at one clock.
     LIVE   A server is held by no checkpoint but the one that its view has.
 """
