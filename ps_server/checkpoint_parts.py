@@ -470,8 +470,9 @@ class _Part:
         while self._copied:
             _, block, piece = self._copied.pop()
             self._give_back(block.byte_count, piece)
-        for key in self._room.held:
-            self._node.copied(key, self.number)
+        with contextlib.suppress(PushpullError):  # the server has failed: nobody waits for it
+            for key in self._room.held:
+                self._node.copied(key, self.number)
 
 
 def _words(error: BaseException) -> str:

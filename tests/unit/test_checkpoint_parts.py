@@ -231,11 +231,15 @@ def test_a_store_that_takes_nothing_holds_training_for_a_while_only(
         server.step(1)
         server.step(2)
         assert server.clocks == {1}
-        while server.clocks != {2}:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
-        assert not server.reported.is_set()
-        disk.go_on.set()
+
+        def go_on() -> None:
+            moved_on.append(server.clocks == {2})
+            disk.go_on.set()
+
+        moved_on: list[bool] = []
+        asyncio.get_running_loop().call_later(1.0, go_on)
         assert "has taken nothing for 0.05 s" in (await server.report()).problem
+        assert moved_on == [True], "training waited for the store"
 
     run(tmp_path, drive)
 
