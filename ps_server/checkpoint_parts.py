@@ -78,6 +78,7 @@ class CheckpointParts:
         rate_bytes_s: how much is written in a second while updates come; 0: no bound.
         buffer_bytes: what copies that wait to be written may take.
         disk: what local files are written with.
+        stall_s: how long a store may take nothing while training waits for it.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class CheckpointParts:
         rate_bytes_s: int,
         buffer_bytes: int = limits.CHECKPOINT_BUFFER_BYTES,
         disk: Disk = DISK,
+        stall_s: float = limits.CHECKPOINT_STALL_S,
     ) -> None:
         self._node = node
         self._report = report
-        self._means = _Means(rate_bytes_s, CopyMemory(buffer_bytes), disk)
+        self._means = _Means(rate_bytes_s, CopyMemory(buffer_bytes), disk, stall_s)
         self._newest = 0
         self._part: _Part | None = None
         self._written = WrittenBlocks()
@@ -156,6 +158,7 @@ class _Means(NamedTuple):
     rate_bytes_s: int
     copies: CopyMemory
     disk: Disk
+    stall_s: float
 
 
 class _Part:
@@ -173,7 +176,7 @@ class _Part:
         self._node = node
         self._url = checkpoint.url
         self._report = report
-        self._rate_bytes_s, self._copies, self._disk = means
+        self._rate_bytes_s, self._copies, self._disk, self._stall_s = means
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
         self._captures = Captures(self._about_to_change)
@@ -416,16 +419,15 @@ class _Part:
 
     async def _wait(self) -> None:
         """Until something has happened; not for ever where training waits for it, too."""
-        stall_s = limits.CHECKPOINT_STALL_S
-        until_s = self._progress_s + stall_s if self._room.held else None
+        until_s = self._progress_s + self._stall_s if self._room.held else None
         try:
             async with asyncio.timeout_at(until_s):
                 await self._wake.wait()
         except TimeoutError:
             self._problem = self._problem or (
-                f"{self._url} has taken nothing for {stall_s:g} s, while training waited for room "
-                f"for copies (checkpoint_buffer_mb is {self._copies.byte_count / 1e6:g}): the "
-                "store is too slow, or gone"
+                f"{self._url} has taken nothing for {self._stall_s:g} s, while training waited for "
+                f"room for copies (checkpoint_buffer_mb is {self._copies.byte_count / 2**20:g}): "
+                "the store is too slow, or gone"
             )
         self._wake.clear()
 

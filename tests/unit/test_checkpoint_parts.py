@@ -57,9 +57,9 @@ class Server:
         self._sequences = dict.fromkeys(range(RANGES), 0)
         self.see(None)
 
-    def begin_parts(self, buffer_bytes: int, disk: Disk = DISK) -> None:
+    def begin_parts(self, buffer_bytes: int, disk: Disk = DISK, stall_s: float = 15.0) -> None:
         """With so much room for copies."""
-        self.parts = CheckpointParts(self.node, self._report, 0, buffer_bytes, disk)
+        self.parts = CheckpointParts(self.node, self._report, 0, buffer_bytes, disk, stall_s)
 
     async def _report(self, number: int, part: PartReport) -> None:
         self.reports.append((number, part))
@@ -218,14 +218,11 @@ def test_the_loop_waits_for_no_store_and_steps_without_room_for_copies_do(
     run(tmp_path, drive, setting)
 
 
-def test_a_store_that_takes_nothing_holds_training_for_a_while_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "CHECKPOINT_STALL_S", 0.05)
+def test_a_store_that_takes_nothing_holds_training_for_a_while_only(tmp_path: Path) -> None:
     disk = SlowDisk()
 
     async def drive(server: Server) -> None:
-        server.begin_parts(0, disk)
+        server.begin_parts(0, disk, 0.05)
         server.propose()
         server.cut(1)
         server.step(1)
