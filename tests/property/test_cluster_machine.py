@@ -179,7 +179,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         return decision.reply
 
     @rule(
-        role=st.sampled_from(Role),
+        role=st.sampled_from([Role.SERVER, Role.WORKER, Role.READER]),
         rank=st.none() | st.integers(0, 5),
         host=st.integers(0, 4),
         kernels=st.sampled_from(["torch=2", "torch=2", "torch=2", "torch=3"]),
@@ -202,6 +202,19 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             elif role is Role.WORKER:
                 assert session.rank == lowest
             self.twin.nodes.append(TwinNode(request, session, [self.now_s]))
+
+    @rule()
+    def operate(self) -> None:
+        """An operator is no node: whatever it says changes nothing."""
+        request = Registration(bytes(16), Role.OPERATOR)
+        before = self.cluster.view
+        session = self.expect(lambda: self.cluster.register(request, self.now_s), None)
+        assert session is not None
+        assert (session.role, session.node_id) == (Role.OPERATOR, 0)
+        for _ in range(2):  # it does not leave, either
+            self.expect(lambda: self.cluster.heartbeat(session, self.now_s), None)
+            self.expect(lambda: self.cluster.deregister(session, "", self.now_s), None)
+        assert self.cluster.view == before
 
     @rule(data=st.data())
     def register_again(self, data: st.DataObject) -> None:

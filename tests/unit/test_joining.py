@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,13 @@ def test_who_knows_the_secret_is_let_in(joiner: Joiner) -> None:
     proof = joiner.proof(SECRET, CHALLENGE)
     assert len(proof) == 32
     joiner.check(proof, SECRET, CHALLENGE)
+
+
+def test_without_a_rank_there_is_nothing_in_its_place() -> None:
+    assert CHALLENGE_BYTES == 16
+    text = f"pushpull-join|{CHALLENGE.hex()}|{'69' * 16}|server||h:7000"
+    made = hmac.new(SECRET, text.encode(), hashlib.sha256).digest()
+    assert JOINER.proof(SECRET, CHALLENGE) == made
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,7 @@ def test_who_may_not_is_told_who_may() -> None:
         rights.check("SetConsistency", Role.READER)
     with pytest.raises(NotPermitted, match="Push is for workers;"):
         rights.check("Push", Role.OPERATOR)
-    with pytest.raises(NotPermitted, match="Unheard is for nobody"):
+    with pytest.raises(NotPermitted, match="Unheard is for nobody;"):
         rights.check("Unheard", Role.SERVER)
     everybody = frozenset(Role)
     assert rights.words(everybody) == "servers, workers, readers and operators"
