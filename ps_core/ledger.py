@@ -150,6 +150,11 @@ class Ledger:
             )
         return found
 
+    def outcome(self, sequence: int) -> Outcome | None:
+        """How `sequence` ended, if it has, and that is kept."""
+        found = self._endings.get(sequence)
+        return None if found is None else found.outcome
+
     def end(self, sequence: int, ending: Ending) -> None:
         """Record how `sequence` ended (LED-1)."""
         if self.has_ended(sequence):

@@ -93,6 +93,10 @@ MAX_LEDGER_GAP_COUNT = 65_536
 """Sequences that a ledger holds above its low-water mark, and outcomes that it keeps below it for
 a sender that never confirms."""
 
+MAX_RANGE_BLOCK_COUNT = (MAX_LEDGER_GAP_COUNT - 1) // 2
+"""Blocks of one table in one range: a step may push each, and again when it has changed, and the
+seal comes after them; all these numbers are open at once."""
+
 MAX_QUEUED_REPLY_COUNT = 65_536
 """Replies that wait for the reader of a push stream; beyond it the stream is not read on."""
 
@@ -167,11 +171,7 @@ CHECKPOINT_WRITTEN_S = 3600.0
 
 CHECKPOINT_BUFFER_BYTES = 256 * 1024 * 1024
 """Of blocks that a server has copied for a checkpoint and not yet written. A step changes every
-block of a dense table: ranges whose copies do not fit are held at their cut until they do."""
-
-CHECKPOINT_STALL_S = 15.0
-"""A store that takes nothing for so long, while training waits for room for copies, gets no part of
-that checkpoint."""
+block of a dense table: what does not fit is written before the step goes on."""
 
 CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
 """What a server writes of a checkpoint in a second while it also trains."""

@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -221,7 +221,9 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
     """The workers of a part."""
     if not workers:
         return replication_pb2.WorkersFacts()
-    incarnations, ranks, sealed, done, left, joined, confirmed = zip(*workers, strict=True)
+    incarnations, ranks, sealed, done, left, joined, confirmed, goodbyes, predecessors = zip(
+        *workers, strict=True
+    )
     message = replication_pb2.WorkersFacts(
         incarnations=incarnations,
         ranks=ranks,
@@ -231,11 +233,35 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
     )
     if any(joined):
         message.joined_clocks.extend(joined)
-    for index, clock in enumerate(left):
-        if clock is not None:
-            message.left.append(index)
-            message.left_clocks.append(clock)
+    _add_some(left, message.left, message.left_clocks)
+    _add_some(goodbyes, message.goodbyes, message.goodbye_clocks)
+    _add_some(predecessors, message.successors, message.predecessors)
     return message
+
+
+def _add_some(
+    values: Sequence[int | None], indexes: MutableSequence[int], found: MutableSequence[int]
+) -> None:
+    """Those that are not None, with their indexes."""
+    for index, value in enumerate(values):
+        if value is not None:
+            indexes.append(index)
+            found.append(value)
+
+
+def _some(what: str, count: int, indexes: Sequence[int], values: Sequence[int]) -> list[int | None]:
+    """The opposite.
+
+    Raises:
+        InvalidConfig: the lists are not equally long, or an index is beyond `count`.
+    """
+    found: list[int | None] = [None] * count
+    if indexes or values:
+        check_lengths(f"workers that {what}", indexes, values)
+        for index, value in zip(indexes, values, strict=True):
+            at(found, index, f"a worker that {what}")
+            found[index] = value
+    return found
 
 
 def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFacts, ...]:
@@ -246,12 +272,9 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
     """
     count = len(message.incarnations)
     joined = message.joined_clocks or (0,) * count
-    left: list[int | None] = [None] * count
-    if message.left or message.left_clocks:
-        check_lengths("workers that left", message.left, message.left_clocks)
-        for index, clock in zip(message.left, message.left_clocks, strict=True):
-            at(left, index, "a worker that left")
-            left[index] = clock
+    left = _some("left", count, message.left, message.left_clocks)
+    goodbyes = _some("said goodbye", count, message.goodbyes, message.goodbye_clocks)
+    predecessors = _some("replaced one", count, message.successors, message.predecessors)
     columns = (
         message.incarnations,
         message.ranks,
@@ -260,6 +283,8 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
         left,
         joined,
         message.confirmed_sequences,
+        goodbyes,
+        predecessors,
     )
     check_lengths("facts of workers", *columns)
     return tuple(map(WorkerFacts._make, zip(*columns, strict=True)))
@@ -280,6 +305,8 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
         promised=facts.promised,
         hold_clock=facts.hold_clock,
         minds_reads=facts.minds_reads,
+        past_reached_clock=facts.past_reached_clock,
+        past_stepped_clock=facts.past_stepped_clock,
     )
     if facts.unscaled is not None:
         message.unscaled = records.index(facts.unscaled)
@@ -321,6 +348,8 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
         message.hold_clock if message.HasField("hold_clock") else None,
         message.minds_reads,
         _failure(message),
+        message.past_reached_clock,
+        message.past_stepped_clock,
     )
 
 

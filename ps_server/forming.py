@@ -113,16 +113,14 @@ class Forming:
         contributors = []
         blocks: set[int] = set()
         numbers: Hyperparameters | None = None
-        asks = is_clipped = False
+        is_clipped = False
         for worker in [worker for rank in ranks if (worker := state.worker_at(rank, clock))]:
             step = worker.steps[clock]
             contributors.append(self._records.contributor(worker, step))
-            clips = step.sealed_by.terms.clip_scale is not None
-            asks = asks or clips
             if not step.skip:
                 blocks.update(step.blocks)
                 numbers = step.numbers if numbers is None else numbers
-                is_clipped = is_clipped or clips
+                is_clipped = is_clipped or step.sealed_by.terms.clip_scale is not None
         if not contributors:
             return False
         numbers = state.table.numbers.merged(()) if numbers is None else numbers
@@ -131,8 +129,6 @@ class Forming:
             state.unscaled = record
             out.append(Reduce(record))
             return self.drop_orphan(out)
-        if asks:  # those who come too late are told that there is nothing here
-            self._scales.reduced(clock, (0.0,) * len(state.blocks))
         # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))
@@ -158,7 +154,7 @@ class Forming:
             f"{worker.rank}; range {state.range_id} is at clock {newest}",
             clock=newest,
         )
-        ending = Ending(Outcome.DISCARDED, past, squares=self._scales.squares(step.clock))
+        ending = Ending(Outcome.DISCARDED, past, squares=self._scales.squares_of_late(step))
         for push in step.pushes.values():
             state.unstage(step, worker, push)
         for sequence in sorted(step.pushes):

@@ -211,6 +211,8 @@ class OutputCommit:
         is_known = not news and told.facts == delta.facts
         told.facts = delta.facts
         told.workers.update((w.incarnation, w) for w in news)
+        if len(told.workers) > len(delta.workers):  # who is past is forgotten
+            told.workers = {w.incarnation: w for w in delta.workers}
         return None if is_known else news
 
     def settle(self, now_s: float) -> list[Deed]:

@@ -15,7 +15,7 @@ What it deliberately does not do: hold values (`shard_store` does, in the same o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,11 +50,15 @@ class Facts(NamedTuple):
     hold_clock: int | None
     minds_reads: bool
     failure: UpdateFailed | None
+    past_reached_clock: int = 0
+    past_stepped_clock: int = 0
 
 
 class WorkerFacts(NamedTuple):
     """A worker in a part. `sealed_clock` is its newest seal that is decided (what is sealed beyond
     comes again), `left_clock` its last if that is, `confirmed` up to where it has seen outcomes.
+    `predecessor`: who had its rank before it and is not forgotten; 0: there was one, who is; None:
+    nobody that is known of.
     """
 
     incarnation: Incarnation
@@ -64,6 +68,8 @@ class WorkerFacts(NamedTuple):
     left_clock: int | None
     joined_clock: int
     confirmed: int
+    goodbye_clock: int | None = None
+    predecessor: Incarnation | None = None
 
 
 class Delta(NamedTuple):
@@ -121,6 +127,23 @@ class PartCopy:
             worker.ledger.confirm(worker.facts.confirmed)
         for record in delta.counted:
             self._count(record)
+        for facts in delta.workers:
+            if facts.predecessor is not None:
+                self._forget_before(facts)
+
+    def _forget_before(self, facts: WorkerFacts) -> None:
+        """Of those who had the worker's rank before it, only its `predecessor` and that one's, and
+        so on, are still of any use.
+        """
+        kept = {facts.incarnation}
+        before = facts.predecessor
+        while before:
+            kept.add(before)
+            found = self.workers.get(before)
+            before = None if found is None else found.facts.predecessor
+        for worker in [w.facts for w in self.workers.values() if w.facts.rank == facts.rank]:
+            if worker.incarnation < facts.incarnation and worker.incarnation not in kept:
+                del self.workers[worker.incarnation]
 
     def _worker(self, incarnation: Incarnation) -> WorkerCopy:
         worker = self.workers.get(incarnation)
@@ -173,22 +196,43 @@ def facts_of(state: RangeState) -> Facts:
         schedule.hold_clock,
         schedule.minds_reads,
         state.failure,
+        state.past_reached_clock,
+        state.past_stepped_clock,
     )
 
 
-def worker_facts(worker: WorkerPart) -> WorkerFacts:
-    """The worker's facts that are decided."""
+def worker_facts(worker: WorkerPart, *, has_ended: bool) -> WorkerFacts:
+    """The worker's facts that are decided. Whose membership `has_ended` sends nothing again: as
+    far as others know, it left after its newest seal that is decided.
+    """
+    sealed = min(worker.sealed_clock, worker.done_clock)
     # Who said goodbye says it again unless it was answered.
     left = None if worker.holds_last_seal else worker.left_clock
+    if left is not None and has_ended:
+        left = min(left, sealed)
     return WorkerFacts(
         worker.incarnation,
         worker.rank,
-        min(worker.sealed_clock, worker.done_clock),
+        sealed,
         worker.done_clock,
         left,
         worker.joined_clock,
         worker.ledger.confirmed,
+        None if left is None else worker.goodbye_clock,
+        _predecessor_of(worker),
     )
+
+
+def _predecessor_of(worker: WorkerPart) -> Incarnation | None:
+    if worker.is_first:
+        return None
+    return Incarnation(0) if worker.predecessor is None else worker.predecessor.incarnation
+
+
+def _worker_facts(state: RangeState) -> Iterator[WorkerFacts]:
+    """Of each worker, in their order."""
+    for worker in state.workers.values():
+        yield worker_facts(worker, has_ended=state.has_ended(worker))
 
 
 def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> Delta:
@@ -198,17 +242,15 @@ def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Rec
         for effect in effects
         if isinstance(effect, ReplyTo) and effect.ending is not None
     )
-    workers = tuple(worker_facts(worker) for worker in state.workers.values())
+    workers = tuple(_worker_facts(state))
     return Delta(facts_of(state), workers, endings, tuple(counted))
 
 
 def copy_of(state: RangeState) -> PartCopy:
     """All that a new backup has to know of a part; nothing of it is shared with the part."""
     workers = {
-        worker.incarnation: WorkerCopy(
-            worker_facts(worker), worker.ledger.copy(), dict(worker.own_updates)
-        )
-        for worker in state.workers.values()
+        facts.incarnation: WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
+        for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True)
     }
     return PartCopy(facts_of(state), dict(state.versions), workers)
 
@@ -222,6 +264,8 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     state.initialized, state.failure = facts.initialized, facts.failure
     state.unscaled, state.versions = facts.unscaled, copy.versions
     state.squares, state.said = dict(facts.squares), facts.said
+    state.past_reached_clock = facts.past_reached_clock
+    state.past_stepped_clock = facts.past_stepped_clock
     state.schedule.restore(
         facts.settings, facts.change_number, facts.promised, facts.hold_clock,
         mind_reads=facts.minds_reads,
@@ -231,7 +275,10 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     # Whoever has a step behind it may have been answered the read for its next; anybody, that for
     # the first.
     begun = state.first_clock if state.initialized else -1
-    done_clock = max([begun, *(worker.done_clock for worker in state.workers.values())])
+    done_clocks = [worker.done_clock for worker in state.workers.values()]
+    if state.past_reached_clock:
+        done_clocks.append(state.past_reached_clock)
+    done_clock = max([begun, *done_clocks])
     held = state.schedule.hold_clock if facts.minds_reads else None
     state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
 
@@ -241,7 +288,11 @@ def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
     part = WorkerPart(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
     part.ledger, part.own_updates = copy.ledger, copy.own_updates
     part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock
-    part.predecessor = state.by_rank.get(facts.rank) if facts.joined_clock else None
+    part.goodbye_clock, part.is_first = facts.goodbye_clock, facts.predecessor is None
+    before = state.by_rank.get(facts.rank)
+    if before is not None:
+        part.is_first, state.replaced[before.incarnation] = False, before
+        part.predecessor = before if facts.joined_clock else None
     state.workers[facts.incarnation] = part
     state.by_rank[facts.rank] = part
     state.ranks = tuple(sorted({*state.ranks, facts.rank}))

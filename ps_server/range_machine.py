@@ -139,16 +139,18 @@ class RangeMachine:
         out: list[Effect] = []
         state = self.state
         holder = state.by_rank.get(node.rank)
-        has_place = node.rank < state.worker_count  # else it has one once it has joined
-        if node.incarnation != holder.incarnation if holder is not None else not has_place:
+        worker = state.workers.get(node.incarnation)
+        if worker is None and holder is None and node.rank < state.worker_count:
+            worker = holder = self._new_worker(node.rank, node.incarnation, now_s)
+        if worker is None:  # it never came here, or was replaced and is past
             self.reads.ended(node, out)
             return out
-        if node.rank in state.ended:
-            return out
-        if holder is not None and holder.has_left and node.state is NodeState.LEFT:
-            return out
-        worker = holder or self._new_worker(node.rank, node.incarnation, now_s)
-        state.ended[node.rank] = node
+        if worker is holder:
+            if node.rank in state.ended:
+                return out
+            if worker.has_left and node.state is NodeState.LEFT:
+                return out
+            state.ended[node.rank] = node
         self.reads.ended(node, out)
         self._gate.ended(worker, now_s, out)
         self._go_on(now_s, out)
@@ -158,9 +160,11 @@ class RangeMachine:
         """The record's update could not be computed: its entries end as INVALID after all."""
         state = self.state
         for contributor in record.contributors:
-            ledger = state.workers[contributor.incarnation].ledger
+            worker = state.workers.get(contributor.incarnation)
+            if worker is None:  # forgotten: nobody asks what became of its entries
+                continue
             for sequence in contributor.sequences:
-                ledger.overturn(sequence, Ending(Outcome.INVALID, error))
+                worker.ledger.overturn(sequence, Ending(Outcome.INVALID, error))
         if record.blocks and not record.is_assign:
             state.update_count -= 1
             for block in record.blocks:
@@ -216,6 +220,9 @@ class RangeMachine:
             return  # it has joined, or has been replaced in its turn
         state.ended.pop(join.rank, None)
         worker = self._new_worker(join.rank, join.incarnation, now_s)
+        if holder is not None:
+            worker.is_first = False
+            state.replaced[holder.incarnation] = holder
         state.ranks = tuple(sorted({*state.ranks, join.rank}))
         if (
             not state.awaits_rank_zero or join.rank != 0
@@ -244,10 +251,6 @@ class RangeMachine:
             raise UpdateFailed(self.state.failure.message)
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
-    def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
-        """Nothing beyond `clock` takes effect before `end_cut`, or `deadline_s`."""
-        self.state.schedule.hold(cut_id, clock, deadline_s)
-
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
         """Its reader is done with it."""
         out: list[Effect] = []
@@ -266,7 +269,9 @@ class RangeMachine:
         self.reads.cancel(waiter)
 
     def _go_on(self, now_s: float, out: list[Effect]) -> None:
-        """Let go on what cuts held and hold no more."""
+        """Let go on what cuts held and hold no more, and forget who is past."""
+        if self.state.replaced:
+            self.state.forget_past()
         while self.state.schedule.is_freed:
             self.state.schedule.is_freed = False
             self._gate.resume(now_s, out)

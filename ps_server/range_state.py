@@ -101,11 +101,20 @@ class WorkerPart:
     """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
     predecessor: WorkerPart | None = None
     """Whose rank it has, if it was another's: whose steps up to that clock still count."""
+    is_first: bool = True
+    """Whether nobody had its rank before it."""
 
     @property
     def has_left(self) -> bool:
         """Whether it has left this table, and nothing of it is to come."""
-        return self.left_clock is not None and not self.steps
+        left = self.left_clock
+        return left is not None and left <= self.sealed_clock and not self.steps
+
+    @property
+    def stepped_clock(self) -> int:
+        """The highest clock of a step of it that has taken effect, or that was taken without it."""
+        clock = max(self.sealed_clock, self.done_clock)
+        return clock - (self.goodbye_clock == clock)
 
     @property
     def holds_last_seal(self) -> bool:
@@ -177,6 +186,8 @@ class RangeState:
         self.room = room
         self.workers: dict[Incarnation, WorkerPart] = {}
         self.by_rank: dict[int, WorkerPart] = {}
+        self.replaced: dict[Incarnation, WorkerPart] = {}  # workers that are not `by_rank` any more
+        self.past_reached_clock = self.past_stepped_clock = 0  # by workers that were forgotten
         self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
@@ -192,7 +203,7 @@ class RangeState:
     @property
     def reached_clock(self) -> int:
         """The highest clock of which anything has taken effect."""
-        reached = max(self.clock, self.changed_clock)
+        reached = max(self.clock, self.changed_clock, self.past_reached_clock)
         for worker in self.workers.values():
             reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached
@@ -202,10 +213,9 @@ class RangeState:
         """The highest clock of a step that has taken effect. A goodbye is none: it is for a step
         that its worker has not taken, and the others may never take.
         """
-        reached = max(self.formed_clock, self.changed_clock)
+        reached = max(self.formed_clock, self.changed_clock, self.past_stepped_clock)
         for worker in self.workers.values():
-            clock = max(worker.sealed_clock, worker.done_clock)
-            reached = max(reached, clock - (worker.goodbye_clock == clock))
+            reached = max(reached, worker.stepped_clock)
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:
@@ -252,6 +262,22 @@ class RangeState:
         while worker is not None and clock <= worker.joined_clock and worker.predecessor:
             worker = worker.predecessor
         return worker
+
+    def forget_past(self) -> None:
+        """Forget workers that were replaced once all is decided of what they sealed: they are
+        fenced by who has their rank now, and no later update waits for them.
+        """
+        for incarnation, worker in list(self.replaced.items()):
+            left = worker.left_clock
+            if worker.steps or left is None or left > worker.done_clock:
+                continue
+            clock = max(worker.sealed_clock, worker.done_clock)
+            self.past_reached_clock = max(self.past_reached_clock, clock)
+            self.past_stepped_clock = max(self.past_stepped_clock, worker.stepped_clock)
+            del self.replaced[incarnation], self.workers[incarnation]
+            for other in (*self.replaced.values(), self.by_rank[worker.rank]):
+                if other.predecessor is worker:
+                    other.predecessor = worker.predecessor
 
     def has_ended(self, worker: WorkerPart) -> bool:
         """Whether the worker's membership has ended, its rank given anew since or not."""

@@ -104,6 +104,8 @@ class UpdateGate:
     def _take_effect(
         self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
     ) -> bool:
+        if seal.skip_if_invalid:
+            self._recall_carrier(worker, step, seal)
         # Initial values cannot be skipped: rank 0 sends what was invalid again.
         skips_invalid = seal.skip_if_invalid and step.clock > 0
         step.skip = seal.terms.skip or (skips_invalid and bool(step.invalid))
@@ -132,6 +134,14 @@ class UpdateGate:
         if self._is_late(worker, step) and step.clock in worker.steps:
             self._forming.discard(worker, step, out)
         return True
+
+    @staticmethod
+    def _recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
+        """The push that the seal came with may have ended at a primary before this one: what became
+        of it moved with the ledger, and which step it was of did not.
+        """
+        if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
+            step.invalid.add(seal.sequence - 1)
 
     def _is_late(self, worker: WorkerPart, step: StepPart) -> bool:
         """Whether the update has formed without it, scaled or not."""

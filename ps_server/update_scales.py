@@ -18,10 +18,14 @@ from __future__ import annotations
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.ledger import Ending, Outcome
 from ps_server.events import Record, ScaleEvent
-from ps_server.range_state import RangeState, Said, WorkerPart
+from ps_server.range_state import RangeState, Said, StepPart, WorkerPart
 
 _KEPT_COUNT = 4
 """Clocks whose squares are kept, for steps that come too late: their workers are asked too."""
+
+_NAMED_COUNT = 64
+"""Clocks of which it is known whether anything was clipped; squares that are forgotten are empty.
+"""
 
 
 class UpdateScales:
@@ -32,13 +36,27 @@ class UpdateScales:
 
     def reduced(self, clock: int, squares: tuple[float, ...]) -> None:
         """The sum of `clock` is that large."""
-        self._state.squares[clock] = squares
-        for old in [kept for kept in self._state.squares if kept <= clock - _KEPT_COUNT]:
-            del self._state.squares[old]
+        found = self._state.squares
+        found[clock] = squares
+        for old in [kept for kept in found if kept <= clock - _KEPT_COUNT]:
+            found[old] = ()
+        for old in [named for named in found if named <= clock - _NAMED_COUNT]:
+            del found[old]
 
     def squares(self, clock: int) -> tuple[float, ...]:
         """What was told of `clock`; empty if nothing was, or too long ago."""
         return self._state.squares.get(clock, ())
+
+    def squares_of_late(self, step: StepPart) -> tuple[float, ...]:
+        """What the worker of a step is told whose update has formed without it. In an update of
+        which nothing was clipped there is nothing that counts in a norm: a worker that asks is told
+        so, since updates of other ranges may wait for it to say their scale.
+        """
+        found, clock = self._state.squares, step.clock
+        is_forgotten = clock in found or clock <= max(found, default=clock) - _NAMED_COUNT
+        if is_forgotten or step.sealed_by.terms.clip_scale is None:
+            return found.get(clock, ())
+        return (0.0,) * len(self._state.blocks)
 
     def ending(self, event: ScaleEvent, worker: WorkerPart) -> Ending | None:
         """How an entry ends; None if it is what the update waits for."""

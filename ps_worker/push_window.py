@@ -472,7 +472,9 @@ class PushWindow:
     def _send_seal(self, server: NodeId, entries: list[Entry], now_s: float) -> SendSeal:
         step = entries[0].step
         terms = step.sealed_with
-        if step.skipped and not terms.skip:
+        # A seal that travelled with its push was not held until that was answered.
+        is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
+        if is_skipped and not terms.skip:
             terms = replace(terms, skip=True)
         for entry in entries:
             entry.state = _SENT

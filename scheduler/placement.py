@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.errors import check
@@ -42,17 +43,29 @@ def range_count_for(server_count: int) -> int:
     return min(wanted, limits.LARGE_CLUSTER_RANGE_COUNT)
 
 
+def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
+    """The range that holds most blocks of a table, and how many."""
+    counts = np.bincount(_ranges_of_blocks(table, range_count), minlength=range_count)
+    fullest = int(counts.argmax())
+    return RangeId(fullest), int(counts[fullest])
+
+
+def _ranges_of_blocks(table: Table, range_count: int) -> npt.NDArray[np.int64]:
+    """Vectorised: a table may have a million blocks, and the scheduler has one thread."""
+    step = slot_of_ordinal(1)
+    first = slot_of_ordinal(table.first_ordinal)
+    slots = (first + np.arange(table.block_count, dtype=np.int64) * step) % limits.SLOT_COUNT
+    ranges: npt.NDArray[np.int64] = ((slots + 1) * range_count - 1) // limits.SLOT_COUNT
+    return ranges
+
+
 def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
     """Parameter bytes that a table puts into each range; ranges that hold none are absent.
 
     Counted as the servers store them: float32 (float64 for float64 tables), blocks padded to
     `limits.BLOCK_ALIGNMENT_ELEMENTS`.
     """
-    # Vectorised: a table may have a million blocks, and the scheduler has one thread.
-    step = slot_of_ordinal(1)
-    first = slot_of_ordinal(table.first_ordinal)
-    slots = (first + np.arange(table.block_count, dtype=np.int64) * step) % limits.SLOT_COUNT
-    ranges = ((slots + 1) * range_count - 1) // limits.SLOT_COUNT
+    ranges = _ranges_of_blocks(table, range_count)
     element_bytes = table.spec.accumulator_element_bytes
     counts = np.bincount(ranges, minlength=range_count)
     held_bytes = counts * (table.spec.block_elements * element_bytes)

@@ -121,6 +121,7 @@ class Tables:
         needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
         needed_bytes += 0 if table.change is None else view_size.CHANGE_BYTES
         self._check_room(spec, needed_bytes)
+        self._check_reach(table)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
         reason = self._ownership.missing_servers(added_bytes, now_s)
         if reason:
@@ -173,6 +174,17 @@ class Tables:
                 f"table '{spec.name}' takes up to {needed_bytes} bytes of the cluster's view "
                 f"({len(spec.tensors)} tensors, {len(spec.initializer.inline)} bytes of inline "
                 f"values), which has room for {room_bytes} more of {view_size.MAX_VIEW_BYTES}"
+            )
+
+    def _check_reach(self, table: Table) -> None:
+        """One step of the table must fit the numbers that a ledger keeps open."""
+        range_id, count = placement.fullest_range(table, len(self._state.ranges))
+        if count > limits.MAX_RANGE_BLOCK_COUNT:
+            spec = table.spec
+            raise InvalidConfig(
+                f"table '{spec.name}' has {table.block_count} blocks of {spec.block_elements} "
+                f"elements, {count} of them in range {range_id} of {len(self._state.ranges)}; "
+                f"expected at most {limits.MAX_RANGE_BLOCK_COUNT} in a range: take larger blocks"
             )
 
 

@@ -54,7 +54,8 @@ CONSISTENCIES = st.sampled_from(
 )
 WORKERS = st.builds(
     WorkerFacts, INCARNATIONS, SMALL, CLOCKS, CLOCKS, st.none() | CLOCKS,
-    st.sampled_from([0, 0, 7]), COUNTS,
+    st.sampled_from([0, 0, 7]), COUNTS, st.none() | CLOCKS,
+    st.sampled_from([None, None, Incarnation(0), Incarnation(9)]),
 )  # fmt: skip
 CONTRIBUTORS = st.lists(
     st.builds(

@@ -46,6 +46,21 @@ def full() -> tuple[Harness, Session, Session, Session, Session]:
 
 
 class TestTables:
+    def test_a_table_whose_step_fits_no_ledger_is_refused(self) -> None:
+        harness = Harness(server_count=1, worker_count=1, range_count=1)
+        harness.join(Role.SERVER)
+        worker = harness.join(Role.WORKER)
+        most = limits.MAX_RANGE_BLOCK_COUNT
+        small = replace(SPEC, element_count=64 * (most + 1), block_elements=64, tensors=())
+        refused(
+            errors.InvalidConfig,
+            f"{most + 1} of them in range 0 of 1; expected at most {most} in a range",
+            by=lambda: harness.create(worker, small),
+            of=harness,
+        )
+        fitting = harness.create(worker, replace(small, element_count=64 * most))
+        assert isinstance(fitting, Created)
+
     def test_a_creation_waits_for_the_servers_and_says_for_how_many(self, cluster: Harness) -> None:
         worker = cluster.join(Role.WORKER)
         waits = "table 'model' waits for "

@@ -187,6 +187,19 @@ def test_a_carried_seal_is_asked_for_alone_when_its_push_was_received(window: Pu
     assert isinstance(ended, StepEnded)
 
 
+def test_a_carried_seal_whose_push_was_invalid_skips_when_it_goes_alone(window: PushWindow) -> None:
+    """The next owner may know nothing of the push that it came with."""
+    key = _push(window)
+    window.seal(TABLE, 1, [RangeId(0)], SealTerms())
+    window.poll(0.0)
+    _say(window, ReplyKind.RECEIVED, _seal_key(0, 2))
+    _commit(window, key, Outcome.INVALID, error=InvalidTensor("non-finite"))
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    (seal,) = window.poll(1.0)
+    assert isinstance(seal, SendSeal)
+    assert seal.terms.skip
+
+
 def test_a_changed_block_takes_a_new_number_that_names_the_old(window: PushWindow) -> None:
     _push(window)
     window.poll(0.0)

@@ -315,3 +315,26 @@ def test_scales_beyond_what_a_sum_can_have_are_refused_where_they_come_in(
     assert outcomes(said)[0, 2] is Outcome.INVALID
     assert "scale" in problem(said).message
     assert not [effect for effect in at.effects if isinstance(effect, Fold | Apply)]
+
+
+def test_who_is_late_for_an_update_of_nothing_clipped_is_told_that_it_adds_nothing() -> None:
+    """Another range may wait for that worker to say the scale (S7)."""
+    at = bench("bsp:backup=1")
+    at.seal(1, 1, 1, skip=True)  # as one that joins passes what it is behind
+    step(at, 0, 1, 1)
+    assert endings(at.effects, 0)[2] == replace(
+        endings(at.effects, 0)[2], outcome=Outcome.DISCARDED, squares=(0.0,) * 4
+    )
+
+
+def test_who_is_later_still_is_told_so_unless_something_was_clipped() -> None:
+    at = bench("bsp:backup=1")
+    at.seal(1, 1, 1, skip=True)
+    for clock in range(2, 8):  # rank 1 goes on alone
+        step(at, 1, clock, 3 * clock - 4)
+        at.scale(1, 3 * clock - 2, clock, 1.0)
+    for number, clock in enumerate((1, 2, 7)):
+        step(at, 0, clock, 2 * number + 1)
+    found = endings(at.effects, 0)
+    assert [found[seal].squares for seal in (2, 4)] == [(0.0,) * 4, ()]  # the second is forgotten
+    assert any(found[6].squares)

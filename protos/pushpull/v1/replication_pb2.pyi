@@ -151,7 +151,7 @@ class BlockElements(_message.Message):
     def __init__(self, block: _Optional[int] = ..., presence: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PartFacts(_message.Message):
-    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_clock", "failure", "minds_reads")
+    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_clock", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     FORMED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHANGED_CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,8 @@ class PartFacts(_message.Message):
     HOLD_CLOCK_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     MINDS_READS_FIELD_NUMBER: _ClassVar[int]
+    PAST_REACHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PAST_STEPPED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     clock: int
     formed_clock: int
     changed_clock: int
@@ -184,7 +186,9 @@ class PartFacts(_message.Message):
     hold_clock: int
     failure: _types_pb2.Error
     minds_reads: bool
-    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_clock: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ...) -> None: ...
+    past_reached_clock: int
+    past_stepped_clock: int
+    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_clock: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ...) -> None: ...
 
 class ClockSquares(_message.Message):
     __slots__ = ("clock", "squares")
@@ -213,7 +217,7 @@ class SettingFrom(_message.Message):
     def __init__(self, after_clock: _Optional[int] = ..., consistency: _Optional[_Union[_types_pb2.Consistency, _Mapping]] = ...) -> None: ...
 
 class WorkersFacts(_message.Message):
-    __slots__ = ("incarnations", "ranks", "sealed_clocks", "done_clocks", "joined_clocks", "confirmed_sequences", "left", "left_clocks")
+    __slots__ = ("incarnations", "ranks", "sealed_clocks", "done_clocks", "joined_clocks", "confirmed_sequences", "left", "left_clocks", "goodbyes", "goodbye_clocks", "successors", "predecessors")
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SEALED_CLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +226,10 @@ class WorkersFacts(_message.Message):
     CONFIRMED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     LEFT_CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GOODBYES_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
+    PREDECESSORS_FIELD_NUMBER: _ClassVar[int]
     incarnations: _containers.RepeatedScalarFieldContainer[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     sealed_clocks: _containers.RepeatedScalarFieldContainer[int]
@@ -230,7 +238,11 @@ class WorkersFacts(_message.Message):
     confirmed_sequences: _containers.RepeatedScalarFieldContainer[int]
     left: _containers.RepeatedScalarFieldContainer[int]
     left_clocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnations: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[int]] = ..., sealed_clocks: _Optional[_Iterable[int]] = ..., done_clocks: _Optional[_Iterable[int]] = ..., joined_clocks: _Optional[_Iterable[int]] = ..., confirmed_sequences: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., left_clocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    goodbyes: _containers.RepeatedScalarFieldContainer[int]
+    goodbye_clocks: _containers.RepeatedScalarFieldContainer[int]
+    successors: _containers.RepeatedScalarFieldContainer[int]
+    predecessors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnations: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[int]] = ..., sealed_clocks: _Optional[_Iterable[int]] = ..., done_clocks: _Optional[_Iterable[int]] = ..., joined_clocks: _Optional[_Iterable[int]] = ..., confirmed_sequences: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., left_clocks: _Optional[_Iterable[int]] = ..., goodbyes: _Optional[_Iterable[int]] = ..., goodbye_clocks: _Optional[_Iterable[int]] = ..., successors: _Optional[_Iterable[int]] = ..., predecessors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndedEntries(_message.Message):
     __slots__ = ("incarnations", "sequences", "outcomes", "stalenesses", "details")
