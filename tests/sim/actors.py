@@ -186,6 +186,10 @@ class SimWorker:
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
         self.is_newcomer = False
+        self.bad_share = 0.02
+        """Of its blocks that are not finite."""
+        self.joined_after: Callable[[], dict[TableId, int]] = dict
+        """After which clock it has joined each table, as far as the view says."""
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
@@ -199,6 +203,8 @@ class SimWorker:
         self.connection: dict[NodeId, int] = {}
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
         self.finished = False
+        self.failed = False
+        """Whether it finished because of an error."""
         self.moves = 0
         """How often it went on."""
         self.fence: PushpullError | None = None
@@ -252,7 +258,7 @@ class SimWorker:
                 self.finished = True
             except TrainingEnded as ended:
                 self.world.counts[str(ended)] += 1
-                self.finished = True
+                self.finished = self.failed = True
         if not self.is_down:
             self._poll()
 

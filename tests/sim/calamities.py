@@ -44,6 +44,7 @@ class Plan:
         calm_s: when nothing more happens.
         drift: of the servers' clocks, at most.
         resets: whether connections between workers and servers break.
+        worker_deaths: at most.
     """
 
     server_count: int
@@ -54,6 +55,7 @@ class Plan:
     calm_s: float
     drift: float
     resets: bool
+    worker_deaths: int = 1
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Plan:
@@ -104,7 +106,7 @@ class Calamities:
 
     def __init__(self, stage: Stage, plan: Plan) -> None:
         self.is_calm = False
-        self.dead_worker: SimWorker | None = None
+        self.dead_workers: list[SimWorker] = []
         self._stage, self._world, self._plan = stage, stage.world, plan
         self.away: Counter[NodeId] = Counter()
         """Servers that the scheduler may not hear, by how many faults."""
@@ -133,6 +135,12 @@ class Calamities:
         self._world.faults = Faults.none()
         for server in self._stage.living:
             server.wake()
+
+    def strike_server(self) -> None:
+        """One is killed or paused now, if it may be, beside all that is planned."""
+        if not self.is_calm:
+            kind = self._world.draw.choice(("killed", "paused"))
+            self._world.counts[f"fault: {kind}"] += self._strikes[kind]()
 
     def _strike_first(self) -> None:
         self._strike(self._plan.kinds[0])
@@ -290,16 +298,17 @@ class Calamities:
     # --- workers
 
     def _kill_worker(self) -> bool:
-        """One of them, once."""
-        if self.dead_worker is None:
-            found = [worker for worker in self._stage.workers if not worker.finished]
-            if not found:
-                return False
-            self.dead_worker = self._world.draw.choice(found)
-            self._world.say(f"KILLED worker {self.dead_worker.rank}")
-            self._stage.kill_worker(self.dead_worker)
-            return True
-        return self._pause()
+        """One of them, as often as is planned."""
+        if len(self.dead_workers) >= self._plan.worker_deaths:
+            return self._pause()
+        found = [w for w in self._stage.workers if not w.finished and not w.is_down]
+        if not found:
+            return False
+        victim = self._world.draw.choice(found)
+        self.dead_workers.append(victim)
+        self._world.say(f"KILLED worker {victim.rank}")
+        self._stage.kill_worker(victim)
+        return True
 
 
 def _both_ways(one: NodeId, others: Sequence[object]) -> list[Link]:

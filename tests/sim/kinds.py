@@ -9,6 +9,7 @@ from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
+from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_simulation import Simulation
 
 KINDS: dict[str, type[Simulation]] = {
@@ -20,6 +21,7 @@ KINDS: dict[str, type[Simulation]] = {
     "logs": LogSimulation,
     "tables": LateTableSimulation,
     "effects": EffectSimulation,
+    "replacements": ReplacementSimulation,
 }
 
 SHARES = {
@@ -31,5 +33,6 @@ SHARES = {
     "logs": 4,
     "tables": 5,
     "effects": 5,
+    "replacements": 4,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

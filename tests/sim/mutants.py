@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
+from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
 
 _STEPS = ("steps", "changes")
@@ -100,8 +101,8 @@ _ONE_TABLE = (
         "an update is scaled by what one range told",
         "S4",
         "ps_server/update_scales.py",
-        "        self._state.squares[clock] = squares\n",
-        "        self._state.squares[clock] = squares[:1]\n",
+        "        found[clock] = squares\n",
+        "        found[clock] = squares[:1]\n",
         _STEPS,
     ),
     Mutant(
@@ -233,14 +234,6 @@ _ONE_TABLE = (
         _TRAINED,
     ),
     Mutant(
-        "what has no room for copies goes on by a clock",
-        "S10",
-        _SCHEDULE,
-        "        self._cuts[cut_id] = Cut(clock, deadline_s)",
-        "        self._cuts[cut_id] = Cut(clock + 1, deadline_s)",
-        _TRAINED,
-    ),
-    Mutant(
         "a range is captured before it has come to the cut",
         "S10",
         _READS,
@@ -282,4 +275,4 @@ _ONE_TABLE = (
     ),
 )
 
-MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS
+MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS + REPLACEMENT_MUTANTS

@@ -155,7 +155,18 @@ class ReplicatedServer(SimServer):
         if is_new and not log.heirs and log.may_serve(self.now_s):
             self._tenures[range_id] = log.tenure
             self.world.counts["ranges taken over"] += self.world.now_s > 0
+            self._check_stepped(range_id)
             self.watch.begins(self, range_id)
+
+    def _check_stepped(self, range_id: RangeId) -> None:
+        """S10: a checkpoint is cut at a step that somebody has taken."""
+        for (table_id, held_in), part in self.machine.parts.items():
+            joined = [worker.joined_clock for worker in part.state.workers.values()]
+            stepped = max(self.settings.stepped[table_id], *joined, 0)
+            assert held_in != range_id or part.state.stepped_clock <= stepped, (
+                f"S10: {part.state.stepped_clock} in range {range_id} of table {table_id}: no "
+                f"worker has taken more than step {stepped}"
+            )
 
     def _forget(self, range_id: RangeId) -> None:
         """Another is primary: nothing that is here counts."""

@@ -212,8 +212,8 @@ REPLICATION_MUTANTS = (
         "a seal that formed nothing is moved",
         "S9",
         _COPY,
-        "        min(worker.sealed_clock, worker.done_clock),",
-        "        worker.sealed_clock,",
+        "    sealed = min(worker.sealed_clock, worker.done_clock)\n",
+        "    sealed = worker.sealed_clock\n",
         _FAILOVER,
     ),
     Mutant(

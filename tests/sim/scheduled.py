@@ -12,6 +12,7 @@ from typing import ClassVar
 from ps_core.cluster_view import Session
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig
+from ps_core.keys import Incarnation, TableId
 from scheduler.changes import Wish
 from scheduler.cluster import Decision
 from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
@@ -55,6 +56,15 @@ class ScheduledSimulation(Simulation):
         """Where nobody may hear the answer any more."""
         del session
         return contextlib.nullcontext()
+
+    def _joined_after(self, incarnation: Incarnation) -> dict[TableId, int]:
+        """After which clock a worker has joined each table, where it has."""
+        return {
+            table.table_id: join.after_clock
+            for table in self.scheduler.view.tables
+            for join in table.joins
+            if join.incarnation == incarnation
+        }
 
     def _is_heard(self, worker: SimWorker) -> bool:
         """Whether its heartbeats come."""

@@ -207,9 +207,12 @@ class SimServer:
         return Reading(0, numbers, tuple(self.updates[key[0], block]))
 
     def _check_enough(self, record: Record) -> None:
-        """No more are left behind than may be (S7)."""
+        """No more are left behind than may be (S7), and none is counted that skipped (S1)."""
         table = self.machine.table(record.table_id)
         setting = self.settings.at(table, record.clock)
+        for part in record.summed_by or record.contributors:
+            step = record.table_id, record.clock, part.incarnation
+            assert part.skip or step not in self.settings.skipped, f"S1: {part} in {record}"
         if setting.mode is not Mode.BSP:
             return
         state = self.machine.parts[record.table_id, record.range_id].state

@@ -51,7 +51,7 @@ class CrashSimulation(ScheduledSimulation):
         if self.victim.finished:
             return
         table_id = self.layout.tables[-1].table_id
-        clock = self.truth.sealed.get((table_id, self.victim.rank), 0)
+        clock = self.truth.sealed.get((table_id, self.victim.incarnation), 0)
         if self.strike_clock and clock < self.strike_clock:
             self.world.after(LOOK_S / 10, self._strike)
             return
@@ -78,13 +78,14 @@ class CrashSimulation(ScheduledSimulation):
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
         if isinstance(transition, WorkerGone):
-            rank = self.gone_rank = transition.node.rank
+            self.gone_rank = transition.node.rank
             assert transition.node.incarnation == self.victim.incarnation
             self.world.counts["gone"] += 1
             self.truth.gone.add(self.victim.incarnation)
             if self.world.draw.random() < 0.6:
                 self.world.after(self.world.draw.random() * 5.0, self._replace)
-            self.truth.left |= {(table.table_id, rank) for table in self.layout.tables}
+            victim = self.victim.incarnation
+            self.truth.left |= {(table.table_id, victim) for table in self.layout.tables}
         self.world.counts["silent"] += isinstance(transition, NodeSilent)
 
     def _replace(self) -> None:
@@ -113,6 +114,7 @@ class CrashSimulation(ScheduledSimulation):
         session = decision.reply
         worker = SimWorker(self.world, self.cluster, self.layout, session.rank, session.incarnation)
         worker.is_newcomer = True
+        worker.joined_after = lambda: self._joined_after(session.incarnation)
         self.workers.append(worker)
         self.late[session.incarnation] = session
         self._publish(decision.transitions)

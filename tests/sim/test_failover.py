@@ -241,12 +241,12 @@ class FailoverSimulation(ScheduledSimulation):
             transition.node.node_id in self.servers
         )
         if isinstance(transition, WorkerGone):
-            dead = self.calamities.dead_worker
-            assert dead is not None
-            assert transition.node.incarnation == dead.incarnation
+            dead = transition.node.incarnation
+            may_be = [*self.calamities.dead_workers, *(w for w in self.workers if w.failed)]
+            assert dead in {worker.incarnation for worker in may_be}
             counts["gone"] += 1
-            self.truth.gone.add(dead.incarnation)
-            self.truth.left |= {(table.table_id, dead.rank) for table in self.layout.tables}
+            self.truth.gone.add(dead)
+            self.truth.left |= {(table.table_id, dead) for table in self.layout.tables}
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         super()._publish(transitions)
@@ -323,14 +323,17 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _is_quiet(self) -> bool:
         view = self.scheduler.view
-        dead = self.calamities.dead_worker
         backup_count = min(self.plan.replica_count, len(self.living)) - 1
         return (
             all(len(r.backups) == backup_count for r in view.ranges if r.primary is not None)
             and all(s.view_number == view.view_number for s in self.living)
             and all(s.is_settled and not s.asked for s in self.living)
-            and (dead is None or dead.incarnation in self.truth.gone)
+            and self._are_declared_gone()
         )
+
+    def _are_declared_gone(self) -> bool:
+        """Whether nobody waits for the dead any more."""
+        return all(w.incarnation in self.truth.gone for w in self.calamities.dead_workers)
 
     def _check_equal(
         self, primary: ReplicatedServer, backup: ReplicatedServer, range_id: RangeId
@@ -346,29 +349,35 @@ class FailoverSimulation(ScheduledSimulation):
                 assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
             copy = backup.replication.replicas[range_id].copies.get(table.table_id)
             if part is not None and copy is not None:
-                ours, theirs = (_known(c, self.truth.gone) for c in (copy_of(part.state), copy))
+                mine, gone = copy_of(part.state), self.truth.gone
+                past = set(copy.workers) - set(mine.workers)  # the backup may not be told yet
+                assert past <= gone
+                ours, theirs = (_known(c, gone, past) for c in (mine, copy))
                 assert ours == theirs, f"EQUAL: {ours} is copied as {theirs}"
         self.world.counts["equal replicas"] += 1
 
 
-def _known(copy: PartCopy, gone: set[Incarnation]) -> object:
-    """What two copies have alike: which outcomes their workers saw is told in passing, and who is
-    gone each server knows from its view.
+def _known(copy: PartCopy, gone: set[Incarnation], past: set[Incarnation]) -> object:
+    """What two copies have alike: which outcomes their workers saw and who is `past` is told in
+    passing, and who is gone each server knows from its view.
     """
     return (
         copy.facts,
         copy.versions,
         [
             (_decided(worker.facts, gone), worker.own_updates, worker.ledger.low_water)
-            for _, worker in sorted(copy.workers.items())
+            for incarnation, worker in sorted(copy.workers.items())
             if worker.ledger.low_water  # else nothing of it was decided
+            and incarnation not in past
         ],
     )
 
 
 def _decided(facts: WorkerFacts, gone: set[Incarnation]) -> WorkerFacts:
-    left = None if facts.incarnation in gone else facts.left_clock
-    return facts._replace(confirmed=0, left_clock=left)
+    facts = facts._replace(confirmed=0, predecessor=None)
+    if facts.incarnation in gone:
+        return facts._replace(left_clock=None, goodbye_clock=None)
+    return facts
 
 
 @pytest.mark.timeout(300)

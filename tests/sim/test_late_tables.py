@@ -110,9 +110,7 @@ class LateTableSimulation(FailoverSimulation):
         settings._settings[table.table_id] = [(-1, table.spec.consistency)]
         if self.world.draw.random() < 0.4:
             self.clip([table])
-        dead = self.calamities.dead_worker
-        if dead is not None and dead.incarnation in self.truth.gone:
-            self.truth.left.add((table.table_id, dead.rank))
+        self.truth.left |= {(table.table_id, incarnation) for incarnation in self.truth.gone}
         self.layout.tables.append(table)
         self.late.append(table)
 

@@ -43,7 +43,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
-        truth.left.add((table.table_id, worker.rank))
+        truth.left.add((table.table_id, worker.incarnation))
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
 
 
@@ -61,23 +61,24 @@ def _begin_where_the_others_are(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
 ) -> Waits:
     """As `ps_worker.succession`: it joins each table, and puts them at one clock, as they are for
-    the others. Else it could wait on one table for who waits for it on another.
+    the others, before it waits for anything. Else it could wait on one table for who waits for it
+    on another.
     """
-    for table in worker.layout.tables:
-        yield from _read(worker, table, 0)
-        clock = min(answer.clock for answer in worker.reads.answers.values())
-        _check(worker, truth, table, clock)
-        clocks[table.table_id] = truth.sealed[table.table_id, worker.rank] = clock
-        truth.left.discard((table.table_id, worker.rank))  # who had its rank before may have left
-    newest = max(clocks.values())
-    for table in worker.layout.tables:
+    tables = worker.layout.tables
+    yield lambda: len(worker.joined_after()) == len(tables)
+    joined = worker.joined_after()
+    newest = max(joined.values())
+    for table in tables:
         ranges = list(table.blocks_by_range(worker.layout.range_count))
-        for clock in range(clocks[table.table_id] + 1, newest + 1):
+        for clock in range(joined[table.table_id] + 1, newest + 1):
             worker.world.counts["steps that are passed"] += 1
             worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True))
-            truth.sealed[table.table_id, worker.rank] = clock
+        clocks[table.table_id] = truth.sealed[table.table_id, worker.incarnation] = newest
+    for table in tables:
+        yield from _read(worker, table, 0)  # it is given what is there when it has joined
+        _check_first(worker, truth, table, joined[table.table_id])
+        for clock in range(joined[table.table_id] + 1, newest + 1):
             yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
-        clocks[table.table_id] = newest
         yield from _read_and_check(worker, truth, table, newest)
 
 
@@ -94,7 +95,8 @@ def _step(
     final: dict[int, Body] = {}
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
-        bad = clock and draw.random() < 0.02 and not (eager and layout.settings.may_change)
+        is_bad = draw.random() < worker.bad_share if clock else False
+        bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
         grad = Grad(clock, worker.rank, block, revision, pulled, worker.incarnation)
@@ -121,15 +123,18 @@ def _step(
         truth.took_part[table.table_id, clock].add(worker.incarnation)
     scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
     layout.settings.amp[table.table_id, worker.incarnation, clock] = scale
+    layout.settings.stepped[table.table_id] = max(layout.settings.stepped[table.table_id], clock)
+    if is_out and not eager:
+        layout.settings.skipped.add((table.table_id, clock, worker.incarnation))
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
     clip_scale = CLIP_SCALE if clips else None
     terms = SealTerms(numbers_of(table, clock), scale, skip, last, clip_scale)
     worker.window.seal(table.table_id, clock, ranges, terms)
-    truth.sealed[table.table_id, worker.rank] = clock
+    truth.sealed[table.table_id, worker.incarnation] = clock
     if last:
-        truth.left.add((table.table_id, worker.rank))
+        truth.left.add((table.table_id, worker.incarnation))
         worker.world.counts["left by a step"] += 1
     if clock and not last and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
@@ -154,6 +159,16 @@ def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -
     else:
         yield from _read(worker, table, clock)
     _check(worker, truth, table, clock)
+
+
+def _check_first(worker: SimWorker, truth: Truth, table: Table, joined: int) -> None:
+    """Ranges answer as they have joined it; of BSP some may be as far as it has passed steps."""
+    for answer in worker.reads.answers.values():
+        assert answer.clock >= joined
+        is_bsp = worker.layout.settings.at(table, joined + 1).mode is Mode.BSP
+        for block, found in answer.blocks.items():
+            clock = answer.clock if is_bsp else joined
+            _check_block(worker, truth, table, clock, (block, found))
 
 
 def _check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> None:
@@ -213,8 +228,8 @@ def _check_order(found: list[Grad], *, in_rank_order: bool) -> None:
 
 def _check_bound(truth: Truth, table: Table, clock: int, read: tuple[int, list[Grad]]) -> None:
     block, found = read
-    for (table_id, rank), sealed in truth.sealed.items():
-        if table_id == table.table_id and (table_id, rank) not in truth.left:
-            assert sealed >= clock, f"worker {rank} is at {sealed}; the read needs {clock}"
+    for (table_id, incarnation), sealed in truth.sealed.items():
+        if table_id == table.table_id and (table_id, incarnation) not in truth.left:
+            assert sealed >= clock, f"worker {incarnation} is at {sealed}; the read needs {clock}"
     missing = truth.upto(table.table_id, block, clock) - set(found)
     assert not missing, f"misses {missing}, all up to clock {clock}"

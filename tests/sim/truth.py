@@ -67,6 +67,10 @@ class Settings:
         self.amp: dict[tuple[TableId, int, int], float] = {}
         """What workers (by incarnation) scale their own gradient of a clock by; else 1."""
         self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
+        self.skipped: set[tuple[TableId, int, Incarnation]] = set()
+        """Steps (table, clock, worker) that no range may count."""
+        self.stepped: dict[TableId, int] = defaultdict(int)
+        """The newest clock of which a worker has sealed a step, and not said goodbye."""
 
     def change(self, table_id: TableId, change: Change) -> None:
         """It is committed. What it makes void was not reached by anyone."""
@@ -157,11 +161,13 @@ class Truth:
     )
     """(table, clock) -> who has sealed it without skip."""
 
-    sealed: dict[tuple[TableId, int], int] = field(default_factory=lambda: defaultdict(int))
-    """(table, rank) -> the newest clock that the worker has sealed."""
+    sealed: dict[tuple[TableId, Incarnation], int] = field(default_factory=lambda: defaultdict(int))
+    """(table, worker) -> the newest clock that the worker has sealed. One that was replaced may go
+    on sealing for a while: nothing of that is its successor's.
+    """
 
-    left: set[tuple[TableId, int]] = field(default_factory=set)
-    """(table, rank) of workers that have left."""
+    left: set[tuple[TableId, Incarnation]] = field(default_factory=set)
+    """(table, worker) of workers that have left, or are gone."""
 
     gone: set[Incarnation] = field(default_factory=set)
     """Incarnations of workers that were declared gone."""

@@ -6,7 +6,7 @@ import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 from ps_runtime.imported import spared
@@ -21,7 +21,7 @@ PYTHON_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs", "clients
 _NOT_OURS = {"node_modules", "__pycache__", ".venv"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One Python file: where it is, what it says, and its syntax tree."""
 
@@ -29,11 +29,6 @@ class Source:
     """Relative to the repository, with forward slashes."""
     text: str
     tree: ast.Module
-
-    @cached_property
-    def nodes(self) -> tuple[ast.AST, ...]:
-        """All nodes of its tree."""
-        return tuple(ast.walk(self.tree))
 
     @property
     def module(self) -> str:

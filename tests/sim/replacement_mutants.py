@@ -1,0 +1,71 @@
+"""The deliberate bugs of workers that are replaced, leave and skip where a range moves (S1, S4, S6,
+S7, S10).
+"""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+_REPLACEMENTS = ("replacements",)
+_GATE = "ps_server/update_gate.py"
+_COPY = "ps_server/part_copy.py"
+_STATE = "ps_server/range_state.py"
+
+REPLACEMENT_MUTANTS = (
+    Mutant(
+        "what the dead had sealed is moved undecided",
+        "S6",
+        _COPY,
+        "        left = min(left, sealed)\n",
+        "        sealed = worker.sealed_clock\n",
+        _REPLACEMENTS,
+    ),
+    Mutant(
+        "who was replaced is forgotten with a step that is held",
+        "S6",
+        _STATE,
+        "            if worker.steps or left is None or left > worker.done_clock:\n",
+        "            if False:\n",
+        _REPLACEMENTS,
+    ),
+    Mutant(
+        "who replaces another is a member from the first clock",
+        "S6",
+        _COPY,
+        "        part.predecessor = before if facts.joined_clock else None\n",
+        "        part.joined_clock = 0\n",
+        _REPLACEMENTS,
+    ),
+    Mutant(
+        "a goodbye is a step once a range has moved",
+        "S10",
+        _COPY,
+        "    part.goodbye_clock, part.is_first = facts.goodbye_clock, facts.predecessor is None\n",
+        "    part.is_first = facts.predecessor is None\n",
+        ("replacements", "failover"),
+    ),
+    Mutant(
+        "what a carried seal skips is forgotten by its worker",
+        "S4",
+        "ps_worker/push_window.py",
+        "is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))",
+        "is_skipped = step.skipped",
+        ("replacements", "failover"),
+    ),
+    Mutant(
+        "what a seal came with is forgotten where a range moves",
+        "S4",
+        _GATE,
+        "if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):",
+        "if False:",
+        ("replacements", "failover"),
+    ),
+    Mutant(
+        "who is late for an update of nothing clipped is told nothing",
+        "S7",
+        "ps_server/update_scales.py",
+        "        return (0.0,) * len(self._state.blocks)\n",
+        "        return ()\n",
+        ("steps", "newcomers", "replacements"),
+    ),
+)

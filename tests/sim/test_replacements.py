@@ -1,0 +1,277 @@
+"""Workers that die and are replaced while servers fail over (S6 beside S8 and S9).
+
+A worker is killed or paused, often while another one is so slow that ranges hold what the dead one
+has sealed, and form nothing of it. A replacement takes its rank, and may die in its turn; servers
+are killed, paused and cut off all the time. Who has finished may leave the cluster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+
+from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.keys import Incarnation, RangeId
+from ps_core.tables import Table
+from scheduler.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.cluster_state import (
+    ChangeCommitted,
+    RangesFailedOver,
+    Registration,
+    Transition,
+    WorkerGone,
+)
+from tests.sim.actors import SimWorker
+from tests.sim.calamities import Plan
+from tests.sim.scheduled import LOOK_S
+from tests.sim.test_failover import WORKER_TIMEOUT_S, FailoverSimulation
+from tests.sim.test_simulation import WORKERS, run_seeds
+from tests.sim.training import training
+from tests.sim.truth import Grad
+
+_SLOW_S = (14.0, 39.0)
+"""For how long a slow worker takes no step: longer than it takes to replace one that is dead."""
+
+
+_BAD_SHARE = 0.08
+"""Of blocks that are not finite: so that seals which skip are there when a range moves."""
+
+
+class ReplacementSimulation(FailoverSimulation):
+    """One seed in which up to three workers die, one after the other, and are replaced."""
+
+    may_sum = False
+    often: ClassVar[frozenset[str]] = frozenset({
+        "fault: killed", "fault: worker killed", "failovers", "ranges taken over", "snapshots",
+        "gone", "replacements", "joined", "slow worker", "came back", "fenced", "left",
+        "failovers after a join", "undecided steps of the replaced",
+        *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")), "equal replicas",
+        "checkpoints",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({
+        "newcomers' clipped steps under bsp", "replaced again", "steps that are passed",
+        "steps in some ranges only",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {
+        "messages": 2_000, "failovers": 1, "gone": 1, "joined": 1,
+    }  # fmt: skip
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.slow: set[SimWorker] = set()
+        self.paused: set[SimWorker] = set()
+        self.has_left: set[SimWorker] = set()
+        self.first: dict[Incarnation, Session] = {}
+        super().__init__(seed, narrate=narrate)
+        self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
+        for worker in self.workers:
+            worker.bad_share = _BAD_SHARE
+        self.is_steady = self.world.draw.random() < 0.5
+        if self.world.draw.random() < 0.5:
+            self._say_goodbye()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens: a worker dies early, and others may later."""
+        plan, draw = super().plan, self.world.draw
+        others = [kind for kind in plan.kinds[1:] if kind != "worker killed"]
+        return replace(
+            plan,
+            kinds=(plan.kinds[0], "worker killed", *others),
+            strike_count=plan.strike_count + draw.randint(1, 3),
+            worker_deaths=draw.choice((1, 2, 3)),
+        )
+
+    def _change(self) -> None:
+        """Under BSP most can wait for who is dead: half of all seeds stay what they are."""
+        if not self.is_steady:
+            super()._change()
+
+    # --- workers that die, and slow ones
+
+    def kill_worker(self, worker: SimWorker) -> None:
+        """For good, or for a while; another one may be slow meanwhile."""
+        draw, counts = self.world.draw, self.world.counts
+        others = [w for w in self.workers if w is not worker and not w.finished and not w.is_down]
+        at_s = 0.0
+        if others and not self.slow and draw.random() < 0.7:
+            self._slow_down(draw.choice(others))
+            at_s = draw.random()
+        if draw.random() < 0.75:
+            self.world.after(at_s, worker.stop)
+            return
+        counts["paused workers"] += 1
+        self.paused.add(worker)
+        for_s = draw.choice((2.0, WORKER_TIMEOUT_S, 3 * WORKER_TIMEOUT_S)) + draw.random()
+        self.world.after(at_s, worker.stop)
+        self.world.after(at_s + for_s, lambda: self._wake(worker))
+
+    def _slow_down(self, worker: SimWorker) -> None:
+        """Its heartbeats go on."""
+        self.world.say(f"SLOW worker {worker.rank}")
+        self.world.counts["slow worker"] += 1
+        self.slow.add(worker)
+        worker.stop()
+
+        def wake() -> None:
+            self.slow.discard(worker)
+            worker.wake()
+
+        self.world.after(self.world.draw.uniform(*_SLOW_S), wake)
+
+    def _wake(self, worker: SimWorker) -> None:
+        self.world.counts["came back"] += 1
+        self.world.say(f"WOKE worker {worker.rank}")
+        self.paused.discard(worker)
+        worker.wake()
+
+    def _is_heard(self, worker: SimWorker) -> bool:
+        if worker in self.has_left or worker.failed:
+            return False
+        return worker in self.slow or super()._is_heard(worker)
+
+    # --- those who replace them
+
+    def _happened(self, transition: Transition) -> None:
+        super()._happened(transition)
+        if isinstance(transition, WorkerGone):
+            rank, delay_s = transition.node.rank, self.world.draw.random() * 4.0
+            self.world.after(delay_s, lambda: self._replace(rank))
+        counts = self.world.counts
+        if isinstance(transition, RangesFailedOver):
+            counts["failovers after a join"] += counts["joined"] > 0
+            for range_id in transition.range_ids:
+                self._count_undecided(range_id)
+        if isinstance(transition, ChangeCommitted) and transition.change.join is not None:
+            predecessors = [w for w in self.workers if w.rank == transition.change.join.rank]
+            counts["replaced again"] += len(predecessors) > 2
+            if self.slow and self.world.draw.random() < 0.8:
+                at_s = self.world.draw.random() * 2.0
+                self.world.after(at_s, self.calamities.strike_server)
+
+    def _count_undecided(self, range_id: RangeId) -> None:
+        """What nobody will send again is lost with the range's primary."""
+        for server in self.servers.values():
+            if range_id not in server.replication.primaries:
+                continue
+            for (_, held_in), part in server.machine.parts.items():
+                if held_in == range_id:
+                    state = part.state
+                    former = set(state.workers.values()) - set(state.by_rank.values())
+                    undecided = sum(bool(worker.steps) for worker in former)
+                    self.world.counts["undecided steps of the replaced"] += undecided
+
+    def _replace(self, rank: int) -> None:
+        """Another worker takes the rank, unless nobody trains any more."""
+        holder = self.scheduler._state.workers_by_rank()[rank]
+        if holder.state is not NodeState.GONE or self._is_over():
+            return
+        if rank == 0 and not self._has_initial_values():  # it would have to give them
+            self.world.after(LOOK_S, lambda: self._replace(rank))
+            return
+        asking = Registration(
+            f"replacement {len(self.workers)}".encode().ljust(16),
+            Role.WORKER,
+            requested_rank=rank,
+            features=(CHECKPOINTS_FEATURE,),
+        )
+        decision = self.scheduler.register(asking, self.world.now_s)
+        session = decision.reply
+        worker = SimWorker(
+            self.world, self.cluster, self.layout_of(), session.rank, session.incarnation
+        )
+        worker.is_newcomer = True
+        worker.joined_after = lambda: self._joined_after(session.incarnation)
+        self.workers.append(worker)
+        self.first[session.incarnation] = session
+        self._moved_s[worker] = (0, self.world.now_s)
+        self._publish(decision.transitions)
+        self._beat(session, worker)
+        self.world.counts["replacements"] += 1
+        self._start_late(worker, self.scheduler.view.view_number)
+
+    def _has_initial_values(self) -> bool:
+        """Whether every range that holds blocks of a table has a primary that has its values."""
+        owner = self.layout.owner
+        for table in self.layout.tables:
+            for range_id in table.blocks_by_range(self.layout.range_count):
+                part = self.servers[owner[range_id]].machine.parts.get((table.table_id, range_id))
+                if part is None or not part.state.initialized:
+                    return False
+        return True
+
+    def _start_late(self, worker: SimWorker, view_number: int) -> None:
+        """A session waits for the view that has the node."""
+        if any(server.view_number < view_number for server in self.living):
+            self.world.after(LOOK_S, lambda: self._start_late(worker, view_number))
+            return
+        worker.start(training(worker, self.truth, self.world.draw.randint(2, 8)))
+
+    # --- those who leave
+
+    def _say_goodbye(self) -> None:
+        """Who has finished leaves the cluster, while another one trains."""
+        self.world.after(LOOK_S, self._say_goodbye)
+        for worker in self.workers:
+            others = [w for w in self.workers if w is not worker and w not in self.has_left]
+            if worker in self.has_left or not worker.finished or worker.is_down or worker.failed:
+                continue
+            if any(self._is_heard(other) and not other.finished for other in others):
+                self.has_left.add(worker)
+                worker.stop()  # nothing that is still under way to it matters
+                self.world.counts["left"] += 1
+                session = self.first[worker.incarnation]
+                decision = self.scheduler.deregister(session, "done", self.world.now_s)
+                self._publish(decision.transitions)
+
+    # --- the end
+
+    def _is_over(self) -> bool:
+        return all(
+            w.finished or (w.is_down and w not in self.slow and w not in self.paused)
+            for w in self.workers
+        )
+
+    def _are_declared_gone(self) -> bool:
+        """Some were only paused, and woke in time; others died of an error."""
+        dead = [worker for worker in self.calamities.dead_workers if worker.is_down]
+        dead += [worker for worker in self.workers if worker.failed]
+        return all(w.incarnation in self.truth.gone for w in dead if w not in self.has_left)
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        for table in self.layout.tables:
+            if self.layout.settings.is_always_bsp(table):
+                self._check_whole(table)
+
+    def _check_whole(self, table: Table) -> None:
+        """BSP: each step of the dead is in a range as a whole, or not at all."""
+        clocks: dict[tuple[Incarnation, int], set[bool]] = defaultdict(set)
+        for range_id, blocks in table.blocks_by_range(self.layout.range_count).items():
+            server = self.cluster[self.layout.owner[range_id]]
+            found = self._of_the_gone([g for b in blocks for g in server.values[table.table_id, b]])
+            sealed = self._of_the_gone(
+                [g for b in blocks for g in self.truth.contributions[table.table_id, b]]
+            )
+            for step, grads in sealed.items():
+                clocks[step].add(step in found)
+                assert found.get(step, grads) == grads, f"{step} is torn in range {range_id}"
+        torn = sum(len(is_in) > 1 for is_in in clocks.values())
+        self.world.counts["steps in some ranges only"] += torn
+
+    def _of_the_gone(self, grads: list[Grad]) -> dict[tuple[Incarnation, int], set[Grad]]:
+        found: dict[tuple[Incarnation, int], set[Grad]] = defaultdict(set)
+        for grad in grads:
+            incarnation = Incarnation(grad.incarnation)
+            if incarnation in self.truth.gone:
+                found[incarnation, grad.clock].add(grad)
+        return found
+
+
+@pytest.mark.timeout(300)
+def test_replacements_train_on_whatever_server_is_next(sim_seeds: tuple[int, ...]) -> None:
+    """S6 and S8: nobody waits for who was replaced, and what the living sealed is there."""
+    run_seeds(ReplacementSimulation, sim_seeds)
