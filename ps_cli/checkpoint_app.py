@@ -125,6 +125,28 @@ def diff(first: Url, second: Url) -> None:
 
 
 @checkpoint_app.command()
+def rescue(
+    kept: Annotated[
+        Path,
+        typer.Argument(
+            help="The file that a server wrote when another cluster's scheduler answered in the "
+            "place of its own; its log line values_kept names it.",
+            dir_okay=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.", dir_okay=False)],
+) -> None:
+    """Save the parameters of servers whose scheduler is gone.
+
+    They are read from the servers, as each range is then; `import` makes a run's first checkpoint
+    of the file. What optimizers keep is not in it.
+    """
+    from ps_cli.checkpoint_rescue import rescue as rescue_values
+
+    reported(lambda output: rescue_values(kept, out, output))
+
+
+@checkpoint_app.command()
 def export(
     url: Url,
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.", dir_okay=False)],

@@ -75,6 +75,14 @@ class Fenced(PushpullError):
     code = "FENCED"
 
 
+class ForeignCluster(Fenced):
+    """The scheduler's cluster is another one than the session's, and was not restored in its place:
+    whoever has values of that one has them alone.
+    """
+
+    code = "FENCED"
+
+
 class Recovering(PushpullError):
     """The node is not ready yet: retry later."""
 

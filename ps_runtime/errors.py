@@ -75,6 +75,7 @@ def error_to_proto(error: tree.PushpullError) -> types_pb2.Error:
         message=_bounded(error.message),
         retry_after_ms=error.retry_after_ms,
         clock=error.clock,
+        is_foreign=isinstance(error, tree.ForeignCluster),
     )
 
 
@@ -86,6 +87,8 @@ def error_from_proto(message: types_pb2.Error) -> tree.PushpullError:
     except ValueError:
         name = str(message.code)
     kind = tree.CATALOGUE.get(name)
+    if kind is tree.Fenced and message.is_foreign:
+        kind = tree.ForeignCluster
     if kind is None:
         kind, text = tree.Internal, f"error code {name}, which is not in the catalogue: {text}"
     return kind(text, retry_after_ms=message.retry_after_ms, clock=message.clock)

@@ -326,6 +326,9 @@ class ServerMetrics:
             "Ranges that the server backs up for another.",
             registry=registry,
         )
+        self.values_kept = Gauge(
+            "pushpull_server_values_kept", "1: it keeps a lost cluster's values.", registry=registry
+        )
         self.held_decisions = Gauge(
             "pushpull_server_held_decisions",
             "Decisions that not every backup has yet: nobody has seen them.",

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from ps_core import limits
-from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError
-from ps_runtime import channels, clock, config, logs, shutdown
+from ps_core.errors import Fenced, ForeignCluster, Internal, InvalidConfig, PushpullError
+from ps_runtime import channels, clock, config, kept_values, logs, shutdown
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.http2.server import StreamServer
@@ -176,7 +176,7 @@ async def _serve(settings: ServerConfig) -> None:
             try:
                 await _run(settings, server, attach, (metrics, node_metrics))
             except Fenced as error:
-                if not error.retry_after_ms:
+                if not error.retry_after_ms and not isinstance(error, ForeignCluster):
                     raise
                 logs.info("registering_again", reason=error.message)
                 servicer.drain()
@@ -263,6 +263,8 @@ async def _run(
 
         try:
             await _until((finished, link.fenced, failed), tick)
+            if isinstance(link.fenced_by, ForeignCluster) and node.shards.stores:
+                await _keep_values(link, node, stack, failed)
         finally:
             if node.health.failure is not None:
                 raise Internal(
@@ -401,6 +403,32 @@ def _watch(
         metrics.backup_ranges.set_function(lambda: replicas.backed_up_count)
         metrics.held_decisions.set_function(lambda: replicas.held_count)
         metrics.peer_queue_bytes.set_function(lambda: replicas.queued_bytes)
+
+
+async def _keep_values(
+    link: SchedulerLink,
+    node: ParameterNode,
+    stack: contextlib.AsyncExitStack,
+    failed: asyncio.Event,
+) -> None:
+    """The scheduler's cluster is another one, and what is here is of no use there: go on as while
+    it is away, until somebody who has read the values stops this server.
+    """
+    node.metrics.values_kept.set(1)
+    view, reason = link.view, "" if link.fenced_by is None else link.fenced_by.message
+    kept = "none"
+    if view is not None:
+        with contextlib.suppress(OSError):
+            path = await asyncio.to_thread(kept_values.write, link.session, link.token_key, view)
+            stack.callback(path.unlink, missing_ok=True)
+            kept = str(path)
+    logs.error(
+        "values_kept",
+        reason=reason,
+        file=kept,
+        remedy="pushpull checkpoint rescue FILE OUT.safetensors; then stop this server",
+    )
+    await _until((failed,), node.tick)
 
 
 def _note_failure(failed: asyncio.Event, failure: Exception) -> None:

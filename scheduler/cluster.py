@@ -138,6 +138,7 @@ class Cluster:
             first_incarnation=self._state.next_incarnation,
             first_node_id=self._state.next_node_id,
             checkpoint_count=self._state.checkpoint_count,
+            replaced_timelines=self.settings.replaced_timelines | {self.settings.timeline},
         )
 
     @property

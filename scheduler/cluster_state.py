@@ -93,6 +93,8 @@ class ClusterSettings:
             what changed; 1: all are full.
         restored: what the cluster starts from, if it does not start anew.
         first_node_id: of the first node; later ones count up.
+        replaced_timelines: those that this cluster was restored in the place of: whose nodes may
+            forget what they have, and register again.
     """
 
     cluster_id: str
@@ -116,6 +118,7 @@ class ClusterSettings:
     checkpoint_full_every: int = 1
     restored: Restored | None = None
     first_node_id: int = 1
+    replaced_timelines: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
-from ps_core.errors import Fenced, Unauthenticated
+from ps_core.errors import Fenced, ForeignCluster, Unauthenticated
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import Incarnation, NodeId
 from scheduler import admission, view_size
@@ -126,16 +126,21 @@ class Membership:
     def _check_genuine(self, session: Session) -> None:
         ours = self._settings
         if session.cluster_id != ours.cluster_id:
-            raise Fenced(
+            raise ForeignCluster(
                 "the session is of another cluster than this scheduler's. A scheduler that was "
                 "started again is a new cluster: its nodes must be started again too"
             )
-        if session.timeline != ours.timeline:
+        if session.timeline in ours.replaced_timelines:
             raise Fenced(
-                "the session is of another timeline than the cluster's"
-                + (", which was restored from a checkpoint" if ours.restored else "")
-                + ": register again",
+                "the session is of another timeline than the cluster's, which was restored from a "
+                "checkpoint: register again",
                 retry_after_ms=REGISTER_AGAIN_MS,
+            )
+        if session.timeline != ours.timeline:
+            raise ForeignCluster(
+                "the session is of another timeline than the cluster's, which was not restored in "
+                "its place. A scheduler that was started again is a new cluster: its nodes must be "
+                "started again too"
             )
         if not session.is_genuine(ours.token_key):
             raise Unauthenticated(

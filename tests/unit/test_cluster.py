@@ -11,12 +11,14 @@ import pytest
 from ps_core import errors, limits
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, NodeId
+from scheduler.cluster import Cluster
 from scheduler.cluster_state import (
     ClusterFinished,
     NodeHeardAgain,
     NodeLeft,
     NodeRegistered,
     NodeSilent,
+    Restored,
 )
 from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
@@ -230,12 +232,31 @@ class TestRegistration:
 
 
 class TestSessions:
+    def test_a_declared_restore_is_told_from_a_scheduler_that_was_started_again(
+        self, cluster: Harness
+    ) -> None:
+        """Only in the first may a server forget what it has."""
+        session = cluster.join(Role.SERVER)
+        settings = cluster.cluster.in_new_timeline(Restored("runs/1", {}), b"n" * 16, b"k" * 32)
+        again = Cluster(settings, 100.0)
+        for _ in range(2):  # a restore of what was restored is one of both
+            with pytest.raises(errors.Fenced) as refusal:
+                again.heartbeat(session, 100.0)
+            assert not isinstance(refusal.value, errors.ForeignCluster)
+            assert refusal.value.retry_after_ms
+            settings = again.in_new_timeline(Restored("runs/2", {}), b"m" * 16, b"k" * 32)
+            again = Cluster(settings, 100.0)
+        new = Cluster(replace(SETTINGS, timeline=b"n" * 16), 100.0)
+        with pytest.raises(errors.ForeignCluster) as refusal:
+            new.heartbeat(session, 100.0)
+        assert not refusal.value.retry_after_ms
+
     @pytest.mark.parametrize("call", ["heartbeat", "deregister", "create_table", "member"])
     @pytest.mark.parametrize(
         ("change", "kind", "words"),
         [
-            ({"cluster_id": "old"}, errors.Fenced, "of another cluster"),
-            ({"timeline": b"t" * 16}, errors.Fenced, "timeline"),
+            ({"cluster_id": "old"}, errors.ForeignCluster, "of another cluster"),
+            ({"timeline": b"t" * 16}, errors.ForeignCluster, "timeline"),
             ({"token": b"x" * 32}, errors.Unauthenticated, "token of node 1 is wrong"),
             ({"token": b""}, errors.Unauthenticated, "is missing"),
             ({"rank": 1}, errors.Unauthenticated, "is wrong"),

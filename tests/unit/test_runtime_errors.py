@@ -39,6 +39,9 @@ def test_every_code_of_the_contract_is_in_the_catalogue_and_has_a_status() -> No
 
 
 def test_errors_outside_the_catalogue_travel_under_a_code_of_it() -> None:
+    foreign = error_from_proto(error_to_proto(tree.ForeignCluster("p")))
+    assert type(foreign) is tree.ForeignCluster
+    assert type(error_from_proto(error_to_proto(tree.Fenced("p")))) is tree.Fenced
     changed = error_from_proto(error_to_proto(tree.GradientChangedAfterPush("p")))
     broken = error_from_proto(error_to_proto(tree.InvariantViolation("RM-2", "d")))
     assert type(changed) is tree.InvalidTensor

@@ -142,16 +142,18 @@ NODE_STATE_LEFT: NodeState
 NODE_STATE_GONE: NodeState
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "retry_after_ms", "clock")
+    __slots__ = ("code", "message", "retry_after_ms", "clock", "is_foreign")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    IS_FOREIGN_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     message: str
     retry_after_ms: int
     clock: int
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    is_foreign: bool
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., clock: _Optional[int] = ..., is_foreign: _Optional[bool] = ...) -> None: ...
 
 class SessionIdentity(_message.Message):
     __slots__ = ("cluster_id", "timeline", "node_id", "incarnation", "role", "rank", "session_token")

@@ -1,0 +1,125 @@
+"""A scheduler that was started again finds servers with values of the cluster before it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ps_worker as ps
+from ps_cli.checkpoint_app import checkpoint_app
+from ps_core.errors import ForeignCluster
+from tests.joining import SECRET
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 4 * 64
+STEPS = 3
+
+
+class Process:
+    """A role, and the lines that it logs."""
+
+    def __init__(self, role: str, ready_file: Path, *arguments: str) -> None:
+        self._ready_file = ready_file
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", role, f"--ready-file={ready_file}", *arguments],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "PUSHPULL_JOIN_SECRET": SECRET,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self, pattern: str) -> str:
+        """The next line with it."""
+        assert self.process.stderr is not None
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"no line has '{pattern}': {''.join(seen)}")
+
+    @property
+    def address(self) -> str:
+        """Where it serves."""
+        return str(json.loads(self._ready_file.read_text())["address"])
+
+    def end(self) -> None:
+        """At once."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def running(role: str, ready_file: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(role, ready_file, *arguments)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@pytest.mark.parametrize("cluster_id", ["one", "another"])
+def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
+    tmp_path: Path, cluster_id: str
+) -> None:
+    shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=1")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(
+            running("scheduler", tmp_path / "first", *shape, "--cluster-id=one")
+        )
+        first.line("event=cluster_formed")
+        address = first.address
+        server = stack.enter_context(
+            running("ps_server", tmp_path / "server", f"--scheduler={address}")
+        )
+        server.line("event=serving")
+        client = ps.connect(address, request_deadline_s=30.0, lane="grpc")
+        sgd = ps.SGD(lr=1.0)
+        table = client.create_table(
+            "x", SIZE, optimizer=sgd, consistency="asp", reduction="sum", block_elements=64
+        )
+        for _ in range(STEPS):
+            client.wait(client.push(table, np.ones(SIZE, np.float32)))
+        first.end()
+        again = ("--cluster-id=" + cluster_id, f"--listen={address}")
+        stack.enter_context(running("scheduler", tmp_path / "again", *shape, *again))
+
+        kept = re.search(r"file=(\S+)", server.line("event=values_kept"))
+        assert kept is not None
+        assert Path(kept[1]).stat().st_mode & 0o077 == 0
+        out = tmp_path / "saved.safetensors"
+        ran = CliRunner().invoke(checkpoint_app, ["rescue", kept[1], str(out)])
+        assert ran.exit_code == 0, ran.output
+        assert np.array_equal(_values(out), np.full(SIZE, -STEPS, np.float32))
+        with pytest.raises(ForeignCluster, match="another"):
+            client.checkpoint().wait()
+        client.close(leave=False)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.line("event=stopped")
+        server.process.wait()
+        assert not Path(kept[1]).exists()
+
+
+def _values(path: Path) -> np.ndarray:
+    raw = path.read_bytes()
+    header_bytes = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + header_bytes])
+    begin, end = header["x"]["data_offsets"]
+    return np.frombuffer(raw[8 + header_bytes :][begin:end], np.float32)
