@@ -295,17 +295,19 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
     )
 
 
+_LONG_LAYOUT_COUNT = 500
+_MAX_LAYOUT_COUNT = 64
+_LAYOUTS: dict[int, tuple[tuple[TensorSpec, ...], types_pb2.TableSpec]] = {}
+"""Long layouts as messages, by the number of their tuple."""
+
+
 def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
     """A table's description."""
-    return types_pb2.TableSpec(
+    message = types_pb2.TableSpec(
         name=spec.name,
         dtype=dtype_to_proto(spec.dtype),
         element_count=spec.element_count,
         block_elements=spec.block_elements,
-        tensors=[
-            types_pb2.TensorSpec(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
-            for tensor in spec.tensors
-        ],
         optimizer=optimizer_to_proto(spec.optimizer),
         consistency=consistency_to_proto(spec.consistency),
         initializer=_initializer_to_proto(spec.initializer),
@@ -313,6 +315,28 @@ def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
         allow_non_finite=spec.allow_non_finite,
         gate_bytes=spec.gate_bytes,
     )
+    message.MergeFrom(_layout_to_proto(spec.tensors))
+    return message
+
+
+def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
+    """A description that has these tensors alone; a long one is made once, since every view has it
+    again. It must not be changed.
+    """
+    _, kept = _LAYOUTS.get(id(tensors), ((), None))
+    if kept is not None:
+        return kept
+    layout = types_pb2.TableSpec(
+        tensors=[
+            types_pb2.TensorSpec(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
+            for tensor in tensors
+        ]
+    )
+    if len(tensors) >= _LONG_LAYOUT_COUNT:
+        while len(_LAYOUTS) >= _MAX_LAYOUT_COUNT:
+            del _LAYOUTS[next(iter(_LAYOUTS))]
+        _LAYOUTS[id(tensors)] = tensors, layout  # which keeps the number theirs
+    return layout
 
 
 def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:

@@ -21,6 +21,7 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.errors import Draining, InvalidConfig, PushpullError, Unauthenticated, WaitExpired
 from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import TableSpec
 from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.checkpoint_roots import CheckpointRoots
@@ -366,7 +367,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> Created:
         """What became of the request by `deadline_s`, which is a moment of the clock."""
         session = self._caller(request.session, "CreateTable")
-        spec = wire.spec_from_proto(request.spec)
+        spec = await _spec_of(request.spec)
         is_told = False
         while True:
             changed = self._changed
@@ -551,3 +552,18 @@ def _fitted(
             node.progress.ClearField("tables")
             node.progress.ClearField("waiting_for")
     return response
+
+
+async def _spec_of(message: types_pb2.TableSpec) -> TableSpec:
+    """The description that a message has. A long one is read beside the loop, and made the message
+    that views will have.
+    """
+    if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
+        return wire.spec_from_proto(message)
+
+    def read() -> TableSpec:
+        spec = wire.spec_from_proto(message)
+        wire.spec_to_proto(spec)
+        return spec
+
+    return await asyncio.to_thread(read)

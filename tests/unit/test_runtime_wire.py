@@ -235,3 +235,19 @@ def test_too_many_hyperparameters_are_refused() -> None:
 
 def a_spec() -> TableSpec:
     return TableSpec("t", DType.FLOAT32, 64, OptimizerSpec(OptimizerKind.SGD)).validated()
+
+
+def test_a_long_layout_is_made_a_message_once_and_is_always_its_own() -> None:
+    """More of them than are kept, each after it has been forgotten too."""
+    layouts = [
+        tuple(TensorSpec(f"{number}.{each}", (64,), each * 64) for each in range(500))
+        for number in range(70)
+    ]
+    for number, tensors in [*enumerate(layouts), *enumerate(layouts)]:
+        spec = TableSpec(
+            f"t{number}", DType.FLOAT32, 500 * 64, OptimizerSpec(OptimizerKind.SGD), tensors=tensors
+        )
+        message = wire.spec_to_proto(spec)
+        assert wire.spec_from_proto(message) == spec
+        message.tensors[0].name = "changed"
+        assert wire.spec_from_proto(wire.spec_to_proto(spec)) == spec
