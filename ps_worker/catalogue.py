@@ -96,6 +96,23 @@ class Catalogue(Connection):
         opening = self._loop.start(self.engine.open_tables(prefix, is_complete, deadline_s))
         return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
 
+    def join_tables(self, tables: Sequence[TableHandle]) -> None:
+        """Wait until this worker has joined these tables, which others train; the clock of each
+        handle is then the one after which it has joined.
+
+        Blocking: up to the client's request_deadline_s.
+
+        Raises:
+            WaitExpired: the scheduler has not settled it in time.
+        """
+        self.check_usable()
+        deadline_s = self._config.request_deadline_s
+        table_ids = {handle.table.table_id for handle in tables}
+        joining = self._loop.start(self.engine.joined_after(table_ids, deadline_s))
+        joined = self._result(joining, deadline_s + GRACE_S)
+        for handle in tables:
+            handle.steps.reached(joined[handle.table.table_id])
+
     def set_consistency(
         self,
         table: TableHandle | str,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -283,6 +283,27 @@ class Engine:
         that has it from the start, as any other worker.
         """
         return self.is_newcomer and table_id in self._found_tables
+
+    async def joined_after(
+        self, table_ids: Collection[TableId], deadline_s: float
+    ) -> dict[TableId, int]:
+        """After which clock this worker has joined each of these tables, once it has."""
+        own = self.session.incarnation
+
+        def found(view: ClusterView) -> dict[TableId, int]:
+            return {
+                table.table_id: join.after_clock
+                for table in view.tables
+                for join in table.joins
+                if table.table_id in table_ids and join.incarnation == own
+            }
+
+        view = await self._scheduler.view_where(
+            lambda view: len(found(view)) == len(table_ids),
+            f"worker {self.session.rank} to join {len(table_ids)} tables",
+            deadline_s,
+        )
+        return found(view)
 
     def table(self, table_id: TableId) -> Table:
         """A table as the newest view has it."""
