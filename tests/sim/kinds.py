@@ -11,6 +11,7 @@ from tests.sim.test_logs import LogSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_simulation import Simulation
+from tests.sim.test_two_lost import TwoLostSimulation
 
 KINDS: dict[str, type[Simulation]] = {
     "steps": Simulation,
@@ -21,6 +22,7 @@ KINDS: dict[str, type[Simulation]] = {
     "logs": LogSimulation,
     "tables": LateTableSimulation,
     "effects": EffectSimulation,
+    "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
 }
 
@@ -33,6 +35,7 @@ SHARES = {
     "logs": 4,
     "tables": 5,
     "effects": 5,
+    "pairs": 5,
     "replacements": 4,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -30,8 +30,8 @@ LOG_MUTANTS = (
         "a base counts as written when it is on its way",
         "S13",
         _SEGMENTS,
-        "            self._on_its_way.add(range_id)",
-        "            self._on_its_way.add(range_id)\n"
+        "            self._on_its_way.append((range_id, self.newest))",
+        "            self._on_its_way.append((range_id, self.newest))\n"
         "            self._starts[range_id] = self.newest",
         _LOGS,
     ),

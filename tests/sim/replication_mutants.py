@@ -322,4 +322,12 @@ REPLICATION_MUTANTS = (
         "        if failure is None:\n            self.failure = failure",
         ("effects",),
     ),
+    Mutant(
+        "who is promoted has no heirs in the eyes of the scheduler",
+        "S8",
+        _CONFIGURATIONS,
+        "new = replace(old, primary=chosen, backups=others, joining=())",
+        "new = replace(old, primary=chosen, backups=(), joining=())",
+        ("pairs",),
+    ),
 )

@@ -46,6 +46,8 @@ SERVERS = 2
 WORKERS = 3
 LIMIT_S = 2_000.0
 FEW = 20
+QUICK_SEEDS = 8
+"""Of a kind that is only tried out in `make test`: `make sim` has the others."""
 CONSISTENCIES = (
     "bsp", "bsp:backup=1", "bsp:backup=2,grace=200ms", "ssp:0", "ssp:1", "ssp:3", "ssp:0..4",
     "asp", "asp:reject=1", "asp:damp=0.5", "asp:divide", "asp:compensate=1",
