@@ -7,10 +7,12 @@ tests/unit/test_protocol_vectors.py fails when either is not what this script wo
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from google.protobuf.message import Message
 
 from docs.wire_dump import dump
@@ -35,6 +37,9 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
+from ps_server.buffer_pool import BufferPool
+from ps_server.contributions import Contribution, added, averaged, padded
+from ps_server.optimizers import BlockState, Optimizer, padded_length
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "PROTOCOL.md"
@@ -44,6 +49,14 @@ ORDINALS = (0, 1, 2, 3, 4, 5, 100, 65_535, 65_536, 65_537, 1_000_000, 2**32, 2**
 RANGE_COUNTS = (1, 2, 3, 7, 256, 1000, 65_536)
 SLOTS = (0, 1, 255, 256, 257, 21_845, 21_846, 32_767, 32_768, 40_503, 65_534, 65_535)
 CODEC_VALUES = (0.0, -0.0, 1.0, -2.0, 0.5, 0.1, -0.3, 3.140625, 1e-7, 65_504.0, float("inf"))
+CONTRIBUTIONS = (
+    ((1.0, -2.0, 0.5), (0.1, 0.2, 0.3)),
+    ((1.0, 0.1, -7.7, 2.5), (0.3, 0.1, 1e-3, 2.5), (3.3, 0.1, 5.9, 2.7)),
+    ((1e8, 0.7, 1.0), (1.0, 0.7, -2.0), (-1e8, 0.7, 5.0), (1.0, 0.7, 0.1), (1.0, 0.7, 0.1)),
+    tuple((0.1 * rank, 1.0 / (rank + 1)) for rank in range(7)),
+)
+SGD_VALUES = (1.0, -0.3, 0.2, 3.0)
+SGD_RATE = 0.5
 PRESENCE = (
     (True,),
     (False,),
@@ -214,6 +227,61 @@ def message_vectors() -> list[dict[str, str]]:
     ]
 
 
+def reduction_vectors() -> list[dict[str, Any]]:
+    """Contributions in rank order, as float32 payloads, and the mean that the servers make."""
+    return [
+        {
+            "contributions": [payload_of(values) for values in ranks],
+            "reciprocal": payload_of([1.0 / len(ranks)]),
+            "mean": reduced(ranks).values[: len(ranks[0])].numpy().tobytes().hex(),
+        }
+        for ranks in CONTRIBUTIONS
+    ]
+
+
+def sgd_vectors() -> list[dict[str, Any]]:
+    """A plain SGD step with the means above."""
+    spec = OptimizerSpec(OptimizerKind.SGD)
+    numbers = dict(spec.merged((("lr", SGD_RATE),)))
+    found = []
+    for ranks in CONTRIBUTIONS:
+        count = len(ranks[0])
+        values = torch.zeros(padded_length(count))
+        values[:count] = torch.tensor(SGD_VALUES[:count])
+        state = BlockState(values, np.array([0, count]))
+        mean = reduced(ranks)
+        Optimizer(spec, BufferPool()).apply(state, padded(mean, BufferPool()).values, None, numbers)
+        found.append(
+            {
+                "values": payload_of(SGD_VALUES[:count]),
+                "gradient": mean.values[:count].numpy().tobytes().hex(),
+                "lr": SGD_RATE,
+                "after": values[:count].numpy().tobytes().hex(),
+            }
+        )
+    return found
+
+
+def payload_of(values: Sequence[float]) -> str:
+    """The numbers as a payload of FP32, in hexadecimal."""
+    return np.array(values, "<f4").tobytes().hex()
+
+
+def reduced(ranks: Sequence[Sequence[float]]) -> Contribution:
+    """The servers' mean."""
+    pool = BufferPool()
+    parts = []
+    for values in ranks:
+        memory = torch.zeros(padded_length(len(values)))
+        memory[: len(values)] = torch.tensor(values)
+        bounds = np.array([0, len(values)])
+        parts.append(Contribution(0, len(values), memory, None, bounds, is_owned=True))
+    total = parts[0]
+    for part in parts[1:]:
+        total = added(total, part, pool)
+    return averaged(total, len(ranks), pool)
+
+
 def vectors() -> dict[str, Any]:
     """Everything in docs/protocol_vectors.json."""
     return {
@@ -223,6 +291,8 @@ def vectors() -> dict[str, Any]:
         "layouts": layout_vectors(),
         "presence": presence_vectors(),
         "codecs": codec_vectors(),
+        "reduction": reduction_vectors(),
+        "sgd": sgd_vectors(),
         "token": token_vector(),
         "join": join_vector(),
         "messages": message_vectors(),

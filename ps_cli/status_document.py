@@ -145,7 +145,7 @@ def status_document(
     )
     in_sync = Counter(view.in_sync_count(r) for r in view.ranges if r.primary is not None)
     replica_count = max(1, response.replica_count)
-    unserved = (int(r.range_id) for r in view.ranges if r.primary is None)
+    unserved = _unserved(view)
     return StatusDocument(
         cluster_id=view.cluster_id,
         view_number=view.view_number,
@@ -165,6 +165,15 @@ def status_document(
         tables=[_table(table, stats, knows_all) for table in view.tables],
         waits=[*_worker_waits(response), *_range_waits(answers, view)],
     )
+
+
+def _unserved(view: ClusterView) -> list[int]:
+    """The ranges that hold blocks and have no primary. One that holds none needs none."""
+    without = {r.range_id for r in view.ranges if r.primary is None}
+    if not without:
+        return []
+    held = {held for table in view.tables for held in table.blocks_by_range(len(view.ranges))}
+    return [int(range_id) for range_id in without & held]
 
 
 def spans(numbers: Iterable[int]) -> list[str]:

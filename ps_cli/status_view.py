@@ -64,8 +64,9 @@ def _head(document: StatusDocument) -> Text:
         text.append("  finished", style="green")
     if document["degraded_range_count"]:
         text.append(f"\n{_degraded(document)}", style="yellow")
-    if document["tables"] and document["unserved_ranges"]:
-        text.append(f"\nnobody serves ranges {', '.join(document['unserved_ranges'])}", "yellow")
+    if document["unserved_ranges"]:
+        ranges = ", ".join(document["unserved_ranges"])
+        text.append(f"\nno server has ranges {ranges}, which hold blocks of tables", "yellow")
     return text
 
 

@@ -260,6 +260,7 @@ def read_terms(
     """
     first_id = request.ranges[0].range_id if request.ranges else 0
     try:
+        deadline_s(request.deadline_ms, limits.DEFAULT_PULL_DEADLINE_S)
         codec = wire.codec_from_proto(request.codec) if request.codec else None
     except PushpullError as error:
         return None, (first_id, error)
@@ -292,3 +293,19 @@ def check_named_blocks(range_id: int, blocks: Sequence[int], block_count: int) -
             f"the read of range {range_id} names {len(blocks)} blocks; expected each of its "
             f"{block_count} at most once"
         )
+
+
+def deadline_s(given_ms: int, default_s: float) -> float:
+    """How long a request may wait.
+
+    Args:
+        given_ms: what it says; 0 means the default.
+        default_s: the default.
+
+    Raises:
+        InvalidConfig: it is longer than any may be.
+    """
+    most_ms = int(limits.MAX_DEADLINE_S * 1000)
+    if given_ms > most_ms:
+        raise InvalidConfig(f"deadline_ms is {given_ms}; expected at most {most_ms}")
+    return given_ms / 1000 or default_s

@@ -121,6 +121,25 @@ class WorkerPart:
         """Whether the seal that it left by has no outcome yet."""
         return any(step.seal is not None and step.seal.terms.last for step in self.steps.values())
 
+    @property
+    def gap(self) -> int | None:
+        """The lowest sequence that has not come and that a seal waits for; None if none does."""
+        waiting = [
+            step.seal.sequence
+            for step in self.steps.values()
+            if step.seal is not None and step.clock > self.sealed_clock
+        ]
+        for number in range(self.ledger.low_water + 1, min(waiting, default=0)):
+            if number not in self.held and not self.ledger.has_ended(number):
+                return number
+        return None
+
+    @property
+    def gap_words(self) -> str:
+        """What its next seal waits for, if a sequence is missing; else empty."""
+        gap = self.gap
+        return "" if gap is None else f"waits for sequence {gap} of worker {self.rank}"
+
     def arrived(self, sequence: int) -> None:
         """What was given back has come again, or has ended (RM-1)."""
         for step in self.steps.values():
@@ -305,6 +324,15 @@ class RangeState:
                 worker.last_heard_s,
                 worker.left_clock is not None,
             )
+
+    def gaps(self) -> list[str]:
+        """The seals that wait since a sequence before them has not come, for a person."""
+        gaps = ((worker.rank, worker.gap_words) for worker in self.by_rank.values())
+        return [
+            f"the seal of worker {rank} in table '{self.name}' (range {self.range_id}) {words}"
+            for rank, words in gaps
+            if words
+        ]
 
     def drop_push(self, step: StepPart, worker: WorkerPart, sequence: int) -> None:
         """Forget a held push that has not been folded."""

@@ -319,9 +319,12 @@ class ReadGate:
                 late = f"all but {backup_workers} of {late}"
             return f"update {clock} of {name} waits for {late}"
         if setting.mode is not Mode.BSP and self._done_clock(event) < event.clock:
+            worker = None if event.incarnation is None else state.workers.get(event.incarnation)
+            gap = worker.gap_words if worker is not None else ""
             return (
                 f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
                 f"the newest in effect is {self._done_clock(event)}"
+                + (f", and the next {gap}" if gap else "")
             )
         clock = event.clock - setting.staleness
         late = ", ".join(self._behind(clock, now_s))
@@ -374,6 +377,8 @@ class ReadGate:
         if worker is None:
             return f"worker {rank} (not heard yet)"
         heard_s = now_s - worker.last_heard_s
+        gap = worker.gap_words and f"; its next seal {worker.gap_words}"
         return (
-            f"worker {rank} (clock {max(worker.sealed_clock, 0)}, last heard {heard_s:.1f} s ago)"
+            f"worker {rank} (clock {max(worker.sealed_clock, 0)}, last heard {heard_s:.1f} s "
+            f"ago{gap})"
         )

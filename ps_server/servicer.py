@@ -83,8 +83,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.OpenSessionResponse:
         """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "OpenSession")
-        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_SESSION_DEADLINE_S
-        await self._view_at_least(request.view_number, min(deadline_s, limits.MAX_DEADLINE_S))
+        deadline_s = intake.deadline_s(request.deadline_ms, limits.DEFAULT_SESSION_DEADLINE_S)
+        await self._view_at_least(request.view_number, deadline_s)
         if self._node.machine.view_number < request.view_number:
             raise WaitExpired(
                 f"server {self._node.session.node_id} is at view {self._node.machine.view_number}; "

@@ -25,7 +25,7 @@ async def range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetR
             block_count=len(part.state.blocks),
             state_bytes=node.shards.stores[place].state_bytes,
             update_count=part.state.update_count,
-            waits=part.reads.waits(now_s),
+            waits=(*part.reads.waits(now_s), *part.state.gaps()),
             initialized=part.state.initialized,
             failure=part.state.failure.message if part.state.failure is not None else "",
         )

@@ -270,8 +270,16 @@ class Puller:
                 StaleAssignment(f"ranges of server {server} have moved while it was read")
             )
         except PushpullError as error:
-            errors.append(error)
+            errors.append(self._by_name(server, error))
         return errors
+
+    def _by_name(self, server: NodeId | None, error: PushpullError) -> PushpullError:
+        """What a wait may end with, with a word of which server the call was for."""
+        link = self._links.find(server)
+        if link is None or not isinstance(error, Recovering | WaitExpired):
+            return error
+        words = link.trouble or f"server {server} at {link.node.address}: {error.message}"
+        return type(error)(words, retry_after_ms=error.retry_after_ms, clock=error.clock)
 
     def _take(self, asking: _Asking, answer: Answer) -> list[PushpullError]:
         """Copy what came to its place; what could not be had is an error."""

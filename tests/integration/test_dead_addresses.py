@@ -6,23 +6,31 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import Fenced, NotPermitted, PushpullError, WaitExpired
-from ps_core.keys import Incarnation, NodeId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_runtime import logs
+from ps_runtime.clock import now_s
 from ps_runtime.errors import abort
 from ps_runtime.node_identity import AddressTaken
 from ps_server.peer_links import PeerLink
+from ps_worker.counters import Counters
+from ps_worker.cutting import Region
 from ps_worker.links import LinkSetting, ServerLink, ServerLinks
+from ps_worker.pulls import Puller, ReadOrder
+from ps_worker.steps import TableSteps
 from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
+from tests.property.shard_twin import table
 
 CLUSTER = "demo"
+MODEL = table([64])
 ONE, THREE = NodeId(1), NodeId(3)
 WORKER = types_pb2.SessionIdentity(cluster_id=CLUSTER, node_id=9, incarnation=9)
 PUSHES = LinkSetting(pushes=True, lane="grpc")
@@ -283,6 +291,37 @@ def test_a_strangers_refusal_of_a_read_is_no_answer_to_it() -> None:
             with pytest.raises(NotPermitted):
                 await link.pull(parameters_pb2.PullRequest(), 5.0, print, is_small=False)
             await link.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
+    async def scenario() -> None:
+        heard, stranger = Heard(), Answering(THREE)
+        async with grpc_node(stranger) as address:
+            links = ServerLinks(WORKER, heard, READS)
+            (slots,) = key_ranges(1)
+            part = RangeAssignment(RangeId(0), slots, AssignmentEpoch(2), ONE, (), ())
+            view = ClusterView(1, CLUSTER, 1, 1, (node(address),), (part,), (MODEL,))
+            links.update(view)
+            puller = Puller(links, Counters(), lambda: view)
+            raw = np.zeros(256, np.uint8)
+            order = ReadOrder(
+                MODEL,
+                Region(0, 64, (64,)),
+                raw,
+                0,
+                False,
+                True,
+                now_s() + 0.5,
+                cast(TableSteps, None),
+            )
+            with pytest.raises(WaitExpired) as late:
+                await puller.read(order)
+            await links.close()
+        named = f"server 1 at {address} cannot be reached"
+        assert late.value.message.startswith(f"a pull of table 'model' took too long: {named}")
+        assert late.value.message.endswith("server 3 (incarnation 30) answers there")
 
     asyncio.run(scenario())
 

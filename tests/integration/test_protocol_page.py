@@ -247,6 +247,84 @@ def test_a_number_given_up_holds_no_seal_back(raw: Raw, place: Place) -> None:
     assert outcomes == {1: "WITHDRAWN", 2: "APPLIED"}
 
 
+def test_a_withdrawal_is_answered_as_what_it_gave_up_ended(raw: Raw, place: Place) -> None:
+    def given_up(sequence: int) -> Any:
+        number = parameters_pb2.Withdrawal(
+            table_id=place.table_id,
+            range_id=place.range_id,
+            assignment_epoch=ASSIGNMENT_EPOCH,
+            sequence=sequence,
+        )
+        return parameters_pb2.PushRequest(withdrawal=number)
+
+    assert _named(raw.push_and_break(place.seal(2))) == [("RECEIVED", 2)]
+    (refused,) = raw.push(given_up(2))
+    assert refused.kind == parameters_pb2.REPLY_KIND_ERROR
+    assert refused.error.code == types.ERROR_CODE_INVALID_KEYS
+    replies = raw.push(place.block(), given_up(1), given_up(3), given_up(3))
+    assert _outcomes(replies) == {1: "APPLIED", 3: "WITHDRAWN"}
+    assert _named(replies).count(("COMMITTED", 3)) == 2
+
+
+def test_a_sequence_that_has_not_come_is_named_by_who_waits(raw: Raw, place: Place) -> None:
+    assert _named(raw.push_and_break(place.seal(3))) == [("RECEIVED", 3)]
+    words = "waits for sequence 1 of worker 0"
+    request = place.read(raw.own("pull-request"))
+    request.deadline_ms = 1
+    (answer,) = raw.server.Pull(request, timeout=DEADLINE_S)
+    assert answer.error.error.code == types.ERROR_CODE_WAIT_EXPIRED
+    assert words in answer.error.error.message
+    asked = parameters_pb2.GetRangeStatsRequest(table_id=place.table_id, session=raw.session)
+    (part,) = raw.server.GetRangeStats(asked, timeout=DEADLINE_S).ranges
+    assert words in part.waits[0]
+    assert _outcomes(raw.push(place.block(), place.block(sequence=2, replaces=1))) == {
+        1: "REPLACED",
+        2: "APPLIED",
+    }
+    (part,) = raw.server.GetRangeStats(asked, timeout=DEADLINE_S).ranges
+    assert not part.waits
+
+
+def test_a_deadline_beyond_the_limit_is_refused(raw: Raw, place: Place) -> None:
+    request = place.read(raw.own("pull-request"))
+    request.deadline_ms = 3_600_001
+    (answer,) = raw.server.Pull(request, timeout=DEADLINE_S)
+    assert answer.error.error.code == types.ERROR_CODE_INVALID_CONFIG
+    opening = raw.own("open-session")
+    opening.deadline_ms = 3_600_001
+    with pytest.raises(grpc.RpcError) as failure:
+        raw.server.OpenSession(opening, timeout=DEADLINE_S)
+    call: Any = failure.value
+    assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_what_does_not_parse_is_an_invalid_tensor(raw: Raw, place: Place) -> None:
+    del place
+    for method in ("OpenSession", "Pull", "GetRangeStats"):
+        many = method == "Pull"
+        path = f"/pushpull.v1.ParameterService/{method}"
+        channel: Any = raw.server_channel
+        make = channel.unary_stream if many else channel.unary_unary
+        with pytest.raises(grpc.RpcError) as failure:
+            list(make(path)(b"\xff", timeout=DEADLINE_S))
+        call: Any = failure.value
+        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        carried = dict(call.trailing_metadata())["pushpull-error-bin"]
+        assert types.Error.FromString(carried).code == types.ERROR_CODE_INVALID_TENSOR
+
+
+def test_the_answer_to_a_session_says_which_server_it_is(raw: Raw) -> None:
+    opened = raw.server.OpenSession(raw.own("open-session"), timeout=DEADLINE_S)
+    assert opened.cluster_id == raw.session.cluster_id
+    header = raw.own("push-header")
+    header.header.receiver_node_id = opened.node_id + 1
+    with pytest.raises(grpc.RpcError) as failure:
+        list(raw.server.Push(iter([header]), timeout=DEADLINE_S))
+    call: Any = failure.value
+    carried = dict(call.trailing_metadata())["pushpull-error-bin"]
+    assert types.Error.FromString(carried).code == types.ERROR_CODE_NOT_OWNER
+
+
 def test_a_last_seal_ends_what_was_sent_beyond_it(raw: Raw, place: Place) -> None:
     later = place.block(sequence=3, clock=2)
     outcomes = _outcomes(raw.push(later, place.block(), place.seal(last=True)))

@@ -111,6 +111,13 @@ def test_the_document_is_json_and_says_who_serves_what() -> None:
     assert made["servers"][0]["gate_bytes"] == 512
 
 
+def test_ranges_without_blocks_need_no_server() -> None:
+    """A range without blocks has no primary: it reads as an outage, and is none."""
+    response = cluster()
+    del response.view.tables[:]
+    assert status_document(response, {})["unserved_ranges"] == []
+
+
 def test_a_tables_clock_is_that_of_its_last_range() -> None:
     (table,) = document({1: stats(6), 2: stats(5)})["tables"]
     assert (table["name"], table["clock"], table["update_count"]) == ("model", 5, 11)

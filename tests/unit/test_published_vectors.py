@@ -104,3 +104,35 @@ def test_token() -> None:
         bytes.fromhex(token["session_token"]),
     )  # fmt: skip
     assert session.is_genuine(bytes.fromhex(token["token_key"]))
+
+
+@pytest.mark.parametrize("vector", VECTORS["reduction"])
+def test_reduction(vector: dict[str, Any]) -> None:
+    """As the page says it: float32 sums in rank order, one multiply by the reciprocal, which was
+    rounded to float32 before.
+    """
+    ranks = [np.frombuffer(bytes.fromhex(each), "<f4") for each in vector["contributions"]]
+    total = ranks[0].copy()
+    for values in ranks[1:]:
+        total += values
+    reciprocal = np.float32(1.0 / len(ranks))
+    assert reciprocal.tobytes().hex() == vector["reciprocal"]
+    assert (total * reciprocal).tobytes().hex() == vector["mean"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["sgd"])
+def test_sgd(vector: dict[str, Any]) -> None:
+    values, gradient = (
+        np.frombuffer(bytes.fromhex(vector[name]), "<f4") for name in ("values", "gradient")
+    )
+    after = values - np.float32(vector["lr"]) * gradient
+    assert after.tobytes().hex() == vector["after"]
+
+
+def test_some_reduction_tells_a_multiply_from_a_division() -> None:
+    told = False
+    for vector in VECTORS["reduction"]:
+        ranks = [np.frombuffer(bytes.fromhex(each), "<f4") for each in vector["contributions"]]
+        divided = sum(ranks[1:], ranks[0]) / np.float32(len(ranks))
+        told |= divided.tobytes().hex() != vector["mean"]
+    assert told
