@@ -171,7 +171,11 @@ CHECKPOINT_WRITTEN_S = 3600.0
 
 CHECKPOINT_BUFFER_BYTES = 256 * 1024 * 1024
 """Of blocks that a server has copied for a checkpoint and not yet written. A step changes every
-block of a dense table: what does not fit is written before the step goes on."""
+block of a dense table: ranges whose copies do not fit are held at their cut until they do."""
+
+CHECKPOINT_STALL_S = 15.0
+"""A store that takes nothing for so long, while training waits for room for copies, gets no part of
+that checkpoint."""
 
 CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
 """What a server writes of a checkpoint in a second while it also trains."""

@@ -23,8 +23,8 @@ from ps_server.shard_store import ShardStore
 from ps_server.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]
-TakeBlock = Callable[[TableId, SavedBlock], None]
-"""Gets a block of a table: views that are good for the length of the call."""
+TakeBlock = Callable[[Key, SavedBlock], None]
+"""Gets a block of a range: views that are good for the length of the call."""
 
 
 class Captures:
@@ -54,25 +54,34 @@ class Captures:
         for block in blocks:
             if block in captured:
                 del captured[block]
-                self._take(key[0], store.saved(block))
-        self._forget_if_done(key)
+                self._forget_if_done(key)
+                self._take(key, store.saved(block))
 
     @property
     def has_more(self) -> bool:
         """Whether any block has not been handed over."""
         return bool(self._blocks)
 
-    def next(self) -> tuple[TableId, SavedBlock] | None:
+    def has(self, key: Key) -> bool:
+        """Whether any block of a range has not been handed over."""
+        return key in self._blocks
+
+    def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
         """A block that has not been handed over: views that are good until anything changes. None
         if all have.
+
+        Args:
+            of: the ranges that it may be of; the first that has one.
         """
-        for key, captured in self._blocks.items():
-            block = next(iter(captured))
-            del captured[block]
-            saved = self._stores[key].saved(block)
-            self._forget_if_done(key)
-            return key[0], saved
-        return None
+        key = next((each for each in of if each in self._blocks), None)
+        if key is None:
+            return None
+        captured = self._blocks[key]
+        block = next(iter(captured))
+        del captured[block]
+        saved = self._stores[key].saved(block)
+        self._forget_if_done(key)
+        return key, saved
 
     def _forget_if_done(self, key: Key) -> None:
         if not self._blocks[key]:

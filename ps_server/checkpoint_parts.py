@@ -7,9 +7,11 @@
 
 Rules:
     - With a base, what has not changed since it is neither captured nor copied nor written.
-    - All but the files belongs to the loop that owns the values. Threads write, from copies.
-    - What was copied and waits to be written is bounded. Beyond that a block that is about to
-      change is written there and then: it holds the server up, and nothing is lost by it.
+    - All but the files belongs to the loop that owns the values. Threads write, from copies: the
+      loop waits for no file.
+    - What was copied and waits to be written is bounded. A range whose copies would not fit is held
+      at its cut until they do (`copy_room`): its steps wait, and whoever asks is told for what.
+    - A store that takes nothing for a while when training waits for it gets no part.
     - While updates come, blocks are written at a bounded rate: what writes them would take the
       processor from what trains. Its threads give way to others.
     - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
@@ -29,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ps_core import limits
 from ps_core.change import Checkpoint
@@ -41,9 +43,11 @@ from ps_core.tables import DType, OptimizerKind, Table
 from ps_runtime import logs
 from ps_runtime.background import give_way
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.disk import DISK, Disk
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_server.captures import Captures, Key
 from ps_server.copy_memory import CopyMemory, Piece
+from ps_server.copy_room import CopyRoom
 from ps_server.events import AnswerPull, RefusePull
 from ps_server.node import ParameterNode
 from ps_server.store_copy import VALUES, SavedBlock, tensor_of
@@ -73,6 +77,8 @@ class CheckpointParts:
         report: how the scheduler is told.
         rate_bytes_s: how much is written in a second while updates come; 0: no bound.
         buffer_bytes: what copies that wait to be written may take.
+        disk: what local files are written with.
+        stall_s: how long a store may take nothing while training waits for it.
     """
 
     def __init__(
@@ -81,10 +87,12 @@ class CheckpointParts:
         report: Report,
         rate_bytes_s: int,
         buffer_bytes: int = limits.CHECKPOINT_BUFFER_BYTES,
+        disk: Disk = DISK,
+        stall_s: float = limits.CHECKPOINT_STALL_S,
     ) -> None:
         self._node = node
         self._report = report
-        self._rates = rate_bytes_s, CopyMemory(buffer_bytes)
+        self._means = _Means(rate_bytes_s, CopyMemory(buffer_bytes), disk, stall_s)
         self._newest = 0
         self._part: _Part | None = None
         self._written = WrittenBlocks()
@@ -100,7 +108,7 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._written, self._report, self._rates)
+            self._part = _Part(self._node, checkpoint, self._written, self._report, self._means)
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._part.cut(view)
@@ -144,6 +152,15 @@ class CheckpointParts:
             await part.ended()
 
 
+class _Means(NamedTuple):
+    """What parts are written with."""
+
+    rate_bytes_s: int
+    copies: CopyMemory
+    disk: Disk
+    stall_s: float
+
+
 class _Part:
     """One checkpoint's part."""
 
@@ -153,13 +170,13 @@ class _Part:
         checkpoint: Checkpoint,
         written: WrittenBlocks,
         report: Report,
-        rates: tuple[int, CopyMemory],
+        means: _Means,
     ) -> None:
         self.number = checkpoint.number
         self._node = node
         self._url = checkpoint.url
         self._report = report
-        self._rate_bytes_s, self._copies = rates
+        self._rate_bytes_s, self._copies, self._disk, self._stall_s = means
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
         self._captures = Captures(self._about_to_change)
@@ -172,8 +189,9 @@ class _Part:
         self._specs: dict[TableId, Table] = {}
         self._is_cut = self._is_over = False
         self._problem = ""
-        self._waiting_bytes = 0
-        self._copied: deque[tuple[TableId, SavedBlock, Piece]] = deque()
+        self._room = CopyRoom(self._copies.byte_count)
+        self._progress_s = 0.0  # when the store last took something, or training began to wait
+        self._copied: deque[tuple[TableId, SavedBlock, Piece | None]] = deque()
         self._writing_count = 0
         self._wake = asyncio.Event()
         self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
@@ -186,14 +204,23 @@ class _Part:
         self._specs = {table.table_id: table for table, _ in planned}
         tables = [each for _, each in planned]
         self._opening = self._threads.submit(self._open, tables)
+        self._opening.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._opened, done)
+        )
         self._threads.submit(self._copies.touch, self._captured_bytes())
         self._task = self._loop.create_task(self._run())
 
     def _open(self, tables: list[PlannedTable]) -> tuple[CheckpointDirectory, Path, PartWriter]:
-        directory = CheckpointDirectory(locate(self._url))
+        directory = CheckpointDirectory(locate(self._url), self._disk)
         directory.create()
         path = directory.begin(self._file)
-        return directory, path, PartWriter(path, tables)
+        return directory, path, PartWriter(path, tables, self._disk)
+
+    def _opened(self, done: Future[tuple[CheckpointDirectory, Path, PartWriter]]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._problem = self._problem or _words(error)
+        self._progress_s = self._loop.time()
+        self._wake.set()
 
     def _captured_bytes(self) -> int:
         """What there is to copy, at most."""
@@ -204,11 +231,14 @@ class _Part:
         if self._is_cut or self._is_over:
             return
         self._is_cut = True
+        self._progress_s = self._loop.time()
         self._node.shards.captures = self._captures
         for key in list(self._node.machine.parts):
             cut = view.tables_by_id[key[0]].cut
             if cut is None or cut.checkpoint != self.number:
                 continue
+            if not self._room.plan(key, self._node.shards.stores[key].state_bytes):
+                self._node.hold_copies(key, cut)
             waiter = self._node.next_number()
             self._waiters[waiter] = key
             self._tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
@@ -223,6 +253,7 @@ class _Part:
             return
         self._wake.set()
         if isinstance(effect, RefusePull):
+            self._room.captured(key, 0)
             self._problem = self._problem or effect.error.message
             return
         blocks = self._node.machine.parts[key].state.blocks
@@ -230,9 +261,11 @@ class _Part:
         same = self._base.unchanged(key[0], store, blocks)
         self._referred |= same
         if same:
-            self._start(None, self._refer, same)
+            self._start((0, None), self._refer, same)
         changed = [block for block in blocks if (key[0], block) not in same]
         self._lineages.update(((key[0], block), store.lineage) for block in changed)
+        unchanged_bytes = sum(each.byte_count for each in same.values())
+        self._room.captured(key, max(0, store.state_bytes - unchanged_bytes) if changed else 0)
         if changed:
             self._captures.add(key, store, changed)
         table = self._tables[key[0]]
@@ -240,30 +273,33 @@ class _Part:
 
     # --- writing
 
-    def _about_to_change(self, table_id: TableId, block: SavedBlock) -> None:
+    def _about_to_change(self, key: Key, block: SavedBlock) -> None:
         if self._problem:
             return
         try:
-            self._take(table_id, block)
+            self._take(key, block)
         except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
             self._problem = _words(error)
         self._wake.set()
 
-    def _take(self, table_id: TableId, block: SavedBlock) -> None:
-        """Copy a block, to be written when its turn comes; without room, write it."""
+    def _take(self, key: Key, block: SavedBlock) -> None:
+        """Copy a block, to be written when its turn comes. What does not fit after all, since the
+        free memory is in pieces or what was decided before the cut was held is applied, is copied
+        to other memory.
+        """
         piece = self._copies.take(block.byte_count)
-        if piece is None:
-            self._write(table_id, block)
-            return
-        self._waiting_bytes += block.byte_count
-        self._copied.append((table_id, block.copied_to(piece.view), piece))
+        view = memoryview(bytearray(block.byte_count)) if piece is None else piece.view
+        self._room.copied(key, block.byte_count, is_last=not self._captures.has(key))
+        self._copied.append((key[0], block.copied_to(view), piece))
 
-    def _start(self, piece: Piece | None, work: Callable[..., None], *told: Any) -> None:
-        """Let a thread do it; the piece is free when it is done."""
+    def _start(
+        self, copied: tuple[int, Piece | None], work: Callable[..., None], *told: Any
+    ) -> None:
+        """Let a thread do it; what was copied for it is not needed when it is done."""
         self._writing_count += 1
         writing = self._threads.submit(work, *told)
         writing.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._written, done, piece)
+            lambda done: self._loop.call_soon_threadsafe(self._written, done, copied)
         )
 
     def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
@@ -279,17 +315,18 @@ class _Part:
         for name, payload in block.tensors:
             writer.append(spec.name, block.block, name, payload, dtype)
 
-    def _written(self, done: Future[None], piece: Piece | None) -> None:
-        if piece is not None:
-            self._give_back(piece)
+    def _written(self, done: Future[None], copied: tuple[int, Piece | None]) -> None:
+        self._give_back(*copied)
+        self._progress_s = self._loop.time()
         self._writing_count -= 1
         if not done.cancelled() and (error := done.exception()) is not None:
             self._problem = self._problem or _words(error)
         self._wake.set()
 
-    def _give_back(self, piece: Piece) -> None:
-        self._waiting_bytes -= piece.view.nbytes
-        self._copies.give_back(piece)
+    def _give_back(self, byte_count: int, piece: Piece | None) -> None:
+        self._room.written(byte_count)
+        if piece is not None:
+            self._copies.give_back(piece)
 
     async def _run(self) -> None:
         try:
@@ -315,9 +352,10 @@ class _Part:
 
     async def _whole(self) -> PartReport:
         """Everything up to a file that is durable under its own name."""
-        await asyncio.wrap_future(self._opening)
         while not self._is_done:
             self._check()
+            for key in self._room.opened():
+                self._node.copied(key, self.number)
             await self._write_next()
         self._check()
         if not self._specs:
@@ -358,30 +396,45 @@ class _Part:
     def _is_done(self) -> bool:
         """Whether everything is written."""
         is_captured = self._is_cut and not self._waiters and not self._captures.has_more
-        return is_captured and not self._copied and not self._writing_count
+        is_written = not self._copied and not self._writing_count and self._opening.done()
+        return is_captured and is_written
 
     async def _write_next(self) -> None:
         """Let a block be written: one that was copied before it changed, else one that has not
-        changed; or wait until there may be one.
+        changed, where training waits first; or wait until there may be one.
         """
-        if not self._copied and self._waiting_bytes <= self._copies.byte_count // 2:
-            found = self._captures.next()
+        if not self._opening.done():
+            await self._wait()
+            return
+        if not self._copied and self._room.waiting_bytes <= self._copies.byte_count // 2:
+            found = self._captures.next(self._room.turns)
             if found is not None:
                 self._take(*found)
-                if not self._copied:
-                    await self._pause(found[1])
-                    return
         if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._wait()
             return
         table_id, block, piece = self._copied.popleft()
-        self._start(piece, self._write, table_id, block)
+        self._start((block.byte_count, piece), self._write, table_id, block)
         await self._pause(block)
 
+    async def _wait(self) -> None:
+        """Until something has happened; not for ever where training waits for it, too."""
+        until_s = self._progress_s + self._stall_s if self._room.held else None
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._wake.wait()
+        except TimeoutError:
+            self._problem = self._problem or (
+                f"{self._url} has taken nothing for {self._stall_s:g} s, while training waited for "
+                f"room for copies (checkpoint_buffer_mb is {self._copies.byte_count / 2**20:g}): "
+                "the store is too slow, or gone"
+            )
+        self._wake.clear()
+
     async def _pause(self, block: SavedBlock) -> None:
-        """Keep to the rate: this block is on its way."""
-        is_busy = self._rate_bytes_s and self._node.since_update_s < _BUSY_S
+        """Keep to the rate, unless training waits: this block is on its way."""
+        is_training = not self._room.held and self._node.since_update_s < _BUSY_S
+        is_busy = self._rate_bytes_s and is_training
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
     def _finish(self) -> WrittenPart:
@@ -407,7 +460,7 @@ class _Part:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, PushpullError):
             await self._task
-        self._threads.shutdown(wait=True)
+        await asyncio.to_thread(self._threads.shutdown)
 
     def _release(self) -> None:
         self._is_over = True
@@ -417,7 +470,11 @@ class _Part:
             self._node.end_read(waiter)
         self._waiters.clear()
         while self._copied:
-            self._give_back(self._copied.pop()[2])
+            _, block, piece = self._copied.pop()
+            self._give_back(block.byte_count, piece)
+        with contextlib.suppress(PushpullError):  # the server has failed: nobody waits for it
+            for key in self._room.held:
+                self._node.copied(key, self.number)
 
 
 def _words(error: BaseException) -> str:

@@ -38,6 +38,7 @@ class KeptLog:
         segments: the segment in which each of these begins.
         sizes: of all segments, in bytes.
         kernel_fingerprint: of this server.
+        boot_id: of this machine.
     """
 
     directory: LogDirectory
@@ -46,6 +47,7 @@ class KeptLog:
     segments: dict[RangeId, int]
     sizes: dict[int, int]
     kernel_fingerprint: str
+    boot_id: str
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
         """What the scheduler is told of it."""
@@ -64,7 +66,7 @@ class KeptLog:
             incarnation=session.incarnation,
             range_count=range_count,
             kernel_fingerprint=self.kernel_fingerprint,
-            boot_id=boot_id(),
+            boot_id=self.boot_id,
             is_synced=setting.is_synced,
         )
         return UpdateLog(self.directory, header, setting, self.sizes, self.segments)
@@ -85,7 +87,7 @@ async def open_log(
     told = False
     while True:
         try:
-            directory = LogDirectory(path)
+            directory = await asyncio.to_thread(LogDirectory, path)
             break
         except Recovering as error:
             wait_s = error.retry_after_ms / 1000
@@ -98,7 +100,7 @@ async def open_log(
     try:
         return await asyncio.to_thread(read_log, directory, shards, kernel_fingerprint)
     except BaseException:
-        directory.close()
+        await asyncio.to_thread(directory.close)
         raise
 
 
@@ -113,7 +115,8 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
     begun_s = clock.now_s()
     paths = directory.segments()
     sizes = {number: path.stat().st_size for number, path in paths.items()}
-    nothing = KeptLog(directory, b"", {}, {}, sizes, kernel_fingerprint)
+    boot = boot_id()
+    nothing = KeptLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)
     try:
         contents = scan(paths)
         for number in paths.keys() - contents.segments.keys():  # torn when it was begun: else it is
@@ -122,7 +125,7 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
         newest = contents.newest
         if newest is None:
             return nothing
-        starts = claimable(contents, boot_id(), kernel_fingerprint)
+        starts = claimable(contents, boot, kernel_fingerprint)
         follower = followed(replace(contents, starts=starts or {}), shards)
         if newest.is_torn:
             directory.cut(newest.number, newest.end)

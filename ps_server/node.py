@@ -295,6 +295,20 @@ class ParameterNode:
         self.carry_out(self.machine.pull(event, self.now()))
         return is_torn
 
+    def hold_copies(self, key: tuple[TableId, RangeId], cut: TableCut) -> None:
+        """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
+        copies of what it was. What is asynchronous does not change at all.
+        """
+        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
+        clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
+        self.machine.hold_copies(key, cut.checkpoint, clock, self.now() + deadline_s)
+
+    @decides
+    def copied(self, key: tuple[TableId, RangeId], number: int) -> None:
+        """There is room for copies of a range for that checkpoint, or nobody needs them."""
+        self.carry_out(self.machine.copied(key, number, self.now()))
+        self._arm()
+
     @decides
     def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
         """The values of a range that is restored are there."""

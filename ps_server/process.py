@@ -100,6 +100,14 @@ class ServerConfig:
         },
     )
 
+    checkpoint_buffer_mb: int = field(
+        default=limits.CHECKPOINT_BUFFER_BYTES // 2**20,
+        metadata={
+            "help": "MiB of copies that may wait to be written to a checkpoint; where a step would "
+            "need more it waits for the checkpoint's store"
+        },
+    )
+
     update_log: Path | None = field(
         default=None,
         metadata={
@@ -121,6 +129,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         config.check_choice("lane", self.lane, limits.LANES)
+        if self.checkpoint_buffer_mb < 0:
+            raise InvalidConfig(
+                f"checkpoint_buffer_mb is {self.checkpoint_buffer_mb}; expected at least 0"
+            )
         if self.update_log_mb < 1:
             raise InvalidConfig(f"update_log_mb is {self.update_log_mb}; expected at least 1")
 
@@ -253,7 +265,8 @@ async def _run(
         gc.freeze()
         server.set_serving(True)
         if settings.ready_file is not None:
-            write_ready_file(settings.ready_file, server.address, server.http_address)
+            where = settings.ready_file, server.address, server.http_address
+            await asyncio.to_thread(write_ready_file, *where)
 
         def tick() -> None:
             node.tick()
@@ -283,7 +296,7 @@ async def _registered(
     stack: contextlib.AsyncExitStack,
 ) -> tuple[SchedulerLink, ParameterNode]:
     """Register with what this server has, and be a node; `stack` ends that."""
-    installed = installed_updates()
+    installed = await asyncio.to_thread(installed_updates)
     request = scheduler_pb2.RegisterNodeRequest(
         role=types_pb2.NODE_ROLE_SERVER,
         address=address,
@@ -303,7 +316,7 @@ async def _registered(
         kept = await open_log(
             settings.update_log, shards, request.kernel_fingerprint, settings.connect_deadline_s
         )
-        stack.callback(kept.directory.close)
+        stack.push_async_callback(asyncio.to_thread, kept.directory.close)
         request.update_log.CopyFrom(kept.claim())
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
     stack.push_async_callback(_leave, link)
@@ -351,7 +364,12 @@ def _keep_checkpoints(
     stack.push_async_callback(restored.close)
     link.on_view.append(restored.observe)
     rate_bytes_s = int(settings.checkpoint_rate_mb_s * 1e6)
-    checkpoints = CheckpointParts(node, partial(report_part, link), rate_bytes_s)
+    checkpoints = CheckpointParts(
+        node,
+        partial(report_part, link),
+        rate_bytes_s,
+        settings.checkpoint_buffer_mb * 2**20,
+    )
     stack.push_async_callback(checkpoints.close)
     link.on_view.append(checkpoints.observe)
     return restored

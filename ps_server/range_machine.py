@@ -251,6 +251,10 @@ class RangeMachine:
             raise UpdateFailed(self.state.failure.message)
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
+    def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
+        """Nothing beyond `clock` takes effect before `end_cut`, or `deadline_s`."""
+        self.state.schedule.hold(cut_id, clock, deadline_s)
+
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
         """Its reader is done with it."""
         out: list[Effect] = []

@@ -294,6 +294,12 @@ class ReadGate:
                 return f"{name} waits for its server to load the checkpoint that it starts from"
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
         state = self._state
+        if state.schedule.copied_for:
+            return (
+                f"the read of {name} at clock {event.clock} waits for its server, which writes "
+                f"checkpoint {state.schedule.copied_for} and has no room for more copies: its "
+                "store is slow"
+            )
         event = event._replace(clock=self._asked_clock(event))
         setting = state.schedule.at(event.clock + 1)
         if self._is_joining(event):
@@ -360,7 +366,7 @@ class ReadGate:
         if event.consistent and event.incarnation is None:
             return WaitCause.CONSISTENT
         event = event._replace(clock=self._asked_clock(event))
-        if self._waits_for_change(event):
+        if self._waits_for_change(event) or state.schedule.copied_for:
             return WaitCause.CHANGE
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
         is_bsp = state.schedule.is_bsp(event.clock)

@@ -40,6 +40,9 @@ _BEFORE_ALL = -1
 _CHECKPOINTS = Incarnation(0)
 """Nobody's: whose the cuts for checkpoints are."""
 
+_COPIES = Incarnation(-1)
+"""Nobody's either: who holds what a checkpoint has no room to copy."""
+
 CutId = tuple[Incarnation, int]
 """Whose cut, and its reader's number for it."""
 
@@ -47,6 +50,11 @@ CutId = tuple[Incarnation, int]
 def checkpoint_cut(number: int) -> CutId:
     """The cut that is held for a checkpoint, whose reader is the server itself."""
     return _CHECKPOINTS, number
+
+
+def copies_cut(number: int) -> CutId:
+    """The cut that is held until there is room for copies for a checkpoint."""
+    return _COPIES, number
 
 
 @dataclass(slots=True)
@@ -207,6 +215,15 @@ class Schedule:
         self.is_freed = self.is_freed or clock > cut.clock
         cut.clock = clock
         return True
+
+    def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
+        """Hold what is beyond `clock` until that cut ends, or `deadline_s` has come."""
+        self._cuts[cut_id] = Cut(clock, deadline_s)
+
+    @property
+    def copied_for(self) -> int:
+        """The checkpoint for which it is held until there is room for copies; 0: for none."""
+        return max((number for whose, number in self._cuts if whose == _COPIES), default=0)
 
     def end_cut(self, cut_id: CutId) -> None:
         """The reader has its answer, or will not have one."""

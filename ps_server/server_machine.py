@@ -51,7 +51,7 @@ from ps_server.failed_update import instead, lost_records
 from ps_server.part_copy import PartCopy, restore
 from ps_server.range_machine import RangeMachine
 from ps_server.read_gate import WaitCause
-from ps_server.schedule import CutId
+from ps_server.schedule import CutId, copies_cut
 from ps_server.table_room import TableRoom
 
 
@@ -373,6 +373,22 @@ class ServerMachine:
         for part in self._parts_of(table_id):
             effects += part.end_cut(cut_id, now_s)
         self._rooms[table_id].credits(effects)
+        return effects
+
+    def hold_copies(
+        self, key: tuple[TableId, RangeId], number: int, clock: int, deadline_s: float
+    ) -> None:
+        """Nothing beyond `clock` changes in a range until it is `copied` for a checkpoint."""
+        part = self._parts[key]
+        part.hold(copies_cut(number), clock, deadline_s)
+        self._timed[part] = None
+
+    def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
+        """What was held for a checkpoint's copies goes on; nothing, where the range is no more."""
+        part = self._parts.get(key)
+        effects = [] if part is None else part.end_cut(copies_cut(number), now_s)
+        if part is not None:
+            self._rooms[key[0]].credits(effects)
         return effects
 
     def _parts_of(self, table_id: TableId) -> list[RangeMachine]:

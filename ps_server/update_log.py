@@ -7,6 +7,8 @@ Rules:
     - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
     - What is written goes to the disk, and out of the system's memory, window by window.
+    - The thread removes old segments, too, in its turn: a slow disk holds no loop up. One that
+      cannot be removed is left, and said.
 
 Everything belongs to one event loop, but for the thread.
 
@@ -82,6 +84,15 @@ class _NextSegment(NamedTuple):
     first: Sequence[Item]
 
 
+class _Gone(NamedTuple):
+    """Nothing needs this segment any more."""
+
+    number: int
+
+
+_Job = Item | _NextSegment | _Gone
+
+
 class UpdateLog:
     """The log of one server, from when it registered.
 
@@ -114,7 +125,7 @@ class UpdateLog:
         self._header = header
         self.segments = LogSegments(setting.bound_bytes, sizes, starts)
         self._tables: list[bytes] = []
-        self._queue: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
         self._next_segment()
@@ -143,7 +154,7 @@ class UpdateLog:
         if self.segments.is_full(state_bytes):
             self._next_segment()
         for number in self.segments.let_go():
-            self._directory.disk.remove(self._directory.segment(number))
+            self._queue.put(_Gone(number))
 
     def _next_segment(self) -> None:
         header = update_log_pb2.UpdateLogHeader()
@@ -175,7 +186,10 @@ class UpdateLog:
         """Write what was appended, and let go of the directory."""
         self.on_written = _nothing
         self._queue.put(None)
-        await asyncio.to_thread(self._writer.join)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self._writer.join()
         self._directory.close()
 
 
@@ -186,7 +200,7 @@ class _Writer(threading.Thread):
         self,
         directory: LogDirectory,
         is_synced: bool,
-        source: queue.SimpleQueue[Item | _NextSegment | None],
+        source: queue.SimpleQueue[_Job | None],
         said: Callable[[Written | None, str], None],
     ) -> None:
         super().__init__(name="update-log", daemon=True)
@@ -215,11 +229,11 @@ class _Writer(threading.Thread):
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)
 
-    def _next(self) -> tuple[list[Item | _NextSegment], bool]:
+    def _next(self) -> tuple[list[_Job], bool]:
         """What has come, at least one thing; and whether the log was closed behind that: what is
         appended later is decided by a server that is ending, and seen by nobody.
         """
-        items: list[Item | _NextSegment] = []
+        items: list[_Job] = []
         while not items or not self._source.empty():
             item = self._source.get()
             if item is None:
@@ -227,13 +241,16 @@ class _Writer(threading.Thread):
             items.append(item)
         return items, False
 
-    def _write(self, items: Sequence[Item | _NextSegment]) -> Written:
+    def _write(self, items: Sequence[_Job]) -> Written:
         """Write them, and sync."""
         self._group += 1
         written = Written()
         for item in items:
             if isinstance(item, _NextSegment):
                 self._begin(item)
+                continue
+            if isinstance(item, _Gone):
+                self._remove(item.number)
                 continue
             self._put(item)
             written.byte_count += _size(item)
@@ -259,6 +276,13 @@ class _Writer(threading.Thread):
         if self._is_synced:
             self._disk.sync(self._descriptor)
             self._disk.sync_directory(self._directory.path)
+
+    def _remove(self, number: int) -> None:
+        path = self._directory.segment(number)
+        try:
+            self._disk.remove(path)
+        except OSError as error:  # it takes room, and nothing else
+            logs.warning("update_log_segment_left", path=str(path), reason=str(error))
 
     def _put(self, item: Item) -> None:
         time_s, group = time.time(), self._group % 2**32

@@ -246,7 +246,8 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
     try:
         node.set_serving(True)
         if settings.ready_file is not None:
-            write_ready_file(settings.ready_file, node.address, node.http_address)
+            where = settings.ready_file, node.address, node.http_address
+            await asyncio.to_thread(write_ready_file, *where)
         logs.info(
             "cluster_formed",
             cluster_id=cluster.cluster_id,

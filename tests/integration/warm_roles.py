@@ -27,6 +27,7 @@ from threading import Lock
 
 from ps_runtime.role_environment import role_environment
 from ps_runtime.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
+from tests import loop_files
 from tests.integration.warm_processes import warm_context
 
 ROLES = ("ps_server", "ps_worker", "scheduler")
@@ -215,4 +216,6 @@ def _run(order: Order) -> None:
     if order.has_warm_roles:
         FORKER.fork_here()
         begin_by(begin_warm)
+    if order.module != "ps_worker":  # a worker's loop is asked by nobody
+        loop_files.forbid()
     MAINS[order.module]()

@@ -8,6 +8,8 @@ Oracles:
     CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
            (BSP, SSP); what is asynchronous has nothing twice.
     CP-1   No worker that has answered had named a clock beyond the cut.
+    HOLD   A range that is held until its copies have room changes in nothing, and goes on then.
+           Where it is torn an update of BSP from before may form, of seals in effect by then.
     CP-2   A checkpoint that is complete has every range of its tables, at one clock.
     LIVE   A server is held by no checkpoint but the one that its view has.
 """
@@ -46,6 +48,9 @@ SHARE = 0.5
 RESEND_S = 1.0
 DELAY_S = 0.5
 NEVER_REFUSED = 0.95
+WITHOUT_ROOM = 0.3
+"""Of the ranges that are captured: their copies have to wait."""
+COPIED_S = (0.01, 0.3, 3.0)
 
 Key = tuple[TableId, RangeId]
 
@@ -60,6 +65,7 @@ class Captured:
     waiters: dict[int, Key] = field(default_factory=dict)
     tables: dict[TableId, ReportedTable] = field(default_factory=dict)
     is_asked: bool = False
+    held: dict[Key, dict[int, object] | None] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -198,9 +204,7 @@ class Checkpointer:
         checkpoint, part = view.checkpoint, self._parts.get(server.node_id)
         number = 0 if checkpoint is None else checkpoint.number
         if part is not None and part.number != number:
-            for waiter in list(part.waiters):
-                server.machine.answered(waiter)
-                server.reads.pop(waiter, None)
+            self._end_part(server, part)
             del self._parts[server.node_id]
         self._check_held(server, number if checkpoint is not None and checkpoint.is_cut else 0)
         if checkpoint is None:
@@ -219,6 +223,41 @@ class Checkpointer:
         part.is_asked = True
         self._report_if_done(server, part)
 
+    def _end_part(self, server: SimServer, part: Captured) -> None:
+        """Nothing is read or held for it any more."""
+        for waiter in list(part.waiters):
+            server.machine.answered(waiter)
+            server.reads.pop(waiter, None)
+        for key in list(part.held):
+            self._let_go(server, part, key)
+
+    def _hold(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
+        """As `ParameterNode.hold_copies`."""
+        is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
+        part.held[key] = None
+        until_s = server.now_s + limits.CHECKPOINT_WRITTEN_S
+        clock = 0 if is_torn else cut.after_clock
+        server.machine.hold_copies(key, part.number, clock, until_s)
+        self.world.counts["ranges held for copies"] += 1
+
+    def _copied(self, server: SimServer, part: Captured, key: Key) -> None:
+        """There is room for its copies."""
+        if self._parts.get(server.node_id) is part and not getattr(server, "is_dead", False):
+            if getattr(server, "is_paused", False):
+                self.world.after(RESEND_S, lambda: self._copied(server, part, key))
+            else:
+                self._let_go(server, part, key)
+
+    def _let_go(self, server: SimServer, part: Captured, key: Key) -> None:
+        if key not in part.held:
+            return
+        captured = part.held.pop(key)
+        is_torn = part.tables[key[0]].is_torn
+        if captured is not None and not is_torn and key in server.machine.parts:
+            now = {block: list(server.values[key[0], block]) for block in captured}
+            assert now == captured, f"HOLD: {key} changed while its copies had no room"
+        server.carry_out(server.machine.copied(key, part.number, server.now_s))
+
     def _begin_part(self, server: SimServer, number: int) -> None:
         """It makes its file; where it cannot, it says so, and reads nothing."""
         part = Captured(number, server.now_s, self.draw.random() > NEVER_REFUSED)
@@ -236,6 +275,8 @@ class Checkpointer:
     def _read(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
         """As `ParameterNode.read_at_cut`."""
         is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
+        if self.draw.random() < WITHOUT_ROOM:
+            self._hold(server, part, key, cut)
         place = Place(*key, server.machine.assignment_epoch(key[1]))
         written = part.tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
         part.tables[key[0]] = (
@@ -258,12 +299,17 @@ class Checkpointer:
             return
         if isinstance(effect, RefusePull):
             self._check_refused(server, part, effect)
+            self.world.after(0.0, lambda: self._end_part(server, part))
             return
         (table,) = [t for t in self.simulation.layout.tables if t.table_id == key[0]]
         blocks = table.blocks_by_range(self._range_count)[key[1]]
         is_torn = part.tables[key[0]].is_torn
         for block in blocks:
             self._check_captured(server, table, block, None if is_torn else cut.after_clock)
+        if key in part.held:
+            part.held[key] = {block: list(server.values[key[0], block]) for block in blocks}
+            later_s = self.draw.choice(COPIED_S) * self.draw.random()
+            self.world.after(later_s, lambda: self._copied(server, part, key))
         count, clock = _counts(part.tables[key[0]])
         part.tables[key[0]] = ReportedTable(count + len(blocks), clock, is_torn)
         self._ranges.setdefault(part.number, {})[key] = cut.after_clock

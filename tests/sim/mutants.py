@@ -234,6 +234,14 @@ _ONE_TABLE = (
         _TRAINED,
     ),
     Mutant(
+        "what has no room for copies goes on by a clock",
+        "S10",
+        _SCHEDULE,
+        "        self._cuts[cut_id] = Cut(clock, deadline_s)",
+        "        self._cuts[cut_id] = Cut(clock + 1, deadline_s)",
+        _TRAINED,
+    ),
+    Mutant(
         "a range is captured before it has come to the cut",
         "S10",
         _READS,

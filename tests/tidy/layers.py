@@ -22,6 +22,7 @@ PURE_MODULES = {
     "ps_server.block_values",
     "ps_server.buffer_pool",
     "ps_server.captures",
+    "ps_server.copy_room",
     "ps_server.changes",
     "ps_server.contributions",
     "ps_server.custom_updates",

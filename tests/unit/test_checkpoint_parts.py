@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.part_report import PartReport
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
+from ps_runtime.disk import DISK, Disk
 from ps_runtime.metrics import ServerMetrics
 from ps_runtime.part_file import read_header, read_tensor
 from ps_server.checkpoint_parts import CheckpointParts
-from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.events import Place, PullEvent, PushEvent, SealEvent, SealTerms, Sender
 from ps_server.node import ParameterNode
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
@@ -54,6 +56,10 @@ class Server:
         self.stream = self.node.open_stream(replace(SERVER, role=Role.WORKER))
         self._sequences = dict.fromkeys(range(RANGES), 0)
         self.see(None)
+
+    def begin_parts(self, buffer_bytes: int, disk: Disk = DISK, stall_s: float = 15.0) -> None:
+        """With so much room for copies."""
+        self.parts = CheckpointParts(self.node, self._report, 0, buffer_bytes, disk, stall_s)
 
     async def _report(self, number: int, part: PartReport) -> None:
         self.reports.append((number, part))
@@ -146,13 +152,10 @@ def run(tmp_path: Path, drive: Callable[[Server], Awaitable[None]], setting: str
 def test_a_part_has_the_cut_whatever_is_applied_while_it_is_written(
     tmp_path: Path, buffer_bytes: int
 ) -> None:
-    """With room for copies, and where each block has to be written before it changes."""
-
-    def begin(server: Server) -> None:
-        server.parts = CheckpointParts(server.node, server._report, 0, buffer_bytes)
+    """With room for copies, and where each block has to be written before it may change."""
 
     async def drive(server: Server) -> None:
-        begin(server)
+        server.begin_parts(buffer_bytes)
         server.step(1)
         server.propose()
         server.step(2)
@@ -161,14 +164,79 @@ def test_a_part_has_the_cut_whatever_is_applied_while_it_is_written(
         assert server.clocks == {2}
         for clock in (3, 4):
             server.step(clock)
-        assert server.clocks == {4}
+        assert server.clocks == ({4} if buffer_bytes else {2})
         report = await server.report()
         assert not report.problem
+        assert server.clocks == {4}
         (table,) = report.tables.values()
         assert (table.block_count, table.clock, table.is_torn) == (BLOCKS, 2, False)
         values = server.values(report)
         assert {name.split("/")[-1] for name in values} == {"values"}
         assert list(values.values()) == [{-2.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
+class SlowDisk(Disk):
+    """Files are made when somebody says so."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def create(self, path: Path) -> int:
+        self.go_on.wait(20)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("setting", ["bsp", "asp"])
+def test_the_loop_waits_for_no_store_and_steps_without_room_for_copies_do(
+    tmp_path: Path, setting: str
+) -> None:
+    """The room is that of one of the two ranges."""
+    disk, room = SlowDisk(), 3 * LENGTH * 4
+
+    async def drive(server: Server) -> None:
+        server.begin_parts(room, disk)
+        server.step(1)
+        server.propose()
+        server.cut(1)
+        for clock in (2, 3):
+            server.step(clock)  # nothing here waits: the file is not there
+        assert server.clocks == {1, 3}
+        parts = server.node.machine.parts
+        (held,) = (each for each in parts.values() if each.state.clock == 1)
+        read = PullEvent(
+            Place(MODEL, held.state.range_id, AssignmentEpoch(1)), 1, None, 2, False, 9
+        )
+        assert "checkpoint 1 and has no room" in held.reads.explain(read, 0.0)
+        disk.go_on.set()
+        report = await server.report()
+        assert not report.problem
+        assert server.clocks == {3}
+        assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
+
+    run(tmp_path, drive, setting)
+
+
+def test_a_store_that_takes_nothing_holds_training_for_a_while_only(tmp_path: Path) -> None:
+    disk = SlowDisk()
+
+    async def drive(server: Server) -> None:
+        server.begin_parts(0, disk, 0.05)
+        server.propose()
+        server.cut(1)
+        server.step(1)
+        server.step(2)
+        assert server.clocks == {1}
+
+        def go_on() -> None:
+            moved_on.append(server.clocks == {2})
+            disk.go_on.set()
+
+        moved_on: list[bool] = []
+        asyncio.get_running_loop().call_later(1.0, go_on)
+        assert "has taken nothing for 0.05 s" in (await server.report()).problem
+        assert moved_on == [True], "training waited for the store"
 
     run(tmp_path, drive)
 

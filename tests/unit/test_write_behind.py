@@ -19,7 +19,7 @@ from ps_runtime.disk import _WINDOW_BYTES as WINDOW_BYTES
 from ps_runtime.disk import _WINDOW_COUNT as WINDOW_COUNT
 from ps_runtime.disk import Disk, Payload, WriteBehind
 from ps_runtime.part_writer import PartWriter, PlannedTable
-from ps_server.update_log import Item, Written, _NextSegment, _Writer
+from ps_server.update_log import Item, Written, _Job, _NextSegment, _Writer
 from ps_server.update_log_directory import LogDirectory
 from ps_server.update_log_frames import FrameKind
 
@@ -69,7 +69,7 @@ class Memory(Disk):
 
 
 def test_an_update_log_lets_go_of_its_segments(tmp_path: Path) -> None:
-    source: queue.SimpleQueue[Item | _NextSegment | None] = queue.SimpleQueue()
+    source: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     for segment in (1, 2):
         source.put(_NextSegment(segment, ()))
         for payload in (bytes(100), bytes(3 * WINDOW_BYTES), *[bytes(WINDOW_BYTES)] * 4):
