@@ -16,7 +16,7 @@ import torch
 
 from ps_core import limits
 from ps_core.errors import Fenced, ForeignCluster, Internal, InvalidConfig, PushpullError
-from ps_runtime import channels, clock, config, kept_values, logs, shutdown
+from ps_runtime import channels, clock, config, kept_values, logs, machine_memory, shutdown
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.http2.server import StreamServer
@@ -100,6 +100,14 @@ class ServerConfig:
         },
     )
 
+    memory_mb: int = field(
+        default=0,
+        metadata={
+            "help": "MiB that tables may take here; 0: nine tenths of what the machine has, or the "
+            "container, shared with the other servers there"
+        },
+    )
+
     checkpoint_buffer_mb: int = field(
         default=limits.CHECKPOINT_BUFFER_BYTES // 2**20,
         metadata={
@@ -129,6 +137,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         config.check_choice("lane", self.lane, limits.LANES)
+        if self.memory_mb < 0:
+            raise InvalidConfig(f"memory_mb is {self.memory_mb}; expected at least 0")
         if self.checkpoint_buffer_mb < 0:
             raise InvalidConfig(
                 f"checkpoint_buffer_mb is {self.checkpoint_buffer_mb}; expected at least 0"
@@ -305,6 +315,7 @@ async def _registered(
         kernel_fingerprint=kernel_fingerprint(),
         cluster_id=settings.cluster_id,
         custom_updates=installed.to_proto(),
+        memory=await asyncio.to_thread(_memory, settings.memory_mb * 2**20),
     )
     shards = Shards(SharedLanes(), installed.updates)
     stack.callback(shards.homes.close)
@@ -326,6 +337,14 @@ async def _registered(
     stack.callback(node.close)
     _replicate(link, node, kept, settings, stack)
     return link, node
+
+
+def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
+    """What tables may take here: as given, or as the system says."""
+    if given_bytes:
+        return scheduler_pb2.ServerMemory(byte_count=given_bytes)
+    byte_count = int(machine_memory.memory_bytes() * limits.TABLE_MEMORY_SHARE)
+    return scheduler_pb2.ServerMemory(byte_count=byte_count, pool=machine_memory.memory_pool())
 
 
 async def _leave(link: SchedulerLink) -> None:

@@ -207,6 +207,14 @@ class UpdateLogClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """What memory a server has for tables; see `pushpull.v1.ServerMemory`. 0: not said."""
+
+    byte_count: int = 0
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """Asks to become a node; the fields are those of `pushpull.v1.RegisterNodeRequest`."""
 
@@ -221,6 +229,7 @@ class Registration:
     custom_updates: tuple[UpdateOffer, ...] = ()
     waited_s: float | None = None
     update_log: UpdateLogClaim | None = None
+    memory: ServerMemory = ServerMemory()
 
     def shares_log(self, other: Registration) -> bool:
         """Whether both keep the same update log: one of them has ended, since it has one lock."""
@@ -256,7 +265,8 @@ class Proposal:
 class ClusterState:
     """Membership, tables and ownership. Dictionaries are in order of creation.
 
-    `range_bytes` is what each range holds, absent where nothing; `view_bytes` is what the nodes and
+    `range_bytes` is what each range holds, absent where nothing; `range_memory_bytes` what each
+    holder of it may take for that; `view_bytes` is what the nodes and
     tables take of a view. Both are sums, kept so that an event costs only what it adds.
     """
 
@@ -269,6 +279,7 @@ class ClusterState:
     node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
     range_bytes: dict[RangeId, int] = field(default_factory=dict)
+    range_memory_bytes: dict[RangeId, int] = field(default_factory=dict)
     change_counts: dict[TableId, int] = field(default_factory=dict)
     proposals: dict[TableId, Proposal] = field(default_factory=dict)
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was

@@ -38,6 +38,7 @@ from scheduler.cluster_state import (
     RangesFailedOver,
     Registration,
     Restored,
+    ServerMemory,
     Transition,
     UpdateLogClaim,
 )
@@ -498,6 +499,9 @@ def _session(message: types_pb2.SessionIdentity) -> Session:
     return wire.session_from_proto(message)
 
 
+_MAX_POOL_CHARACTERS = 128
+
+
 def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
     has_rank = request.HasField("requested_rank")
     return Registration(
@@ -512,6 +516,7 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         custom_updates=tuple(map(_offer, request.custom_updates)),
         waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
         update_log=_claim(request.update_log) if request.HasField("update_log") else None,
+        memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
     )
 
 

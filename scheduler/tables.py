@@ -13,6 +13,7 @@ change a table that is there (`scheduler.changes`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ps_core import limits
@@ -21,7 +22,7 @@ from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
 from ps_core.imported import Imported
-from ps_core.keys import TableId
+from ps_core.keys import RangeId, TableId
 from ps_core.tables import (
     Initializer,
     InitializerKind,
@@ -31,7 +32,7 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
-from scheduler import placement, view_size
+from scheduler import placement, server_memory, view_size
 from scheduler.cluster_state import (
     ClusterSettings,
     ClusterState,
@@ -41,9 +42,6 @@ from scheduler.cluster_state import (
 )
 from scheduler.ownership import Ownership
 from scheduler.spec_difference import first_difference
-
-MAX_TABLE_BLOCK_COUNT = 4_194_304
-"""Blocks of one table; 4 TiB of float32 at the default size."""
 
 
 class Tables:
@@ -111,7 +109,7 @@ class Tables:
             now_s: the time.
 
         Raises:
-            InvalidConfig: the cluster has no room for it.
+            InvalidConfig: the cluster has no room for it, or its servers have no memory.
         """
         state, restored = self._state, self._restored(spec)
         table_id = TableId(len(state.tables) + 1)
@@ -126,13 +124,30 @@ class Tables:
         reason = self._ownership.missing_servers(added_bytes, now_s)
         if reason:
             return f"table '{spec.name}' waits for {reason}", []
+        placed = self._placed(table, added_bytes)
         state.tables[spec.name] = table
         state.view_bytes += needed_bytes
         if table.change is not None:
             state.change_counts[table_id] = table.change.number
         state.join_rooms |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
-        return table, [TableCreated(table), *self._ownership.hold(added_bytes)]
+        return table, [TableCreated(table), *placed]
+
+    def _placed(self, table: Table, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
+        """Servers for the ranges of a table; nothing has changed where they have no memory."""
+        state = self._state
+        needed = server_memory.needed_by_range(table, len(state.ranges))
+        before = list(state.ranges), dict(state.range_bytes)
+        placed = self._ownership.hold(added_bytes)
+        try:
+            server_memory.check_fits(state, table.spec.name, needed)
+        except InvalidConfig:
+            state.ranges[:], state.range_bytes = before
+            raise
+        held = state.range_memory_bytes
+        for range_id, more in needed.items():
+            held[range_id] = held.get(range_id, 0) + more.total
+        return placed
 
     def _restored(self, spec: TableSpec) -> RestoredTable | None:
         """The table of that name in the checkpoint that the cluster starts from; of one that was
@@ -163,12 +178,16 @@ class Tables:
                 f"can have {limits.MAX_TABLE_COUNT}"
             )
         block_count = -(-spec.element_count // spec.block_elements)
-        if block_count > MAX_TABLE_BLOCK_COUNT:
+        most = limits.MAX_TABLE_BLOCK_COUNT
+        if block_count > most:
+            enough = -(-spec.element_count // most)
             raise InvalidConfig(
                 f"table '{spec.name}': element_count {spec.element_count} makes {block_count} "
-                f"blocks of {spec.block_elements}; expected at most {MAX_TABLE_BLOCK_COUNT}"
+                f"blocks of {spec.block_elements}; expected at most {most}: block_elements of "
+                f"{enough} or more, or several tables"
             )
         room_bytes = view_size.room_bytes(self._settings, self._state)
+        room_bytes -= limits.VIEW_RESERVED_BYTES  # for nodes that come, or come back
         if needed_bytes > room_bytes:
             raise InvalidConfig(
                 f"table '{spec.name}' takes up to {needed_bytes} bytes of the cluster's view "

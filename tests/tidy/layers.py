@@ -88,6 +88,7 @@ PURE_MODULES = {
     "scheduler.membership",
     "scheduler.ownership",
     "scheduler.placement",
+    "scheduler.server_memory",
     "scheduler.spec_difference",
     "scheduler.tables",
     "scheduler.update_offers",

@@ -189,7 +189,7 @@ class TestTables:
             ({"element_count": 0}, "element_count is below 1"),
             ({"block_elements": 63}, "block_elements is 63"),
             ({"tensors": (TensorSpec("w", (7,), 0),)}, "its tensors have 7 elements"),
-            ({"element_count": 2**60}, "blocks of 64; expected at most 4194304"),
+            ({"element_count": 2**60}, "blocks of 64; expected at most 262144"),
             ({"tensors": (TensorSpec("w", (2**63,) * 300, 0),)}, "'w' has 300 dimensions"),
             ({"initializer": CONSTANT}, "its initial value is 1e+300; expected a finite number"),
             (
@@ -233,13 +233,13 @@ class TestTables:
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
         harness, _, _, worker, _ = full
-        inline = Initializer(InitializerKind.INLINE, inline=bytes(800_000))
-        large = replace(SPEC, element_count=200_000, initializer=inline)
+        inline = Initializer(InitializerKind.INLINE, inline=bytes(750_000))
+        large = replace(SPEC, element_count=187_500, initializer=inline)
         for number in range(5):
             harness.create(worker, replace(large, name=f"t{number}"))
         refused(
             errors.InvalidConfig,
-            "1 tensors, 800000 bytes of inline values",
+            "1 tensors, 750000 bytes of inline values",
             "of the cluster's view",
             by=lambda: harness.create(worker, replace(large, name="t5")),
             of=harness,

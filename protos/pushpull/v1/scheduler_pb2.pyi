@@ -18,7 +18,7 @@ class GetJoinChallengeResponse(_message.Message):
     def __init__(self, challenge: _Optional[bytes] = ...) -> None: ...
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof")
+    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof", "memory")
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class RegisterNodeRequest(_message.Message):
     WAITING_MS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_LOG_FIELD_NUMBER: _ClassVar[int]
     JOIN_PROOF_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     registration_id: bytes
     role: _types_pb2.NodeRole
     address: str
@@ -43,7 +44,16 @@ class RegisterNodeRequest(_message.Message):
     waiting_ms: int
     update_log: UpdateLogClaim
     join_proof: bytes
-    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ...) -> None: ...
+    memory: ServerMemory
+    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ..., memory: _Optional[_Union[ServerMemory, _Mapping]] = ...) -> None: ...
+
+class ServerMemory(_message.Message):
+    __slots__ = ("byte_count", "pool")
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    byte_count: int
+    pool: str
+    def __init__(self, byte_count: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class UpdateLogClaim(_message.Message):
     __slots__ = ("log_id", "timeline", "range_ids")
