@@ -27,6 +27,8 @@ STRIKES = (
     "slow links",
     "worker killed",
 )
+LOOPS = ("blocked loop", "slow loop")
+"""Strikes of seeds of their own: the process lives, and what it has to do does not get done."""
 DRIFTS = (0.0, 0.0, 0.002, 0.02)
 """By how much a clock may run faster or slower than the world's."""
 
@@ -121,6 +123,8 @@ class Calamities:
             "one way": self._one_way,
             "slow links": self._slow,
             "worker killed": self._kill_worker,
+            "blocked loop": self._block,
+            "slow loop": self._slow_down,
         }
         draw = self._world.draw
         self._world.after(draw.random() * draw.choice((1.0, 5.0, 15.0)), self._strike_first)
@@ -134,6 +138,7 @@ class Calamities:
         self._world.slow.clear()
         self._world.faults = Faults.none()
         for server in self._stage.living:
+            server.speed_up()
             server.wake()
 
     def strike_server(self) -> None:
@@ -213,6 +218,33 @@ class Calamities:
         self._world.say(f"PAUSED server {victim.node_id} for {for_s:.1f} s")
         victim.pause()
         self._undo(for_s, victim.wake)
+        return True
+
+    def _block(self) -> bool:
+        """Its loop stands for up to some leases, gets on with what has come, and stands again."""
+        victim, draw = self._victim(), self._world.draw
+        if victim is None:
+            return False
+        at_s = 0.0
+        for _ in range(draw.randint(1, 4)):
+            for_s = draw.choice((0.3, 0.9, 1.5, 3.0)) * LEASE_S * (0.5 + draw.random())
+            self._undo(at_s, victim.pause)
+            self._undo(at_s + for_s, victim.wake)
+            at_s += for_s + draw.choice((0.01, 0.3, 1.0)) * draw.random()
+        self._world.say(f"BLOCKED server {victim.node_id}, now and then for {at_s:.1f} s")
+        self.away[victim.node_id] += 1
+        self._world.after(at_s + 2.0, lambda: self.away.subtract([victim.node_id]))
+        return True
+
+    def _slow_down(self) -> bool:
+        """Whatever comes takes its time: more comes than it gets done, and all is late."""
+        victim, draw = self._victim(), self._world.draw
+        if victim is None:
+            return False
+        takes_s, for_s = draw.choice((0.01, 0.05, 0.2)), self._for_a_while(victim.node_id)
+        self._world.say(f"SLOW server {victim.node_id}: {takes_s} s each, for {for_s:.1f} s")
+        victim.slow_down(takes_s)
+        self._undo(for_s, victim.speed_up)
         return True
 
     # --- links

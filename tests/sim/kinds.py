@@ -8,6 +8,7 @@ from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_logs import LogSimulation
+from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_simulation import Simulation
@@ -24,6 +25,7 @@ KINDS: dict[str, type[Simulation]] = {
     "effects": EffectSimulation,
     "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
+    "loops": LoopSimulation,
 }
 
 SHARES = {
@@ -37,5 +39,6 @@ SHARES = {
     "effects": 5,
     "pairs": 5,
     "replacements": 4,
+    "loops": 4,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -72,6 +72,8 @@ class ReplicatedServer(SimServer):
         self.is_dead = self.is_paused = False
         self.paused_s = self._paused_at_s = 0.0
         """For how long it was paused, in all; and since when."""
+        self._takes_s = 0.0
+        self._is_at_work = False
         self.peers, self.watch, self._clock = place.peers, place.watch, place.clock
         self.asked: list[BackupWish] = []
         self._view: ClusterView | None = None
@@ -113,14 +115,38 @@ class ReplicatedServer(SimServer):
         if self.is_paused:
             self.is_paused, self._waits_since_s = False, {}
             self.paused_s += self.world.now_s - self._paused_at_s
-        while self._inbox and not self.is_paused:
+        while self._inbox and not self.is_paused and not self._takes_s:
             self._inbox.pop(0)()
+
+    def slow_down(self, takes_s: float) -> None:
+        """From now on each message takes so long, and those that come meanwhile wait."""
+        if not self._takes_s:
+            self.world.after(takes_s, self._work)
+        self._takes_s = takes_s
+
+    def speed_up(self) -> None:
+        """It gets on with what has come."""
+        self._takes_s = 0.0
+        if not self.is_paused:
+            self.wake()
+
+    def _work(self) -> None:
+        """The next message, while it is slow."""
+        if not self._takes_s or self.is_dead:
+            return
+        if self._inbox and not self.is_paused:
+            self._is_at_work = True
+            self.world.counts["late messages"] += 1
+            self._inbox.pop(0)()
+            self._is_at_work = False
+        self.world.after(self._takes_s, self._work)
 
     def _is_away(self, action: Callable[[], None]) -> bool:
         """Whether it does not get the message now."""
-        if self.is_paused:
+        is_slow = self._takes_s > 0.0 and not self._is_at_work
+        if self.is_paused or is_slow:
             self._inbox.append(action)
-        return self.is_dead or self.is_paused
+        return self.is_dead or self.is_paused or is_slow
 
     def start(self, view: ClusterView) -> None:
         """The first view."""

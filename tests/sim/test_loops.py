@@ -1,0 +1,35 @@
+"""Servers whose event loop stands, or is slow, while all else goes on (G1 to G4, S8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+
+from tests.sim.calamities import LOOPS, Plan
+from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_simulation import run_seeds
+
+
+class LoopSimulation(FailoverSimulation):
+    """One seed in which loops are blocked and slow, beside what else befalls servers."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        *(f"fault: {kind}" for kind in LOOPS), "late messages", "failovers", "ranges taken over",
+        "ranges given up", "joined ranges", "equal replicas",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "joined ranges": 1}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        plan = super().plan
+        return replace(plan, kinds=(*LOOPS, *plan.kinds[:2]))
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_beside_loops_that_stand(sim_seeds: tuple[int, ...]) -> None:
+    """Nothing that a server does late is seen twice, lost, or seen of one that serves no more."""
+    run_seeds(LoopSimulation, sim_seeds)
