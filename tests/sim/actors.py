@@ -41,8 +41,9 @@ from ps_worker.push_entries import (
 )
 from ps_worker.push_window import PushWindow
 from tests.sim.arithmetic import Reading, numbers_of
+from tests.sim.grads import Grad
 from tests.sim.server import SimServer
-from tests.sim.truth import Body, Grad, Settings, TrainingEnded, scale_of
+from tests.sim.truth import Body, Settings, TrainingEnded, scale_of
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -205,6 +206,8 @@ class SimWorker:
         self.finished = False
         self.failed = False
         """Whether it finished because of an error."""
+        self.rates: dict[tuple[TableId, int], Hyperparameters] = {}
+        """What it seals a clock with where its schedule is another than the others'."""
         self.moves = 0
         """How often it went on."""
         self.fence: PushpullError | None = None
@@ -337,7 +340,7 @@ class SimWorker:
             if isinstance(effect, StepEnded):
                 self._step_ended(effect)
             elif isinstance(effect, StepRefused):
-                raise AssertionError(f"worker {self.rank}: {effect}")
+                self.step_refused(effect)
             elif isinstance(effect, SendPush):
                 self._carry(effect.server, self._push_event(effect), self._inline(effect))
             elif isinstance(effect, SendSeal):
@@ -347,6 +350,10 @@ class SimWorker:
                 place = self.layout.place(effect.key.table_id, effect.key.range_id)
                 event = WithdrawEvent(place, self._sender, effect.key.sequence)
                 self._carry(effect.server, event)
+
+    def step_refused(self, effect: StepRefused) -> None:
+        """No step is, where all do as they should."""
+        raise AssertionError(f"worker {self.rank}: {effect}")
 
     def _step_ended(self, effect: StepEnded) -> None:
         """As `ps_worker.update_scaling`: the scale follows as soon as every range told its part."""
@@ -397,6 +404,7 @@ class SimWorker:
         )
 
     def _numbers(self, effect: SendPush) -> Hyperparameters:
+        """Of an eager push."""
         return numbers_of(self.layout.table(effect.key.table_id), effect.clock)
 
     def _inline(self, effect: SendPush) -> SealEvent | None:

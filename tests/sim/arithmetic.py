@@ -47,9 +47,10 @@ from ps_server.server_machine import PartAdded
 from ps_server.shards import Shards
 from ps_server.store_copy import StoreCopy
 from ps_server.sums import Total
+from tests.sim.grads import Arrived, Grad
 
 if TYPE_CHECKING:
-    from tests.sim.truth import Grad, Settings, Truth
+    from tests.sim.truth import Settings, Truth
 
 TENSOR_ELEMENTS = 48
 """Of a block of 64: tensors begin in one block and end in the next."""
@@ -132,6 +133,15 @@ def lengths_of(table: Table, block: int) -> tuple[int, ...]:
     return _lengths(table.spec.element_count, table.spec.block_elements, block)
 
 
+def _payload(table: Table, grad: Grad) -> tuple[bytes, bytes]:
+    """A gradient's elements, and which tensors have any."""
+    lengths = lengths_of(table, grad.block)
+    found = gradient_of(grad, len(lengths))
+    values = np.array([value or 0.0 for value in found], np.float32)
+    presence = pack_presence(tuple(value is not None for value in found))
+    return np.repeat(values, lengths).tobytes(), presence
+
+
 class Sum(NamedTuple):
     """What was summed for an update: the identities, and the numbers here and as they are sent."""
 
@@ -155,17 +165,24 @@ class Numbers:
         """Nothing of the range is here any more."""
         self.shards.remove(range_id)
 
-    def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution:
-        lengths = lengths_of(table, grad.block)
-        found = gradient_of(grad, len(lengths))
-        present = tuple(value is not None for value in found)
-        payload = np.repeat(np.array([v or 0.0 for v in found], np.float32), lengths).tobytes()
+    def arrived(self, table: Table, range_id: RangeId, grad: Grad) -> Arrived:
+        """A gradient came by memory that is its worker's, and its worker's again at once."""
+        payload, presence = _payload(table, grad)
+        shared = np.frombuffer(payload, np.uint8).copy()
+        lent = shared.data.toreadonly()
         store = self.shards.stores[table.table_id, range_id]
-        return store.decode(grad.block, Codec.FP32, payload, pack_presence(present))
+        found = Arrived(*grad)
+        found.part = store.decode(grad.block, Codec.FP32, lent, presence, is_shared=True)
+        shared.view(np.float32)[:] = 1e6
+        return found
 
-    def fold(self, table: Table, effect: Fold) -> None:
+    def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution:
+        store = self.shards.stores[table.table_id, range_id]
+        return store.decode(grad.block, Codec.FP32, *_payload(table, grad))
+
+    def fold(self, effect: Fold) -> None:
         """One worker's step goes into the sum of its clock."""
-        parts = tuple((b, self._decoded(table, effect.range_id, g)) for b, g in effect.parts)  # type: ignore[arg-type]
+        parts = tuple((block, grad.part) for block, grad in effect.parts)  # type: ignore[attr-defined]
         self.shards.fold(effect._replace(parts=parts, compensation=None))
 
     def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
@@ -338,7 +355,9 @@ class Twin:
         if setting.mode is Mode.BSP:
             scale *= settings.scales.get((table.table_id, clock), 1.0)
         reduced = [None if value is None else value * scale for value in sums]
-        _step(table, dict(table.numbers.merged(numbers_of(table, clock))), reduced, state)
+        key = table.table_id, update.grads[0].incarnation, clock
+        numbers = settings.rates.get(key, numbers_of(table, clock))  # eager: not sealed yet
+        _step(table, dict(table.numbers.merged(numbers)), reduced, state)
 
     def _check_part(self, table: Table, update: _Update, took_part: Contributors) -> None:
         """PART."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_crashes import CrashSimulation
+from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_late_tables import LateTableSimulation
@@ -26,6 +27,7 @@ KINDS: dict[str, type[Simulation]] = {
     "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
     "loops": LoopSimulation,
+    "disagreements": DisagreeingSimulation,
 }
 
 SHARES = {
@@ -40,5 +42,6 @@ SHARES = {
     "pairs": 5,
     "replacements": 4,
     "loops": 4,
+    "disagreements": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -17,12 +17,78 @@ _CHECKPOINTS = "scheduler/checkpoints.py"
 _LEDGER = "ps_core/ledger.py"
 _WINDOW = "ps_worker/push_window.py"
 _GATE = "ps_server/update_gate.py"
+_RULES = "ps_server/entry_rules.py"
+_DISAGREEMENTS = ("disagreements",)
 _READS = "ps_server/read_gate.py"
 _SCHEDULE = "ps_server/schedule.py"
 _RANGE = "ps_server/range_machine.py"
 _SERVER = "ps_server/server_machine.py"
 
 _ONE_TABLE = (
+    Mutant(
+        "a mean divides by those who skipped too",
+        "S1",
+        "ps_server/events.py",
+        "return sum(not contributor.skip for contributor in self.contributors)",
+        "return len(self.contributors)",
+        _STEPS,
+    ),
+    Mutant(
+        "a worker's own scale is lost",
+        "S1",
+        "ps_server/records.py",
+        "step.clock, terms.contribution_scale",
+        "step.clock, 1.0",
+        _STEPS,
+    ),
+    Mutant(
+        "a tensor without a gradient takes a step",
+        "S1",
+        "ps_server/optimizers.py",
+        "here = np.ones(len(steps), dtype=np.bool_) if present is None else present",
+        "here = np.ones(len(steps), dtype=np.bool_)",
+        _STEPS,
+    ),
+    Mutant(
+        "what is lent is not copied before its slot is given back",
+        "S3",
+        "ps_server/shard_store.py",
+        "is_owned = is_shared or dtype is not self._dtype or not view.readonly",
+        "is_owned = dtype is not self._dtype or not view.readonly",
+        _STEPS,
+    ),
+    Mutant(
+        "workers that disagree about a rate make an update",
+        "S4",
+        _RULES,
+        "            if theirs != mine:",
+        "            if False:",
+        _DISAGREEMENTS,
+    ),
+    Mutant(
+        "a seal says another rate than its eager pushes",
+        "S4",
+        _RULES,
+        "if step.eager is not None and not terms.skip and step.eager != mine:",
+        "if False:",
+        _DISAGREEMENTS,
+    ),
+    Mutant(
+        "an empty sum is none",
+        "S12",
+        "ps_server/forming.py",
+        "if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:",
+        "if record.blocks:",
+        _STEPS,
+    ),
+    Mutant(
+        "a sum is kept until the next is made",
+        "S12",
+        "ps_server/sums.py",
+        "for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:",
+        "for old in [kept for kept in self._sums if kept]:",
+        _STEPS,
+    ),
     Mutant(
         "the highest sequence instead of a ledger",
         "S2",

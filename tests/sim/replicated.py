@@ -30,9 +30,10 @@ from ps_server.schedule import CutId
 from ps_server.server_machine import Promise
 from ps_server.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
+from tests.sim.grads import Grad
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.serving import Watch
-from tests.sim.truth import Grad, Settings
+from tests.sim.truth import Settings
 from tests.sim.world import World
 
 LEASE_S = 3.0

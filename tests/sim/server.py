@@ -22,6 +22,7 @@ from ps_server.events import (
     Fold,
     Forget,
     PullEvent,
+    PushEvent,
     Record,
     Reduce,
     RefusePull,
@@ -30,7 +31,8 @@ from ps_server.events import (
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise, ServerMachine
 from tests.sim.arithmetic import Numbers, Reading
-from tests.sim.truth import Grad, Settings, square
+from tests.sim.grads import Grad
+from tests.sim.truth import Settings, square
 from tests.sim.world import World
 
 TICK_S = 0.25
@@ -120,6 +122,11 @@ class SimServer:
 
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""
+        if isinstance(event, PushEvent) and isinstance(event.payload, Grad):
+            key = event.place.table_id, event.place.range_id
+            if key in self.machine.parts:  # else the machine answers it
+                payload = self.held(key).arrived(self.table(key[0]), key[1], event.payload)
+                event = event._replace(payload=payload)
         self.carry_out(self.machine.entry(event, self.now_s))
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -138,7 +145,7 @@ class SimServer:
                     assert isinstance(payload, Grad)
                     self.sums[key].append(payload)
                     self._check_staleness(effect, payload)
-                self.held(key[:2]).fold(self.machine.table(key[0]), effect)
+                self.held(key[:2]).fold(effect)
             elif isinstance(effect, Reduce):
                 reduced.append((effect.record, self._squares(effect.record)))
             elif isinstance(effect, Drop):

@@ -13,11 +13,11 @@ from ps_core.keys import Incarnation, TableId
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
+from tests.sim.grads import Grad
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
 from tests.sim.server import SimServer
 from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import training
-from tests.sim.truth import Grad
 
 SLOW_S = 40.0
 """A step that takes this long, at a worker whose heartbeats go on: more than the timeout."""
@@ -31,6 +31,7 @@ class CrashSimulation(ScheduledSimulation):
         "checkpoints",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"fenced", "sealed and held", "no initial values"})
+    may_sum = False
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.slow: SimWorker | None = None

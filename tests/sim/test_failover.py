@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
-from ps_core.errors import Fenced
+from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_server.part_copy import PartCopy, WorkerFacts, copy_of
 from scheduler.cluster import Decision
@@ -149,7 +149,17 @@ class FailoverSimulation(ScheduledSimulation):
             f"sim:{2000 + number}",
             kernel_fingerprint="sim",
         )
+        self._refuse_other_kernels(asking)
         self.join(self.scheduler.register(asking, self.world.now_s))
+
+    def _refuse_other_kernels(self, asking: Registration) -> None:
+        """Whose results would differ becomes no server (S8)."""
+        try:
+            self.scheduler.register(replace(asking, kernel_fingerprint="other"), self.world.now_s)
+        except InvalidConfig:
+            self.world.counts["other kernels refused"] += 1
+            return
+        raise AssertionError("S8: a server whose kernels differ was admitted")
 
     def join(self, decision: Decision[Session]) -> None:
         """A server has registered while the others train."""

@@ -23,7 +23,6 @@ class NewcomerSimulation(CrashSimulation):
     """One seed in which up to four more workers come."""
 
     max_workers = MAX_WORKERS
-    may_sum = False
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")),
         "newcomers", "joined", "left", "killed", "gone", "newcomers' clipped steps under bsp",

@@ -96,7 +96,7 @@ class Simulation:
         often: what must have happened in a run of many seeds.
         seldom: and in one of `many` seeds.
         medians: of a seed, at least.
-        may_sum: whether servers may keep sums only: then nobody comes beyond the first workers.
+        may_sum: whether servers may keep sums only: then no worker comes after the first ones.
     """
 
     max_workers = 0

@@ -12,7 +12,8 @@ from ps_worker.push_entries import BlockPlace, SealTerms
 from ps_worker.steps import left_out
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
-from tests.sim.truth import CLIP_SCALE, Body, Grad, TrainingEnded, Truth
+from tests.sim.grads import Grad
+from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
 
 
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
@@ -90,7 +91,8 @@ def _step(
     draw.shuffle(blocks)
     may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
-    eager = bool(clock) and may_be_eager and not clips and draw.random() < 0.3
+    likely = 1.0 if (table.table_id, clock) in worker.rates else 0.3
+    eager = bool(clock) and may_be_eager and not clips and draw.random() < likely
     again = [b for b in blocks if clock and not eager and draw.random() < 0.25]
     final: dict[int, Body] = {}
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
@@ -122,6 +124,8 @@ def _step(
     if not is_out:
         truth.took_part[table.table_id, clock].add(worker.incarnation)
     scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
+    if eager and any(body.problem is None for body in final.values()):
+        layout.settings.was_eager(table, worker.incarnation, clock)
     layout.settings.amp[table.table_id, worker.incarnation, clock] = scale
     layout.settings.stepped[table.table_id] = max(layout.settings.stepped[table.table_id], clock)
     if is_out and not eager:
@@ -130,7 +134,10 @@ def _step(
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
     clip_scale = CLIP_SCALE if clips else None
-    terms = SealTerms(numbers_of(table, clock), scale, skip, last, clip_scale)
+    numbers = worker.rates.get((table.table_id, clock), numbers_of(table, clock))
+    if not eager:  # eager pushes have been applied with theirs
+        layout.settings.rates[table.table_id, worker.incarnation, clock] = numbers
+    terms = SealTerms(numbers, scale, skip, last, clip_scale)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.incarnation] = clock
     if last:

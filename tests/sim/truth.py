@@ -11,21 +11,9 @@ from ps_core.change import Change
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, TableId
-from ps_core.tables import Table
+from ps_core.tables import Hyperparameters, Table
 from tests.sim.arithmetic import Twin
-
-
-class Grad(NamedTuple):
-    """One worker's gradient of one block."""
-
-    clock: int
-    rank: int
-    block: int
-    revision: int
-    pulled: int | None = None
-    """Others' updates of the block that its worker had seen."""
-    incarnation: int = 0
-    """Its worker's."""
+from tests.sim.grads import Grad
 
 
 class TrainingEnded(Exception):
@@ -64,6 +52,10 @@ class Settings:
         self.read_for: dict[TableId, int] = defaultdict(int)
         """The newest clock for which a worker was answered a read, under what was its setting."""
         self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
+        self.rates: dict[tuple[TableId, int, int], Hyperparameters] = {}
+        """What workers (by incarnation) sealed a clock with."""
+        self.eager: dict[tuple[TableId, int, int], bool] = {}
+        """Whether a worker's step of a clock was eager."""
         self.amp: dict[tuple[TableId, int, int], float] = {}
         """What workers (by incarnation) scale their own gradient of a clock by; else 1."""
         self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
@@ -117,6 +109,10 @@ class Settings:
         assert table.table_id in self.clipped
         assert self.at(table, clock).mode is Mode.BSP
         assert self.scales.setdefault((table.table_id, clock), scale) == scale
+
+    def was_eager(self, table: Table, incarnation: int, clock: int) -> None:
+        """A worker's step has pushes that were applied as they came."""
+        self.eager[table.table_id, incarnation, clock] = True
 
     def contribution_scale(self, table: Table, incarnation: int, clock: int) -> float:
         """What a worker's gradient of a clock is scaled by, before anything else."""

@@ -1,0 +1,26 @@
+"""What is pushed in a simulation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ps_server.contributions import Contribution
+
+
+class Grad(NamedTuple):
+    """One worker's gradient of one block."""
+
+    clock: int
+    rank: int
+    block: int
+    revision: int
+    pulled: int | None = None
+    """Others' updates of the block that its worker had seen."""
+    incarnation: int = 0
+    """Its worker's."""
+
+
+class Arrived(Grad):
+    """A gradient at a server: the same identity, and what the server has of its numbers."""
+
+    part: Contribution
