@@ -26,6 +26,7 @@ from ps_runtime.http2.streams import Piece
 from ps_runtime.node_identity import AddressTaken, as_of_unknown, check_answers
 from ps_runtime.retry import Backoff, is_retryable
 from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
+from ps_server.peer_pacing import Backlog
 from ps_server.replication_wire import greeting_from
 from pushpull.v1 import replication_pb2, types_pb2
 
@@ -46,37 +47,6 @@ class PeerListener(Protocol):
 
     def peer_said(self, peer: NodeId, response: Piece) -> None:
         """The peer answered."""
-
-
-class Backlog:
-    """What waits to be written to one stream, and whether any of it has waited for long.
-
-    That something waits says little of a stream that takes all the time what comes all the time.
-
-    Attributes:
-        queued_bytes: what waits.
-        is_slow: whether something waits that was there at the last but one `look`.
-    """
-
-    def __init__(self) -> None:
-        self.queued_bytes = 0
-        self.is_slow = False
-        self._put_bytes = 0
-        self._mark_bytes = 0
-
-    def put(self, byte_count: int) -> None:
-        """So much more waits."""
-        self._put_bytes += byte_count
-        self.queued_bytes += byte_count
-
-    def taken(self, byte_count: int) -> None:
-        """So much has left."""
-        self.queued_bytes -= byte_count
-
-    def look(self) -> None:
-        """To be called now and then: how it has gone since the last time."""
-        self.is_slow = self._put_bytes - self.queued_bytes < self._mark_bytes
-        self._mark_bytes = self._put_bytes
 
 
 class PeerLink:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ps_core.cluster_view import BackupWish, ClusterView, Session
 from ps_core.errors import PushpullError
@@ -31,6 +30,7 @@ from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.peer_links import PeerLinks
+from ps_server.peer_pacing import Beats, PeerPacing
 from ps_server.replica import Replica
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
@@ -48,10 +48,6 @@ from ps_server.store_copy import RangeCopy
 from ps_server.update_log import UpdateLog, Written
 
 _BEATS_A_LEASE = 10
-_RESEND_LEASES = 0.5
-"""A backup that has got on with nothing of a range for so long is sent all of it again that it is
-not known to have: it may have got it before it knew that it was to take it."""
-
 _SNAPSHOT_ROOM_BYTES = 8 * 1024 * 1024
 """No range is copied for a server that so much waits for."""
 
@@ -62,13 +58,6 @@ class ReplicationSetting:
 
     lease_s: float
     min_in_sync: int = 1
-
-
-class _Lack(NamedTuple):
-    """The first batch of a range that a server is not known to have, and since when that is so."""
-
-    number: int
-    since_s: float
 
 
 class ReplicatedRanges:
@@ -103,6 +92,7 @@ class ReplicatedRanges:
             node_id, machine, setting.lease_s, setting.min_in_sync, has_update_log=has_log
         )
         write = self._write if has_log else None
+        self._pacing = PeerPacing(self.replication, setting.lease_s)
         self.output = OutputCommit(machine, self.replication, shards, self._send, write)
         self.update_log = update_log
         if update_log is not None:
@@ -122,9 +112,7 @@ class ReplicatedRanges:
         self._tables: dict[TableId, Table] = {}
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
-        self._beat_s = 0.0
         self._missing: tuple[RangeId, ...] = ()
-        self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
     def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
         """What the update log had all of when the server started, which is in the stores; before
@@ -152,7 +140,7 @@ class ReplicatedRanges:
             self._logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
-        self._send_refused()
+        self._send_all(self._pacing.renewed())
         missing = self.replication.missing
         if missing != self._missing:
             self._missing = missing
@@ -160,12 +148,9 @@ class ReplicatedRanges:
                 logs.error("ranges_missing", view=view.view_number, ranges=len(missing))
         return lost, effects
 
-    def _send_refused(self) -> None:
-        """Whoever saw a range's new epoch first has refused what still named the old one."""
-        renewed = self.replication.renewed
-        for peer, batch in self.replication.resends(self.replication.all_holders):
-            if batch.range_id in renewed:
-                self._send(peer, batch)
+    def _send_all(self, batches: Iterable[tuple[NodeId, Batch]]) -> None:
+        for peer, batch in batches:
+            self._send(peer, batch)
 
     def _make_room(self, view: ClusterView) -> None:
         """Stores for what this server backs up, or is about to."""
@@ -224,11 +209,10 @@ class ReplicatedRanges:
         """
         now_s = self._now()
         self._links.look()
-        self.replication.sending(self._links.busy, now_s)
-        self._send_again(now_s)  # first: it looks whether anything waits, and beats do
-        if now_s >= self._beat_s + self._lease_s / _BEATS_A_LEASE:
-            self._beat_s = now_s
-            self._beat(now_s)
+        self._send_all(self._pacing.late(now_s, self._links.busy, self._links.is_idle))
+        beats = self._pacing.beats(now_s)
+        if beats is not None:
+            self._beat(beats)
         self._give_snapshots(now_s)
         if self.update_log is not None:
             self._look_at(self.update_log)
@@ -243,13 +227,13 @@ class ReplicatedRanges:
     def _write(self, batch: Batch) -> None:
         self._logged.write(batch)
 
-    def _beat(self, now_s: float) -> None:
-        for peer, beat in self.replication.beats(now_s).items():
+    def _beat(self, due: Beats) -> None:
+        for peer, beat in due.beats.items():
             link = self._links.find(peer)
             if link is not None:
                 link.send_first(beat_message(beat))
-        self._links.reset_others(self.replication.all_holders)
-        self.wishes = self.replication.wishes(now_s)
+        self._links.reset_others(due.holders)
+        self.wishes = due.wishes
 
     def _send(self, peer: NodeId, batch: Batch) -> None:
         link = self._links.find(peer)
@@ -317,24 +301,6 @@ class ReplicatedRanges:
         """Bytes that wait to be written to other servers."""
         return self._links.queued_bytes
 
-    def _send_again(self, now_s: float) -> None:
-        """Range by range: what a peer says of others tells nothing."""
-        lacking: dict[tuple[NodeId, RangeId], list[Batch]] = {}
-        for peer, batch in self.replication.resends(self.replication.all_holders):
-            lacking.setdefault((peer, batch.range_id), []).append(batch)
-        idle = {peer for peer, _ in lacking if self._links.is_idle(peer)}
-        lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
-        for key, batches in lacking.items():
-            before, number = self._lacks.get(key), batches[0].number
-            since_s = now_s if before is None or before.number != number else before.since_s
-            is_late = now_s > since_s + _RESEND_LEASES * self._lease_s
-            if is_late and key[0] in idle:
-                since_s = now_s
-                for batch in batches:
-                    self._send(key[0], batch)
-            lacks[key] = _Lack(number, since_s)
-        self._lacks = lacks
-
     def _give_snapshots(self, now_s: float) -> None:
         for peer, snapshot in self.output.snapshots(now_s, self._has_room):
             link = self._links.find(peer)
@@ -353,10 +319,7 @@ class ReplicatedRanges:
     @decides
     def peer_opened(self, peer: NodeId) -> None:
         """See `PeerListener`."""
-        self.replication.lost(peer)
-        for node_id, batch in self.replication.resends({peer}):
-            self._send(node_id, batch)
-        self._lacks = {key: lack for key, lack in self._lacks.items() if key[0] != peer}
+        self._send_all(self._pacing.opened(peer))
 
     def peer_said(self, peer: NodeId, response: Piece) -> None:
         """See `PeerListener`."""
