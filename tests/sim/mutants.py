@@ -82,7 +82,7 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
-        "a sum is kept until the next is made",
+        "no sum is kept",
         "S12",
         "ps_server/sums.py",
         "for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:",

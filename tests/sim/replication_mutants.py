@@ -52,14 +52,6 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "kept sums do not move",
-        "S12",
-        "ps_server/shard_store.py",
-        "sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]",
-        "sums: list[SumCopy] = []",
-        _FAILOVER,
-    ),
-    Mutant(
         "commit before replication",
         "S8",
         _LOG,

@@ -56,7 +56,7 @@ class DisagreeingSimulation(Simulation):
     @property
     def _has_sealed(self) -> bool:
         assert self.table is not None
-        return self.truth.sealed[self.table.table_id, self.worker.rank] >= self.clock
+        return self.truth.sealed[self.table.table_id, self.worker.incarnation] >= self.clock
 
     def _look(self) -> None:
         if self.since_s is None and self._has_sealed:

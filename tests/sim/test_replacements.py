@@ -27,11 +27,11 @@ from scheduler.cluster_state import (
 )
 from tests.sim.actors import SimWorker
 from tests.sim.calamities import Plan
+from tests.sim.grads import Grad
 from tests.sim.scheduled import LOOK_S
 from tests.sim.test_failover import WORKER_TIMEOUT_S, FailoverSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import training
-from tests.sim.truth import Grad
 
 _SLOW_S = (14.0, 39.0)
 """For how long a slow worker takes no step: longer than it takes to replace one that is dead."""
