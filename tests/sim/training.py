@@ -123,21 +123,14 @@ def _step(
             truth.contributions[table.table_id, block].add(body.grad)
     if not is_out:
         truth.took_part[table.table_id, clock].add(worker.incarnation)
-    scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
-    if eager and any(body.problem is None for body in final.values()):
-        layout.settings.was_eager(table, worker.incarnation, clock)
-    layout.settings.amp[table.table_id, worker.incarnation, clock] = scale
     layout.settings.stepped[table.table_id] = max(layout.settings.stepped[table.table_id], clock)
     if is_out and not eager:
         layout.settings.skipped.add((table.table_id, clock, worker.incarnation))
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
-    clip_scale = CLIP_SCALE if clips else None
-    numbers = worker.rates.get((table.table_id, clock), numbers_of(table, clock))
-    if not eager:  # eager pushes have been applied with theirs
-        layout.settings.rates[table.table_id, worker.incarnation, clock] = numbers
-    terms = SealTerms(numbers, scale, skip, last, clip_scale)
+    is_eager = eager and any(body.problem is None for body in final.values())
+    terms = _terms(worker, table, clock, skip=skip, last=last, eager=is_eager)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.incarnation] = clock
     if last:
@@ -158,6 +151,22 @@ def _step(
     if ended.rejected:
         lost = {g.block for t, g in worker.lost if (t, g.clock) == (table.table_id, clock)}
         assert set(ended.rejected) == lost
+
+
+def _terms(
+    worker: SimWorker, table: Table, clock: int, *, skip: bool, last: bool, eager: bool
+) -> SealTerms:
+    """What a worker says of its step; what it said is written down."""
+    settings, key = worker.layout.settings, (table.table_id, worker.incarnation, clock)
+    scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
+    clips = table.table_id in settings.clipped and clock > 0
+    numbers = worker.rates.get((table.table_id, clock), numbers_of(table, clock))
+    settings.amp[key] = scale
+    if eager:
+        settings.was_eager(table, worker.incarnation, clock)
+    else:  # eager pushes have been applied with theirs
+        settings.rates[key] = numbers
+    return SealTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
 
 
 def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
