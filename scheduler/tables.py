@@ -180,11 +180,15 @@ class Tables:
         block_count = -(-spec.element_count // spec.block_elements)
         most = limits.MAX_TABLE_BLOCK_COUNT
         if block_count > most:
-            enough = -(-spec.element_count // most)
+            unit = limits.BLOCK_ALIGNMENT_ELEMENTS
+            enough = -(-spec.element_count // (most * unit)) * unit
+            remedy = f"block_elements of {enough} or more, or " * (
+                enough <= limits.MAX_BLOCK_ELEMENTS
+            )
             raise InvalidConfig(
                 f"table '{spec.name}': element_count {spec.element_count} makes {block_count} "
-                f"blocks of {spec.block_elements}; expected at most {most}: block_elements of "
-                f"{enough} or more, or several tables"
+                f"blocks of {spec.block_elements}; expected at most {most}: "
+                f"{remedy}several tables"
             )
         room_bytes = view_size.room_bytes(self._settings, self._state)
         room_bytes -= limits.VIEW_RESERVED_BYTES  # for nodes that come, or come back

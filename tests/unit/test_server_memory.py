@@ -114,7 +114,7 @@ def test_a_table_of_more_blocks_than_a_server_can_make_is_refused_with_the_remed
     cluster = with_servers(ServerMemory())
     worker = cluster.join(Role.WORKER)
     most = limits.MAX_TABLE_BLOCK_COUNT
-    with pytest.raises(InvalidConfig, match=f"at most {most}: block_elements of 65 or more"):
+    with pytest.raises(InvalidConfig, match=f"at most {most}: block_elements of 128 or more"):
         cluster.create(worker, replace(SPEC, element_count=64 * most + 1, block_elements=64))
 
 
