@@ -13,6 +13,7 @@ from ps_core.keys import Incarnation, TableId
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
+from tests.sim.arithmetic import may_be_read_last
 from tests.sim.grads import Grad
 from tests.sim.scheduled import LOOK_S, ScheduledSimulation
 from tests.sim.server import SimServer
@@ -98,7 +99,11 @@ class CrashSimulation(ScheduledSimulation):
             assert worker.rank == rank or rank >= WORKERS
 
     def _may_come(self, rank: int) -> bool:
-        """A successor of rank 0 would have to give what values are missing."""
+        """A successor of rank 0 would have to give what values are missing; with AGGREGATE the
+        parameters are the workers', and nobody joins (`ps_worker.succession`).
+        """
+        if not all(may_be_read_last(table) for table in self.layout.tables):
+            return False
         parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
         return rank != 0 or all(part.state.initialized for part in parts)
 

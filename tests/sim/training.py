@@ -75,6 +75,8 @@ def _begin_where_the_others_are(
             worker.world.counts["steps that are passed"] += 1
             worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True))
         clocks[table.table_id] = truth.sealed[table.table_id, worker.incarnation] = newest
+        stepped = worker.layout.settings.stepped
+        stepped[table.table_id] = max(stepped[table.table_id], newest)
     for table in tables:
         yield from _read(worker, table, 0)  # it is given what is there when it has joined
         _check_first(worker, truth, table, joined[table.table_id])
