@@ -286,8 +286,12 @@ class RangeState:
         """Forget workers that were replaced once all is decided of what they sealed: they are
         fenced by who has their rank now, and no later update waits for them.
         """
+        summed = () if self.unscaled is None else self.unscaled.contributors
+        in_sum = {contributor.incarnation for contributor in summed}
         for incarnation, worker in list(self.replaced.items()):
             left = worker.left_clock
+            if incarnation in in_sum:  # it becomes an update with its scale
+                continue
             if worker.steps or left is None or left > worker.done_clock:
                 continue
             clock = max(worker.sealed_clock, worker.done_clock)

@@ -185,6 +185,20 @@ def ranks_waited_for(at: Bench) -> Mapping[int, list[int]]:
     return {c: [r for r in (0, 1) if at.machine.state.is_member(r, c)] for c in (1, 2, 3)}
 
 
+def test_one_whose_step_is_in_a_sum_is_kept_until_that_has_its_scale() -> None:
+    at = Bench(make_table(), workers=2)
+    for rank in range(2):
+        at.push(rank, 1, 1)
+        at.seal(rank, 2, 1, clip_scale=0.5)
+    at.gone(ended(FIRST))
+    join(at, SECOND, 1)
+    other = moved(at, FIRST)
+    assert FIRST in other.machine.state.workers
+    other.scale(1, 3, 1, 0.25)
+    assert other.machine.state.clock == 1
+    assert FIRST not in other.machine.state.workers
+
+
 def test_what_a_seal_came_with_is_known_at_the_next_primary() -> None:
     """A push that was not finite has ended; the seal that it carried has not, and skips there too,
     whether the push comes with it again or not.
