@@ -7,6 +7,8 @@ A change is made everywhere at one clock (SEMANTICS S6); who decides which is `s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
 from ps_core.consistency import Consistency
 from ps_core.keys import Incarnation
@@ -38,6 +40,8 @@ class Change:
         consistency: the setting of all later clocks.
         join: who joins then, if anybody does; the setting is the one of before in that case.
         checkpoint: the checkpoint that a cut is proposed for; 0 if it is no cut.
+        is_decided: a proposal that all have promised: the table's first range takes it, unless it
+            has given it up.
     """
 
     number: int
@@ -45,6 +49,21 @@ class Change:
     consistency: Consistency
     join: Join | None = None
     checkpoint: int = 0
+    is_decided: bool = False
+
+
+class ChangeOutcome(Enum):
+    """What became of a proposal, as a table's first range has it; it never changes."""
+
+    TAKEN = "taken"
+    GIVEN_UP = "given up"
+
+
+class Settled(NamedTuple):
+    """What became of a proposal; and after which clock it is in force, if it was taken."""
+
+    outcome: ChangeOutcome
+    after_clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)

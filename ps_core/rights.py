@@ -48,6 +48,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "BeginCut": _READERS,
     "EndCut": _READERS,
     "GetRangeStats": _EVERYBODY,
+    "SettleChange": _SERVERS,
     "Replicate": _SERVERS,
 }
 """The roles that may call a method, each with its own session."""

@@ -435,6 +435,10 @@ class Table:
         """The range that block `block` lives in."""
         return range_of_slot(slot_of_ordinal(self.first_ordinal + block), range_count)
 
+    def deciding_range(self, range_count: int) -> RangeId:
+        """The table's first range, whose primary says what becomes of a change (SEMANTICS S6)."""
+        return min(self.blocks_by_range(range_count))
+
     def blocks_by_range(self, range_count: int) -> Mapping[RangeId, tuple[int, ...]]:
         """The table's blocks, by range, each ascending; ranges that hold none are absent."""
         return _blocks_by_range(self.first_ordinal, self.block_count, range_count)

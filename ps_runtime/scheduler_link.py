@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from ps_core import limits
-from ps_core.change import Change
+from ps_core.change import Change, ChangeOutcome
 from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
@@ -232,9 +232,15 @@ class SchedulerLink:
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire_changes.change_from_proto(answer.change)
 
-    async def promise_change(self, table_id: TableId, number: int, held_clock: int) -> None:
+    async def promise_change(
+        self,
+        table_id: TableId,
+        number: int,
+        held_clock: int,
+        outcome: ChangeOutcome | None = None,
+    ) -> None:
         """Servers: say that nothing of a table takes effect here beyond `held_clock`, until the
-        change of that number is settled.
+        change of that number is settled; or what became of it.
 
         Blocking: until a scheduler has answered.
 
@@ -242,7 +248,11 @@ class SchedulerLink:
             Fenced: this node has been replaced.
         """
         request = scheduler_pb2.PromiseChangeRequest(
-            session=self._identity, table_id=table_id, number=number, clock=held_clock
+            session=self._identity,
+            table_id=table_id,
+            number=number,
+            clock=held_clock,
+            outcome=wire_changes.change_outcome_to_proto(outcome),
         )
         what = "the scheduler to hear a promise"
         await self.call(

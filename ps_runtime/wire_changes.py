@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ps_core.change import Change, Checkpoint, Join, TableCut
+from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig
 from ps_core.keys import Incarnation
@@ -71,6 +71,7 @@ def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
         consistency=consistency_to_proto(change.consistency),
         join=None if change.join is None else join_to_proto(change.join),
         checkpoint=change.checkpoint,
+        is_decided=change.is_decided,
     )
 
 
@@ -82,7 +83,31 @@ def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
     """
     consistency = consistency_from_proto(message.consistency)
     join = join_from_proto(message.join) if message.HasField("join") else None
-    return Change(message.number, message.after_clock, consistency, join, message.checkpoint)
+    return Change(
+        message.number,
+        message.after_clock,
+        consistency,
+        join,
+        message.checkpoint,
+        message.is_decided,
+    )
+
+
+_OUTCOMES = {
+    types_pb2.CHANGE_OUTCOME_TAKEN: ChangeOutcome.TAKEN,
+    types_pb2.CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome.GIVEN_UP,
+}
+
+
+def change_outcome_to_proto(outcome: ChangeOutcome | None) -> types_pb2.ChangeOutcome:
+    """What became of a proposal; None: it is not settled."""
+    found = (number for number, known in _OUTCOMES.items() if known is outcome)
+    return next(found, types_pb2.CHANGE_OUTCOME_UNSPECIFIED)
+
+
+def change_outcome_from_proto(number: types_pb2.ChangeOutcome) -> ChangeOutcome | None:
+    """What became of a proposal; None: it is not settled."""
+    return _OUTCOMES.get(number)
 
 
 def join_to_proto(join: Join) -> types_pb2.WorkerJoin:

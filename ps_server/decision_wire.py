@@ -307,6 +307,8 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
         minds_reads=facts.minds_reads,
         past_reached_clock=facts.past_reached_clock,
         past_stepped_clock=facts.past_stepped_clock,
+        taken=facts.taken[0],
+        taken_clock=facts.taken[1],
     )
     if facts.unscaled is not None:
         message.unscaled = records.index(facts.unscaled)
@@ -350,6 +352,7 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
         _failure(message),
         message.past_reached_clock,
         message.past_stepped_clock,
+        (message.taken, message.taken_clock),
     )
 
 

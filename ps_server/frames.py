@@ -208,6 +208,9 @@ def handlers_of(
             servicer.BeginCut, request_reader(parameters_pb2.BeginCutRequest), serialized
         ),
         "EndCut": unary(servicer.EndCut, request_reader(parameters_pb2.EndCutRequest), serialized),
+        "SettleChange": unary(
+            servicer.SettleChange, request_reader(parameters_pb2.SettleChangeRequest), serialized
+        ),
         "GetRangeStats": unary(
             servicer.GetRangeStats, request_reader(parameters_pb2.GetRangeStatsRequest), serialized
         ),

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ps_core import limits
-from ps_core.change import TableCut
+from ps_core.change import Settled, TableCut
 from ps_core.cluster_view import ClusterView, Node, Role, Session
 from ps_core.errors import (
     Draining,
@@ -57,7 +57,7 @@ from ps_server.read_waits import ReadWaits
 from ps_server.reads import Read, answered, refused
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.schedule import checkpoint_cut
-from ps_server.server_machine import PartAdded, Promise, ServerMachine
+from ps_server.server_machine import Doubt, PartAdded, Promise, ServerMachine
 from ps_server.sessions import Sessions
 from ps_server.shards import Shards
 from ps_server.streams import EntryStream
@@ -97,6 +97,7 @@ class ParameterNode:
         self.lanes = self.shards.lanes
         self.now = now
         self.metrics = metrics
+        self.is_alone = False
         self.applied_count = 0
         self.read_waits = ReadWaits(self.machine)
         self.replicas: ReplicatedRanges | None = None
@@ -179,6 +180,44 @@ class ParameterNode:
     def promises(self) -> tuple[Promise, ...]:
         """What this server has promised, and would still hold if it died."""
         return self.machine.promises if self.replicas is None else self.replicas.promises
+
+    # --- while the scheduler is not heard
+
+    def go_on_alone(self) -> None:
+        """The scheduler is not heard: hold nothing for what it proposed and nobody decided."""
+        self._settled(self.machine.go_on_alone(self.now()))
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """What is held for here, and may be settled elsewhere."""
+        return self.machine.doubts
+
+    def settle_change(self, table_id: TableId, number: int) -> Settled | None:
+        """What became of a change, by the range that decides: another server holds for it and does
+        not hear the scheduler. If this one does not either, what was not taken is given up.
+
+        Raises:
+            TableNotFound, NotOwner: that range is not here.
+        """
+        if self.is_alone:
+            self._settled(self.machine.asked(table_id, number, self.now()))
+        if self.replicas is None:
+            return self.machine.outcome(table_id, number)
+        return self.replicas.output.outcome(table_id, number)
+
+    def learn(self, doubt: Doubt, settled: Settled) -> None:
+        """The range that decides has said what became of a change."""
+        logs.info(
+            "change_settled", table_id=doubt.table_id, number=doubt.number,
+            outcome=settled.outcome.value, told_by=doubt.decided_by,
+        )  # fmt: skip
+        self._settled(self.machine.settled(doubt, settled, self.now()))
+
+    def _settled(self, effects: Sequence[Effect]) -> None:
+        self.carry_out(effects)
+        if self.replicas is not None:
+            self._do(self.replicas.settle())
+        self._arm()
 
     def _fence(self, node: Node) -> None:
         """The worker was declared gone: its streams end with that."""

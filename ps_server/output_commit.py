@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from ps_core.change import Settled
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put
 from ps_server.events import (
@@ -84,11 +85,13 @@ class _Told:
 
 
 class Told(NamedTuple):
-    """Held: the backups have been told of a part's promise, the newest at that time."""
+    """Held: the backups have been told of what a part has promised or decided, the newest at that
+    time.
+    """
 
     place: _Place
     number: int
-    promised: int
+    promised: object
 
 
 class OutputCommit:
@@ -118,6 +121,7 @@ class OutputCommit:
         self._told: dict[_Place, _Told] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
         self._untold: dict[_Place, Told] = {}
+        self._known: dict[_Place, object] = {}  # what the backups know to be promised or decided
         self._marks = itertools.count(1)
 
     def decide(self, effects: Iterable[Effect], now_s: float) -> list[Deed]:
@@ -223,12 +227,14 @@ class OutputCommit:
         """
         told: set[RangeId] = set()
         for place, part in self._machine.parts.items():
+            schedule = part.state.schedule
+            promised = schedule.promised, schedule.hold_clock, schedule.taken
             if self._replication.decides_alone(place[1]):
                 self._untold.pop(place, None)
+                self._known[place] = promised
                 continue
             before = self._told.get(place)
             is_news = before is None or before.facts != facts_of(part.state)
-            promised = part.state.schedule.promised
             marked = self._untold.get(place)  # it may be of a promise before this one
             is_marked = marked is not None and marked.promised == promised
             if is_news or (self._is_promised_unheard(place) and not is_marked):
@@ -237,6 +243,8 @@ class OutputCommit:
                 if self._can_be_told(place[1]):
                     self._decide(place, _Decided(held=[mark]))
                     told.add(place[1])
+            elif not is_marked and schedule.is_open:
+                self._known[place] = promised
         return self.release(now_s, told)
 
     def _can_be_told(self, range_id: RangeId) -> bool:
@@ -247,10 +255,12 @@ class OutputCommit:
         return primary is None or not primary.log.is_short or primary.is_heard
 
     def _is_promised_unheard(self, place: _Place) -> bool:
-        """Whether a promise may be on its way to the backups, with something else."""
+        """Whether a promise, or what became of it, may be on its way to the backups, with something
+        else.
+        """
         primary = self._replication.primaries.get(place[1])
-        holds = self._machine.parts[place].state.schedule.hold_clock is not None
-        return holds and primary is not None and not primary.log.is_settled
+        is_open = self._machine.parts[place].state.schedule.is_open
+        return is_open and primary is not None and not primary.log.is_settled
 
     @property
     def promises(self) -> tuple[Promise, ...]:
@@ -262,6 +272,22 @@ class OutputCommit:
         untold = {table_id for table_id, _ in self._untold}
         return tuple(p for p in self._machine.promises if p.table_id not in untold)
 
+    def outcome(self, table_id: TableId, number: int) -> Settled | None:
+        """What became of a change, if the range that decides is here and its backups know it; None:
+        it is open.
+
+        Raises:
+            TableNotFound, NotOwner: that range is not here.
+        """
+        settled, part = self._machine.outcome(table_id, number), self._machine.decider(table_id)
+        schedule, place = part.state.schedule, (table_id, part.state.range_id)
+        is_known = self._known.get(place) == (
+            schedule.promised,
+            schedule.hold_clock,
+            schedule.taken,
+        )
+        return settled if is_known and place not in self._untold else None
+
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[Deed]:
         """What was held of these ranges and may be done now, in order."""
         deeds: list[Deed] = []
@@ -270,6 +296,7 @@ class OutputCommit:
                 deeds.append(held)  # type: ignore[arg-type]
             elif self._untold.get(held.place) is held:
                 del self._untold[held.place]
+                self._known[held.place] = held.promised
         return deeds
 
     def snapshots(
@@ -290,6 +317,7 @@ class OutputCommit:
         """Nothing of the range is here any more."""
         self._forget_told(range_id)
         self._untold = {place: mark for place, mark in self._untold.items() if place[1] != range_id}
+        self._known = {place: told for place, told in self._known.items() if place[1] != range_id}
         self._kept = {key for key in self._kept if key[1] != range_id}
 
     def _forget_told(self, range_id: RangeId) -> None:

@@ -26,7 +26,7 @@ from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
 from ps_server.events import Effect, Record, ReplyTo
 from ps_server.range_state import RangeState, Said, WorkerPart
-from ps_server.schedule import Schedule
+from ps_server.schedule import Promises, Schedule
 
 
 class Facts(NamedTuple):
@@ -52,6 +52,7 @@ class Facts(NamedTuple):
     failure: UpdateFailed | None
     past_reached_clock: int = 0
     past_stepped_clock: int = 0
+    taken: tuple[int, int] = (0, 0)
 
 
 class WorkerFacts(NamedTuple):
@@ -198,6 +199,7 @@ def facts_of(state: RangeState) -> Facts:
         state.failure,
         state.past_reached_clock,
         state.past_stepped_clock,
+        schedule.taken,
     )
 
 
@@ -267,9 +269,10 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     state.past_reached_clock = facts.past_reached_clock
     state.past_stepped_clock = facts.past_stepped_clock
     state.schedule.restore(
-        facts.settings, facts.change_number, facts.promised, facts.hold_clock,
-        mind_reads=facts.minds_reads,
-    )  # fmt: skip
+        facts.settings,
+        facts.change_number,
+        Promises(facts.promised, facts.hold_clock, facts.minds_reads, facts.taken),
+    )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
     # Whoever has a step behind it may have been answered the read for its next; anybody, that for

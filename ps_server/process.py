@@ -27,6 +27,7 @@ from ps_runtime.scheduler_link import SchedulerLink
 from ps_runtime.trimming import trim_often
 from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
+from ps_server.change_doubts import ChangeDoubts
 from ps_server.checkpoint_parts import CheckpointParts
 from ps_server.installed_updates import installed_updates
 from ps_server.kept_log import KeptLog, open_log
@@ -258,9 +259,14 @@ async def _run(
         finished, failed = asyncio.Event(), asyncio.Event()
         node.health.on_failure = partial(_note_failure, failed)
         promises = Promises(
-            lambda promise: link.promise_change(promise.table_id, promise.number, promise.clock)
+            lambda promise: link.promise_change(
+                promise.table_id, promise.number, promise.clock, promise.outcome
+            )
         )
         stack.callback(promises.close)
+        doubts = ChangeDoubts(node, link.session)
+        stack.push_async_callback(doubts.close)
+        link.on_view.append(doubts.observe)
         link.before_view = node.prepare
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
@@ -280,6 +286,8 @@ async def _run(
 
         def tick() -> None:
             node.tick()
+            silent_s = clock.now_s() - link.last_scheduler_contact_s
+            doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
             promises.stand(node.promises)
             wishes.stand(node.replicas.wishes if node.replicas is not None else ())

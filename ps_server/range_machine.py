@@ -18,10 +18,11 @@ checks them).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from ps_core import limits
-from ps_core.change import Join
+from ps_core.change import Change, ChangeOutcome, Join, Settled
 from ps_core.cluster_view import Node, NodeState
 from ps_core.errors import (
     Fenced,
@@ -194,19 +195,55 @@ class RangeMachine:
         self.reads.fail(error, out)
         return out
 
-    def observe(self, table: Table, now_s: float) -> list[Effect]:
+    def observe(self, table: Table, now_s: float, *, decides: bool = False) -> list[Effect]:
         """The newest view says this of the table: a change of its consistency may be proposed,
-        withdrawn or committed.
+        decided, withdrawn or committed.
+
+        Args:
+            table: as in that view.
+            now_s: the time.
+            decides: whether this range takes what is decided.
         """
         out: list[Effect] = []
-        state = self.state
+        state, change = self.state, table.proposed
         is_freed = state.schedule.observe(
             table, state.reached_clock, state.stepped_clock, state.read_clock, now_s
         )
         for join in table.joins:
             self._join(join, now_s)
+        if decides and change is not None and change.is_decided:
+            is_freed = self._take(change, now_s) or is_freed
         if is_freed:
             self._gate.resume(now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def _take(self, change: Change, now_s: float) -> bool:
+        is_taken = self.state.schedule.take(change)
+        if is_taken and change.join is not None:
+            self._join(replace(change.join, after_clock=change.after_clock), now_s)
+        return is_taken
+
+    def settled(self, change: Change, settled: Settled, now_s: float) -> list[Effect]:
+        """What became of a change that is held for here, as the range says that decides."""
+        out: list[Effect] = []
+        if settled.outcome is ChangeOutcome.TAKEN:
+            is_freed = self._take(replace(change, after_clock=settled.after_clock), now_s)
+        else:
+            is_freed = self.give_up(change.number)
+        if is_freed:
+            self._gate.resume(now_s, out)
+            self._go_on(now_s, out)
+        return out
+
+    def give_up(self, number: int) -> bool:
+        """See `Schedule.give_up`; what may go on does at the next `resume`."""
+        return self.state.schedule.give_up(number)
+
+    def resume(self, now_s: float) -> list[Effect]:
+        """Nothing is held any more that was."""
+        out: list[Effect] = []
+        self._gate.resume(now_s, out)
         self._go_on(now_s, out)
         return out
 

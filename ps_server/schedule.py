@@ -3,6 +3,11 @@
     settled   --proposed-->   promised: nothing beyond `hold_clock` takes effect here
     promised  --committed-->  settled, with another setting from some clock on
     promised  --withdrawn-->  settled, as it was
+    promised  --given up-->   settled, as it was: the scheduler is not heard
+
+Who decides is the table's first range. When the scheduler says that all have promised, that range
+takes the change, unless it has given it up by then; the others take it when a view has it, or when
+the first range's primary says so. What that one has said once it says for ever.
 
 The clock of a change is the highest that any range had reached when it promised. So every range
 treats a clock alike, and none has to undo anything.
@@ -12,6 +17,8 @@ clock by clock: every range holds what is beyond the clock that it has reached; 
 names the highest, each range goes on up to it, answers, and lets go.
 
 A cut for a checkpoint is proposed and committed as a change is, and held then as a reader's is.
+What is asynchronous from there on holds nothing for one: it is read as it is. Whoever does not hear
+the scheduler holds nothing for one either: where the cut's clock has passed, the checkpoint fails.
 
     open      --begun-->      held at what was reached
     held      --named-->      held at the reader's clock
@@ -19,6 +26,7 @@ A cut for a checkpoint is proposed and committed as a change is, and held then a
 
 Invariants:
     SC-1  The setting of a clock does not change once something of that clock has taken effect.
+    SC-2  What was given up is never taken, and what was taken never given up.
 
 What it deliberately does not do: hold anything (`update_gate` does), or talk to the scheduler.
 """
@@ -27,9 +35,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ps_core import limits
-from ps_core.change import Change, TableCut
+from ps_core.change import Change, ChangeOutcome, Settled, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
@@ -65,6 +74,17 @@ class Cut:
     deadline_s: float
 
 
+class Promises(NamedTuple):
+    """What a range has promised: the newest change; beyond which clock it holds, and whether reads
+    too; and the newest that it took as the range that decides, and after which clock.
+    """
+
+    promised: int
+    hold_clock: int | None
+    minds_reads: bool
+    taken: tuple[int, int]
+
+
 class Schedule:
     """The settings of one table in one range.
 
@@ -81,6 +101,9 @@ class Schedule:
         self.hold_clock: int | None = None
         self.number = 0
         self._holds_reads = True
+        self._lets_go = False  # the proposal is a cut, and what lies beyond the clock asynchronous
+        self._proposed = 0  # the proposal of the newest view; 0: it has none
+        self._taken = (0, 0)  # the newest that this range took, which decides; after which clock
         self._cuts: dict[CutId, Cut] = {}
         self._cut_for = 0 if table.cut is None else table.cut.checkpoint
         self._torn_for = 0  # the newest checkpoint at whose cut it was asynchronous
@@ -124,7 +147,7 @@ class Schedule:
         return self._holds_reads and self._holds(clock)
 
     def _holds(self, clock: int) -> bool:
-        return self.hold_clock is not None and clock > self.hold_clock
+        return self.hold_clock is not None and clock > self.hold_clock and not self._lets_go
 
     @property
     def varies(self) -> bool:
@@ -161,12 +184,79 @@ class Schedule:
             self._add(table.change)
         if table.proposed is None or table.proposed.number != self._promised:
             self.hold_clock = None
-        if table.proposed is not None and self.hold_clock is None:
+        self._proposed = 0 if table.proposed is None else table.proposed.number
+        if table.proposed is not None and self._proposed > self._promised:
             self._promised = table.proposed.number
             self._holds_reads = not table.proposed.checkpoint
             at_present = max(reached, read_clock) if self._holds_reads else stepped
             self.hold_clock = max(table.proposed.after_clock, at_present)
+            self._lets_go = self._is_torn_from(self.hold_clock)
         return committed or (held is not None and self.hold_clock != held)
+
+    # --- while a change is settled
+
+    @property
+    def held_for(self) -> int:
+        """The change for which later clocks are held; 0: none. A cut is none."""
+        return self._promised if self.hold_clock is not None and self._holds_reads else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the newest view has a proposal that was promised here, settled since or not."""
+        return 0 < self._proposed == self._promised
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """The newest change that this range took as the one that decides, and after which clock."""
+        return self._taken
+
+    def settled(self, number: int) -> Settled | None:
+        """What became of the newest proposal here, in the range that decides; None: it is open."""
+        if number == self._taken[0]:
+            return Settled(ChangeOutcome.TAKEN, self._taken[1])
+        is_given_up = number == self._promised and self.hold_clock is None
+        return Settled(ChangeOutcome.GIVEN_UP) if is_given_up else None
+
+    def take(self, change: Change) -> bool:
+        """Have the change, which is held for, from its clock on; False if it is not held for."""
+        if self.held_for != change.number or self.hold_clock is None:
+            return False
+        check(
+            change.after_clock >= self.hold_clock,
+            "SC-1",
+            f"a change after clock {change.after_clock} came when {self.hold_clock} was held",
+        )
+        self._taken = change.number, change.after_clock
+        self.hold_clock = None
+        if change.join is None:
+            self._add(change)
+        return True
+
+    def give_up(self, number: int) -> bool:
+        """Never take that change, nor one before; whether anything may go on for that."""
+        if number < self._promised or number <= self._taken[0]:
+            return False
+        was_held = self.hold_clock is not None
+        self._promised, self.hold_clock = number, None
+        return was_held
+
+    def give_up_cut(self) -> bool:
+        """Hold nothing for a cut that is proposed; whether anything may go on for that."""
+        if self.hold_clock is None or self._holds_reads:
+            return False
+        self.hold_clock = None
+        return not self._lets_go
+
+    def _is_torn_from(self, clock: int) -> bool:
+        """Whether the proposal is a cut that no setting from `clock` on can make one state of."""
+        if self._holds_reads:
+            return False
+        ends = [after for after, _ in self._settings[1:]]
+        return all(
+            setting.mode is Mode.ASP
+            for (_, setting), until in zip(self._settings, [*ends, None], strict=True)
+            if until is None or until >= clock
+        )
 
     # --- cuts
 
@@ -262,15 +352,14 @@ class Schedule:
         self,
         settings: tuple[tuple[int, Consistency], ...],
         number: int,
-        promised: int,
-        hold_clock: int | None,
-        *,
-        mind_reads: bool,
+        promises: Promises,
     ) -> None:
         """As another server had it, whose place this one takes. Cuts ended with that one."""
         self._settings = list(settings)
-        self.number, self._promised, self.hold_clock = number, promised, hold_clock
-        self._holds_reads = mind_reads
+        self.number = number
+        self._promised, self.hold_clock, self._holds_reads, self._taken = promises
+        if self.hold_clock is not None:
+            self._lets_go = self._is_torn_from(self.hold_clock)
 
     def _add(self, change: Change) -> None:
         self.number = change.number

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ps_core import limits
+from ps_core.change import ChangeOutcome, Settled
 from ps_core.cluster_view import ClusterView, Node
 from ps_core.errors import (
     Fenced,
@@ -66,11 +68,22 @@ class PartAdded:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Nothing of the table takes effect here beyond `clock` until the change is settled."""
+    """Nothing of the table takes effect here beyond `clock` until the change is settled; or, with
+    an outcome, it is settled by the range that decides.
+    """
 
     table_id: TableId
     number: int
     clock: int
+    outcome: ChangeOutcome | None = None
+
+
+class Doubt(NamedTuple):
+    """A change that is held for and not settled; the server that can say what became of it."""
+
+    table_id: TableId
+    number: int
+    decided_by: NodeId
 
 
 class ServerMachine:
@@ -80,6 +93,7 @@ class ServerMachine:
         self._node_id = node_id
         self._worker_count = worker_count
         self._epochs: dict[RangeId, AssignmentEpoch] = {}
+        self._primaries: dict[RangeId, NodeId | None] = {}
         self._tables: dict[TableId, Table] = {}
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
@@ -105,6 +119,7 @@ class ServerMachine:
             return []
         self.view_number = view.view_number
         self.total_range_count = len(view.ranges)
+        self._primaries = {r.range_id: r.primary for r in view.ranges}
         self._epochs = {
             r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
         }
@@ -179,9 +194,10 @@ class ServerMachine:
         that was observed last; to be said again when parts were added.
         """
         effects: list[Effect] = []
-        for part in self._parts.values():
-            table = self._tables[part.state.table.table_id]
-            effects += part.observe(table, now_s)
+        for (table_id, range_id), part in self._parts.items():
+            table = self._tables[table_id]
+            decides = range_id == table.deciding_range(self.total_range_count)
+            effects += part.observe(table, now_s, decides=decides)
             for join in table.joins:
                 if join.incarnation in self._ended:  # who joined may have gone already
                     effects += part.ended(self._ended[join.incarnation], now_s)
@@ -198,11 +214,109 @@ class ServerMachine:
             clock = part.state.schedule.hold_clock
             if clock is not None:
                 held[table_id] = max(clock, held.get(table_id, 0))
+        outcomes = self._outcomes()
         return tuple(
             Promise(table_id, proposed.number, clock)
             for table_id, clock in held.items()
             if (proposed := self._tables[table_id].proposed) is not None
-        )
+            and table_id not in outcomes
+        ) + tuple(outcomes.values())
+
+    # --- changes that are settled without the scheduler, or before it knows
+
+    def _deciding(self, table_id: TableId) -> RangeMachine | None:
+        """The part that decides what becomes of the table's changes, if it is here."""
+        range_id = self._tables[table_id].deciding_range(self.total_range_count)
+        return self._parts.get((table_id, range_id))
+
+    def _outcomes(self) -> dict[TableId, Promise]:
+        """What parts that are here have decided, and the newest view has as proposed."""
+        found: dict[TableId, Promise] = {}
+        for table_id, table in self._tables.items():
+            if table.proposed is None:
+                continue
+            part, number = self._deciding(table_id), table.proposed.number
+            if table.proposed.checkpoint:  # any range may give up a cut
+                here = (p for (owner, _), p in self._parts.items() if owner == table_id)
+                part = next((p for p in here if p.state.schedule.settled(number)), None)
+            settled = None if part is None else part.state.schedule.settled(number)
+            if settled is not None:
+                clock = max(settled.after_clock, table.proposed.after_clock)
+                found[table_id] = Promise(table_id, number, clock, settled.outcome)
+        return found
+
+    def go_on_alone(self, now_s: float) -> list[Effect]:
+        """The scheduler is not heard: what was proposed and is not decided here will not be."""
+        effects: list[Effect] = []
+        for (table_id, range_id), part in self._parts.items():
+            schedule, table = part.state.schedule, self._tables[table_id]
+            is_freed = schedule.give_up_cut()
+            if schedule.held_for and range_id == table.deciding_range(self.total_range_count):
+                is_freed = part.give_up(schedule.held_for) or is_freed
+            if is_freed:
+                effects += part.resume(now_s)
+        return self._credited(effects)
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """What is held for here, and may be settled elsewhere."""
+        found: dict[TableId, Doubt] = {}
+        for (table_id, _), part in self._parts.items():
+            number = part.state.schedule.held_for
+            decided_by = self._primaries.get(
+                self._tables[table_id].deciding_range(self.total_range_count)
+            )
+            if number and decided_by is not None:
+                found[table_id] = Doubt(table_id, number, decided_by)
+        return tuple(found.values())
+
+    def asked(self, table_id: TableId, number: int, now_s: float) -> list[Effect]:
+        """Another server holds for that change and does not hear the scheduler, which is not heard
+        here either: what is not taken here is given up.
+
+        Raises:
+            TableNotFound, NotOwner: the range that decides is not here.
+        """
+        part = self.decider(table_id)
+        return self._credited(part.resume(now_s) if part.give_up(number) else [])
+
+    def decider(self, table_id: TableId) -> RangeMachine:
+        """The part that decides what becomes of the table's changes.
+
+        Raises:
+            TableNotFound, NotOwner: it is not here.
+        """
+        self.table(table_id)
+        part = self._deciding(table_id)
+        if part is None:
+            raise NotOwner(
+                f"server {self._node_id} is not primary of table {table_id}'s first range"
+            )
+        return part
+
+    def outcome(self, table_id: TableId, number: int) -> Settled | None:
+        """What became of a change, by the range that decides; None: it is open.
+
+        Raises:
+            TableNotFound, NotOwner: as `asked`.
+        """
+        return self.decider(table_id).state.schedule.settled(number)
+
+    def settled(self, doubt: Doubt, settled: Settled, now_s: float) -> list[Effect]:
+        """The range that decides has told what became of the change."""
+        effects: list[Effect] = []
+        change = self._tables[doubt.table_id].proposed
+        for (table_id, _), part in self._parts.items():
+            is_held = table_id == doubt.table_id and part.state.schedule.held_for == doubt.number
+            if is_held and change is not None and change.number == doubt.number:
+                effects += part.settled(change, settled, now_s)
+        return self._credited(effects)
+
+    def _credited(self, effects: list[Effect]) -> list[Effect]:
+        for room in self._rooms.values():
+            room.credits(effects)
+        self._note_times(self._parts.values())
+        return effects
 
     def _check_not_ended(self, incarnation: Incarnation | None) -> None:
         if incarnation in self._ended:

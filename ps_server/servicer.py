@@ -18,6 +18,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import TableId
 from ps_runtime.errors import translated
+from ps_runtime.wire_changes import change_outcome_to_proto
 from ps_server import intake
 from ps_server.events import EntryEvent, Sender
 from ps_server.frames import (
@@ -158,6 +159,18 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         session = self._node.sessions.admit(request.session, "EndCut")
         self._node.end_cut(session, TableId(request.table_id), request.cut)
         return parameters_pb2.EndCutResponse()
+
+    @translated
+    async def SettleChange(
+        self, request: parameters_pb2.SettleChangeRequest, context: Any
+    ) -> parameters_pb2.SettleChangeResponse:
+        """See parameters.proto."""
+        self._node.sessions.admit(request.session, "SettleChange")
+        settled = self._node.settle_change(TableId(request.table_id), request.number)
+        return parameters_pb2.SettleChangeResponse(
+            outcome=change_outcome_to_proto(None if settled is None else settled.outcome),
+            after_clock=0 if settled is None else settled.after_clock,
+        )
 
     @translated
     async def GetRangeStats(

@@ -38,6 +38,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
+from ps_core.tables import Table
 from ps_runtime import logs
 from ps_runtime.clock import now_s
 from ps_worker.table_handle import TableHandle
@@ -219,15 +220,22 @@ class SavePoints:
         Args:
             is_explicit: it says so itself; from then on only what it says counts.
 
-        Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`;
-            and while its own state is copied.
+        Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`,
+            unless all its tables are asynchronous; and while its own state is copied.
         """
         with self._changed:
             self._is_explicit = self._is_explicit or is_explicit
             if self._is_explicit is not is_explicit or not self._attached:
                 return
             self._arrive()
-        self._rest(self._is_settled)
+        self._rest(lambda: self._is_settled() or self._is_asynchronous())
+
+    def _is_asynchronous(self) -> bool:
+        """Whether no table of this worker's can be cut at a clock: a state that is written at its
+        next save point belongs to the cut as much as one of this one.
+        """
+        tables = {} if self._view is None else self._view.tables_by_id
+        return all(_is_asynchronous(tables.get(h.table.table_id), h) for h in self._handles())
 
     def rest(self, is_over: Callable[[], bool]) -> None:
         """As `reach`; besides, wait for a checkpoint that is about to be proposed, until it is
@@ -452,6 +460,12 @@ class SavePoints:
         said = error.message if isinstance(error, PushpullError) else repr(error)
         logs.warning("checkpoint_state_lost", number=checkpoint.number, reason=said)
         self._scheduler.report_part(checkpoint.number, PartReport(problem=said))
+
+
+def _is_asynchronous(table: Table | None, handle: TableHandle) -> bool:
+    change = None if table is None else table.change
+    is_newest = change is None or handle.clock >= change.after_clock
+    return table is not None and is_newest and table.consistency.mode is Mode.ASP
 
 
 def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:

@@ -3,8 +3,11 @@
 
     proposed   every server with a part of the table is asked, by the view
     promised   each has said beyond which clock it holds everything back
-    committed  once all have: the change is after the highest of these clocks
-    withdrawn  not all had by the deadline, or a range has another primary since: all is as before
+    decided    once all have: the change is after the highest of these clocks. The primary of the
+               table's first range takes it, or has given it up since it did not hear the scheduler
+    committed  it was taken
+    withdrawn  not all had promised by the deadline, a range had another primary before all had, or
+               it was given up: all is as before
 
 Rules:
     - A table has one proposal at a time; who wants another change waits for it to be settled.
@@ -14,8 +17,10 @@ Rules:
       have it from the start.
 
 Invariants:
-    CH-1  A change is committed only when every server with a part of the table has promised, and
+    CH-1  A change is decided only when every server with a part of the table has promised, and
           after the highest clock that any of them named.
+    CH-2  What is decided is committed or withdrawn by the word of the table's first range alone: it
+          may have taken effect there, and says so to servers that do not hear the scheduler.
 
 What it deliberately does not do: know where workers are (the servers do), or wait (the edge asks
 again when the view has changed).
@@ -26,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ps_core.change import Change, Join, TableCut
+from ps_core.change import Change, ChangeOutcome, Join, TableCut
 from ps_core.cluster_view import Node, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
@@ -35,6 +40,7 @@ from ps_core.tables import Table
 from scheduler import view_size
 from scheduler.cluster_state import (
     ChangeCommitted,
+    ChangeDecided,
     ChangeProposed,
     ChangeWithdrawn,
     ClusterState,
@@ -308,7 +314,7 @@ class Changes:
         if table is None:
             raise TableNotFound(f"there is no table {table_id}")
         change, proposal = table.proposed, self._state.proposals.get(table_id)
-        if change is None or proposal is None or change.number != number:
+        if change is None or proposal is None or change.number != number or change.is_decided:
             return []
         if not change.after_clock <= clock <= MAX_AFTER_CLOCK:
             raise InvalidConfig(
@@ -320,12 +326,26 @@ class Changes:
         if proposal.missing or change.checkpoint:  # all tables are cut at once
             return []
         after_clock = max(proposal.clocks.values(), default=clock)
-        committed = replace(change, after_clock=after_clock)
+        decided = replace(change, after_clock=after_clock, is_decided=True)
+        return [ChangeDecided(self._put(replace(table, proposed=decided)), decided)]
+
+    def settled(self, table_id: TableId, number: int, outcome: ChangeOutcome) -> list[Transition]:
+        """The table's first range has taken a change that is decided, or will never take it."""
+        table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
+        change = None if table is None else table.proposed
+        if table is None or change is None or change.number != number:
+            return []
+        if outcome is ChangeOutcome.GIVEN_UP:
+            reason = "the servers gave it up, since they did not hear the scheduler; ask again"
+            return [self._withdraw(table, reason)]
+        if not change.is_decided:  # nobody takes what was not
+            return []
+        committed = replace(change, is_decided=False)
         table = replace(table, proposed=None)
         if change.join is None:
             table = replace(table, change=committed)
         else:  # the setting stays what it is, one that is to come included
-            table = self._joined(table, replace(change.join, after_clock=after_clock))
+            table = self._joined(table, replace(change.join, after_clock=change.after_clock))
         del self._state.proposals[table_id]
         return [ChangeCommitted(self._put(table), committed)]
 
@@ -335,6 +355,8 @@ class Changes:
         for table in list(self._state.tables.values()):
             proposal, change = self._state.proposals.get(table.table_id), table.proposed
             if proposal is None or change is None or now_s < proposal.deadline_s:
+                continue
+            if change.is_decided:  # CH-2
                 continue
             withdrawn.append(self._withdraw(table, self._reason(table, change, now_s)))
         return withdrawn
@@ -346,6 +368,7 @@ class Changes:
             self._withdraw(table, "a server that was to promise it was lost; ask again")
             for table in list(self._state.tables.values())
             if table.table_id in self._state.proposals
+            and not (table.proposed is not None and table.proposed.is_decided)  # CH-2
             and moved & table.blocks_by_range(len(self._state.ranges)).keys()
         ]
 
@@ -373,6 +396,11 @@ class Changes:
         join = change.join
         what = f"worker {join.rank} joining" if join else f"the change to {change.consistency} of"
         what = f"checkpoint {change.checkpoint} of" if change.checkpoint else what
+        if change.is_decided:
+            range_id = table.deciding_range(len(self._state.ranges))
+            primary = self._state.ranges[range_id].primary
+            server = "" if primary is None else self._describe(members[primary].node, now_s)
+            return f"{what} table '{table.spec.name}' is decided and waits for {server} to take it"
         return f"{what} table '{table.spec.name}' waits for the promise of {missing}"
 
 

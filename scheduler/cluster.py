@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ps_core import rights
-from ps_core.change import Change, Join
+from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
@@ -304,9 +304,15 @@ class Cluster:
         return self._changes.outcome(table_name, number, now_s)
 
     def promise_change(
-        self, session: Session, table_id: TableId, number: int, clock: int
+        self,
+        session: Session,
+        table_id: TableId,
+        number: int,
+        clock: int,
+        outcome: ChangeOutcome | None = None,
     ) -> Decision[None]:
-        """A server holds what lies beyond `clock` of the table.
+        """A server holds what lies beyond `clock` of the table; or tells what became of a change,
+        which the table's first range decides.
 
         Raises:
             NotPermitted: the caller is no server.
@@ -315,7 +321,10 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "PromiseChange")
-        transitions = self._changes.promise(node.node_id, table_id, number, clock)
+        if outcome is None:
+            transitions = self._changes.promise(node.node_id, table_id, number, clock)
+        else:
+            transitions = self._changes.settled(table_id, number, outcome)
         transitions += self._checkpoints.look()
         return Decision(None, self._changed(*transitions))
 

@@ -427,6 +427,14 @@ class ChangeProposed:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeDecided:
+    """All servers have promised a change of a table: its first range takes it."""
+
+    table: Table
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeCommitted:
     """A table has another consistency from a clock on."""
 
@@ -460,6 +468,7 @@ Transition = (
     | BackupsSet
     | JoinersNamed
     | ChangeProposed
+    | ChangeDecided
     | ChangeCommitted
     | ChangeWithdrawn
     | CheckpointCut

@@ -259,7 +259,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             session = self._caller(request.session, "PromiseChange")
             self._carry_out(
                 self._cluster.promise_change(
-                    session, TableId(request.table_id), request.number, request.clock
+                    session,
+                    TableId(request.table_id),
+                    request.number,
+                    request.clock,
+                    wire_changes.change_outcome_from_proto(request.outcome),
                 )
             )
         return scheduler_pb2.PromiseChangeResponse()

@@ -15,6 +15,7 @@ from scheduler.checkpoint_state import (
 from scheduler.cluster_state import (
     BackupsSet,
     ChangeCommitted,
+    ChangeDecided,
     ChangeProposed,
     ChangeWithdrawn,
     ClusterFinished,
@@ -75,6 +76,8 @@ def log_transition(transition: Transition) -> None:
         case ChangeProposed(table, change, reason):
             because = {"reason": reason} if reason else {}
             logs.info("change_proposed", **_change(table, change), **because)
+        case ChangeDecided(table, change):
+            logs.debug("change_decided", **_change(table, change))
         case ChangeCommitted(table, change):
             logs.info("change_committed", **_change(table, change))
         case ChangeWithdrawn(table, reason):

@@ -120,6 +120,9 @@ def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> Facts:
         draw(st.none() | COUNTS),
         draw(st.booleans()),
         draw(st.none() | st.builds(UpdateFailed, st.text(max_size=20))),
+        draw(COUNTS),
+        draw(COUNTS),
+        draw(st.tuples(SMALL, COUNTS)),
     )
 
 

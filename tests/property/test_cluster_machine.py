@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ps_core import errors, limits
+from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
@@ -406,8 +407,11 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         table, server = data.draw(st.sampled_from(proposed)), data.draw(st.sampled_from(servers))
         assert table.proposed is not None
         number = table.proposed.number
+        outcome = data.draw(st.sampled_from([None, None, *ChangeOutcome]))
         self.expect(
-            lambda: self.cluster.promise_change(server.session, table.table_id, number, clock),
+            lambda: self.cluster.promise_change(
+                server.session, table.table_id, number, clock, outcome
+            ),
             None,
         )
 

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 from ps_core import limits
 from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Session
-from ps_core.errors import Fenced, InvalidConfig, NotOwner, StaleAssignment, WaitExpired
+from ps_core.errors import (
+    AlreadyPast,
+    Fenced,
+    InvalidConfig,
+    NotOwner,
+    StaleAssignment,
+    WaitExpired,
+)
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
@@ -93,6 +100,8 @@ class Checkpointer:
 
     def _begin(self) -> None:
         self.world.after(self.draw.expovariate(1 / self._every_s), self._begin)
+        if not self.simulation.is_there:
+            return
         decision = self.simulation.scheduler.begin_checkpoint("sim", self.world.now_s)
         self.world.counts["checkpoints that wait for a change"] += not decision.reply.number
         self.simulation._publish(decision.transitions)
@@ -106,7 +115,7 @@ class Checkpointer:
             return
         for _ in range(1 + (draw.random() < faults.duplicate)):
             delay_s = faults.delay_s + draw.random() * faults.jitter_s
-            self.world.after(delay_s, deliver)
+            self.world.after(delay_s, lambda: self.simulation._reach(deliver))
 
     # --- the scheduler's side
 
@@ -119,7 +128,8 @@ class Checkpointer:
                 self._check_named(number)
             case CheckpointWritten(attempt):
                 self.world.after(
-                    self.draw.random() * DELAY_S, lambda: self._complete(attempt.number)
+                    self.draw.random() * DELAY_S,
+                    lambda: self.simulation._reach(lambda: self._complete(attempt.number)),
                 )
             case CheckpointMade(number):
                 counts["checkpoints"] += 1
@@ -320,7 +330,12 @@ class Checkpointer:
         self.world.counts["captures refused"] += 1
         has_no_values = isinstance(error, InvalidConfig) and "no initial values" in error.message
         is_moved = isinstance(error, NotOwner | StaleAssignment)
-        assert isinstance(error, WaitExpired) or is_moved or has_no_values, f"CUT: {error}"
+        is_past = part.number in self.simulation.layout.settings.cuts_given_up and isinstance(
+            error, AlreadyPast
+        )
+        assert isinstance(error, WaitExpired) or is_moved or has_no_values or is_past, (
+            f"CUT: {error}"
+        )
         if isinstance(error, WaitExpired) and not server.came_late:  # else the cut may be over
             assert waited_s >= limits.CHECKPOINT_CUT_S - 1.0, f"CUT: after {waited_s}: {error}"
         self._report(server, part, PartReport(problem=error.message))

@@ -12,6 +12,7 @@ from tests.sim.test_logs import LogSimulation
 from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import Simulation
 from tests.sim.test_two_lost import TwoLostSimulation
 
@@ -21,6 +22,7 @@ KINDS: dict[str, type[Simulation]] = {
     "crashes": CrashSimulation,
     "newcomers": NewcomerSimulation,
     "failover": FailoverSimulation,
+    "away": AwaySimulation,
     "logs": LogSimulation,
     "tables": LateTableSimulation,
     "effects": EffectSimulation,
@@ -36,6 +38,7 @@ SHARES = {
     "crashes": 5,
     "newcomers": 5,
     "failover": 1,
+    "away": 2,
     "logs": 4,
     "tables": 5,
     "effects": 5,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ps_core.change import Settled
 from ps_core.cluster_view import BackupWish, ClusterView
-from ps_core.errors import NotOwner
+from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
@@ -27,7 +29,7 @@ from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.schedule import CutId
-from ps_server.server_machine import Promise
+from ps_server.server_machine import Doubt, Promise
 from ps_server.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.grads import Grad
@@ -222,8 +224,57 @@ class ReplicatedServer(SimServer):
                 self._send(peer, batch)
             self._give_snapshots()
             self.asked = self.replication.wishes(now_s)
+            if self.is_alone:
+                self._settle_alone()
         self.world.counts["ticks of servers"] += 1
         self.world.after(TICK_S, self._tick)
+
+    # --- without the scheduler
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it does not hear the scheduler."""
+        return self.world.now_s - self.heard_s > LEASE_S
+
+    def _settle_alone(self) -> None:
+        """As `ps_server.change_doubts`."""
+        for table in self._tables():  # what lies beyond a cut's clock goes on: it may fail
+            if table.proposed is not None and table.proposed.checkpoint:
+                self.settings.cuts_given_up.add(table.proposed.checkpoint)
+        self.carry_out(self.machine.go_on_alone(self.now_s))
+        self._do(self.output.settle(self.now_s))
+        for doubt in self.machine.doubts:
+            if doubt.decided_by == self.node_id:
+                with contextlib.suppress(NotOwner):  # it does not serve it yet
+                    self._learn(doubt, self._outcome(doubt))
+            else:
+                self._send(doubt.decided_by, doubt)
+
+    def _outcome(self, doubt: Doubt) -> Settled | None:
+        if self.is_alone:
+            self.carry_out(self.machine.asked(doubt.table_id, doubt.number, self.now_s))
+            self._do(self.output.settle(self.now_s))
+        return self.output.outcome(doubt.table_id, doubt.number)
+
+    def _answer(self, sender: NodeId, doubt: Doubt) -> None:
+        with contextlib.suppress(NotOwner, TableNotFound):
+            settled = self._outcome(doubt)
+            if settled is not None:
+                self._send(sender, (doubt, settled))
+
+    def _learn(self, doubt: Doubt, settled: Settled | None) -> None:
+        if settled is not None:
+            self.world.counts[f"changes {settled.outcome.value}, heard of by asking"] += 1
+            self.carry_out(self.machine.settled(doubt, settled, self.now_s))
+            self._do(self.output.settle(self.now_s))
+
+    def _is_told(self, table_id: TableId, number: int) -> bool:
+        """Whether every server that could go on with the table's first range has it."""
+        table = self.machine.table(table_id)
+        range_id = table.deciding_range(self._range_count)
+        if range_id not in self.replication.primaries:  # it learned of it by asking
+            return False
+        return self.watch.have_taken(self, table_id, range_id, number)
 
     def _watch_waits(self) -> None:
         replicas = self.replication.replicas.items()
@@ -265,6 +316,7 @@ class ReplicatedServer(SimServer):
         self._give_snapshots()
 
     def _do(self, deeds: list[Deed]) -> None:
+        self._note_taken()
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)
@@ -387,6 +439,10 @@ class ReplicatedServer(SimServer):
             case Grant():
                 self.replication.granted(sender, message, now_s)
                 self._release()
+            case Doubt():
+                self._answer(sender, message)
+            case (Doubt() as doubt, Settled() as settled):
+                self._learn(doubt, settled)
             case (Snapshot() as snapshot, dict() as values):
                 self._join(sender, snapshot, values)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _FAILOVER = ("failover",)
+_AWAY = ("away",)
 _SCHEDULE = "ps_server/schedule.py"
 _SERVER = "ps_server/server_machine.py"
 _LOG = "ps_server/range_log.py"
@@ -18,6 +19,46 @@ _COPY = "ps_server/part_copy.py"
 _CONFIGURATIONS = "scheduler/configurations.py"
 
 REPLICATION_MUTANTS = (
+    Mutant(
+        "a server lets go without asking who decides",
+        "S6",
+        _SERVER,
+        "            if schedule.held_for and range_id == table.deciding_range(self.total_range_count):",
+        "            if schedule.held_for:",
+        _AWAY,
+    ),
+    Mutant(
+        "an outcome is told before the backups have it",
+        "S6",
+        _OUTPUT,
+        "        return settled if is_known and place not in self._untold else None",
+        "        return settled",
+        _AWAY,
+    ),
+    Mutant(
+        "what was given up is promised again",
+        "S6",
+        _SCHEDULE,
+        "        if table.proposed is not None and self._proposed > self._promised:",
+        "        if table.proposed is not None and self.hold_clock is None:",
+        _AWAY,
+    ),
+    Mutant(
+        "a deadline withdraws what is decided",
+        "S6",
+        "scheduler/changes.py",
+        "            if change.is_decided:  # CH-2",
+        "            if False:",
+        _AWAY,
+    ),
+    Mutant(
+        "a failover withdraws what is decided",
+        "S6",
+        "scheduler/changes.py",
+        "            and not (table.proposed is not None and table.proposed.is_decided)  # CH-2",
+        "",
+        _AWAY,
+    ),
     Mutant(
         "the ledger does not move",
         "S2",
@@ -195,8 +236,8 @@ REPLICATION_MUTANTS = (
         "what was promised is not moved",
         "S6",
         _SCHEDULE,
-        "self.number, self._promised, self.hold_clock = number, promised, hold_clock",
-        "self.number = number",
+        "        self._promised, self.hold_clock, self._holds_reads, self._taken = promises",
+        "        del promises",
         _FAILOVER,
     ),
     Mutant(
@@ -211,9 +252,9 @@ REPLICATION_MUTANTS = (
         "where no worker was heard yet nothing is settled",
         "S6",
         _OUTPUT,
-        "        for place, part in self._machine.parts.items():\n            if self._replication",
-        "        for place, part in self._machine.parts.items():\n"
-        "            if not part.state.workers or self._replication",
+        "            if self._replication.decides_alone(place[1]):\n                self._untold",
+        "            if not part.state.workers or self._replication.decides_alone(place[1]):\n"
+        "                self._untold",
         _FAILOVER,
     ),
     Mutant(

@@ -6,16 +6,24 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
+from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Session
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from scheduler.changes import Wish
 from scheduler.cluster import Decision
-from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn, Transition
+from scheduler.cluster_state import (
+    ChangeCommitted,
+    ChangeDecided,
+    ChangeProposed,
+    ChangeWithdrawn,
+    Transition,
+)
 from tests.sim.actors import RESEND_S, SimWorker
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.server import SimServer
@@ -82,19 +90,29 @@ class ScheduledSimulation(Simulation):
         if worker is not None:
             self.checkpointer.sessions[worker] = session
         if worker is None:
-            arrive()
+            self._reach(arrive)
         elif self._is_heard(worker):
-            self.world.send("heartbeat", arrive)
+            self.world.send("heartbeat", lambda: self._reach(arrive))
         self.world.after(BEAT_S, lambda: self._beat(session, worker))
 
+    is_there = True
+    """Whether the scheduler is."""
+
+    def _reach(self, action: Callable[[], None]) -> None:
+        """A message is at the scheduler."""
+        action()
+
     def _look(self) -> None:
-        self._publish(self.scheduler.tick(self.world.now_s).transitions)
+        if self.is_there:
+            self._publish(self.scheduler.tick(self.world.now_s).transitions)
         self.world.after(LOOK_S, self._look)
 
     def _change(self) -> None:
         """The operator wants another setting for a table, or the scheduler moves its bound."""
         draw, table = self.world.draw, self.world.draw.choice(self.layout.tables)
         self.world.after(draw.expovariate(1 / self.change_every_s), self._change)
+        if not self.is_there:
+            return
         setting = self.scheduler.view.tables_by_name[table.spec.name].consistency
         if setting.moves and draw.random() < 0.7:
             bound = draw.randint(setting.least, setting.most)
@@ -127,6 +145,7 @@ class ScheduledSimulation(Simulation):
                 table_id: object = promise.table_id,
                 number: int = promise.number,
                 clock: int = promise.clock,
+                outcome: ChangeOutcome | None = promise.outcome,
             ) -> None:
                 with self._no_answer_for(session):
                     decision: Decision[None] = self.scheduler.promise_change(
@@ -134,10 +153,12 @@ class ScheduledSimulation(Simulation):
                         table_id,  # type: ignore[arg-type]
                         number,
                         clock,
+                        outcome,
                     )
                     self._publish(decision.transitions)
 
-            self.world.send("promise", arrive, (session.node_id, SCHEDULER))
+            link = session.node_id, SCHEDULER
+            self.world.send("promise", lambda arrive=arrive: self._reach(arrive), link)  # type: ignore[misc]
         self.world.after(RESEND_S / 2, lambda: self._promise(session, server))
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
@@ -171,7 +192,11 @@ class ScheduledSimulation(Simulation):
 
 def _words(transition: Transition) -> str:
     match transition:
-        case ChangeProposed(table, change) | ChangeCommitted(table, change):
+        case (
+            ChangeProposed(table, change)
+            | ChangeDecided(table, change)
+            | ChangeCommitted(table, change)
+        ):
             name = type(transition).__name__
             return (
                 f"{name} {table.spec.name} number {change.number} after {change.after_clock}: "

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Node, NodeState
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
@@ -60,6 +61,8 @@ class SimServer:
         self.waiters = itertools.count(1)
         self.fenced: dict[int, set[tuple[TableId, Grad]]] = {}  # by rank, what had landed before
         self.given_back: set[int] = set()  # ranks that had to give room after their fence
+        self.heard_s = 0.0
+        """When it heard the scheduler last."""
         self.came_late = False
         """Whether it came while others trained."""
         self.on_view: Callable[[ClusterView], None] = lambda _: None
@@ -90,8 +93,24 @@ class SimServer:
         for node in gone:
             self.fenced.setdefault(node.rank, self._landed(node))
         self.carry_out(self.machine.ended(view.ended_workers, self.now_s))
-        self.carry_out(self.machine.settle(self.now_s))
+        effects = self.machine.settle(self.now_s)
+        self._note_taken()
+        self.carry_out(effects)
         self.on_view(view)
+
+    def _note_taken(self) -> None:
+        """What a table's first range has taken is in force, whatever the scheduler knows of it."""
+        for (table_id, _), part in self.machine.parts.items():
+            schedule = part.state.schedule
+            number, after_clock = schedule.taken
+            if number and number == schedule.number and self._is_told(table_id, number):
+                change = Change(number, after_clock, schedule.at(after_clock + 1))
+                self.settings.change(table_id, change)
+
+    def _is_told(self, table_id: TableId, number: int) -> bool:
+        """Whether what was decided holds, whoever dies."""
+        del table_id, number
+        return True
 
     def _landed(self, node: Node) -> set[tuple[TableId, Grad]]:
         """What counts of a worker that is gone: what is applied or summed, and what it sealed."""
@@ -220,7 +239,8 @@ class SimServer:
         for part in record.summed_by or record.contributors:
             step = record.table_id, record.clock, part.incarnation
             assert part.skip or step not in self.settings.skipped, f"S1: {part} in {record}"
-        if setting.mode is not Mode.BSP:
+        place = record.table_id, record.range_id
+        if setting.mode is not Mode.BSP or self._takes_unseen(place, record.clock):
             return
         state = self.machine.parts[record.table_id, record.range_id].state
         members = [rank for rank in state.ranks if state.is_member(rank, record.clock)]
@@ -245,8 +265,18 @@ class SimServer:
             self.fenced[grad.rank].discard((record.table_id, grad))
         self.world.counts["dropped updates"] += 1
 
+    def _takes_unseen(self, place: tuple[TableId, RangeId], clock: int) -> bool:
+        """Whether the clock is under a change that the range took and its backups do not know: what
+        is decided under it is seen by nobody before they do.
+        """
+        schedule = self.machine.parts[place].state.schedule
+        number, after_clock = schedule.taken
+        return clock > after_clock and number > self.settings.number_of(place[0])
+
     def _check_staleness(self, fold: Fold, grad: Grad) -> None:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
+        if self._takes_unseen((fold.table_id, fold.range_id), fold.clock):
+            return
         table = self.machine.table(fold.table_id)
         consistency = self.settings.at(table, fold.clock)
         updates = self.updates[fold.table_id, grad.block]

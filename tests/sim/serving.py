@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import ClusterView
-from ps_core.keys import NodeId, RangeId
+from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.server_machine import Promise
 
 if TYPE_CHECKING:
@@ -89,7 +90,15 @@ class Watch:
                     continue
                 replica = self._servers[node_id].replication.replicas.get(range_id)
                 copy = None if replica is None else replica.copies.get(table_id)
-                assert copy is not None and copy.facts.promised >= promise.number, (  # noqa: PT018
+                is_known = (
+                    promise.outcome is not ChangeOutcome.TAKEN
+                    or (copy is not None and copy.facts.change_number >= promise.number)
+                    or (copy is not None and copy.facts.taken[0] >= promise.number)
+                )
+                is_known = is_known or range_id != min(
+                    r for t, r in server.machine.parts if t == table_id
+                )
+                assert copy is not None and copy.facts.promised >= promise.number and is_known, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
                     f"{part.state.schedule.hold_clock}"
                 )
@@ -101,6 +110,19 @@ class Watch:
     def _is_without(self, node_id: NodeId, range_id: RangeId) -> bool:
         server = self._servers[node_id]
         return (node_id, range_id) in self._without and not self.has(server, range_id)
+
+    def have_taken(
+        self, server: ReplicatedServer, table_id: TableId, range_id: RangeId, number: int
+    ) -> bool:
+        """Whether all that could be primary of the range know that it took the change."""
+        assignment = self._view().ranges[range_id]
+        for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
+            assert node_id is not None
+            replica = self._servers[node_id].replication.replicas.get(range_id)
+            copy = None if replica is None else replica.copies.get(table_id)
+            if copy is None or copy.facts.taken[0] < number:
+                return False
+        return True
 
     def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
         """Whether the server could go on with the range."""

@@ -150,7 +150,7 @@ class FailoverSimulation(ScheduledSimulation):
             kernel_fingerprint="sim",
         )
         self._refuse_other_kernels(asking)
-        self.join(self.scheduler.register(asking, self.world.now_s))
+        self._reach(lambda: self.join(self.scheduler.register(asking, self.world.now_s)))
 
     def _refuse_other_kernels(self, asking: Registration) -> None:
         """Whose results would differ becomes no server (S8)."""
@@ -189,9 +189,12 @@ class FailoverSimulation(ScheduledSimulation):
         def arrive() -> None:
             with self._no_answer_for(session):
                 self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
+            if not self.world.cut[SCHEDULER, session.node_id]:  # it is answered
+                self.servers[session.node_id].heard_s = self.world.now_s
 
         if self._is_up(session.node_id):
-            self.world.send("heartbeat", arrive, (session.node_id, SCHEDULER))
+            link = session.node_id, SCHEDULER
+            self.world.send("heartbeat", lambda: self._reach(arrive), link)
         self.world.after(BEAT_S / 2, lambda: self._beat(session, worker))
 
     @contextlib.contextmanager
@@ -223,7 +226,9 @@ class FailoverSimulation(ScheduledSimulation):
         server = self.servers[session.node_id]
         for request in server.asked if self._is_up(session.node_id) else ():
             link = session.node_id, SCHEDULER
-            self.world.send(f"{session.node_id}: {request}", self._asking(session, request), link)
+            asking = self._asking(session, request)
+            say = f"{session.node_id}: {request}"
+            self.world.send(say, lambda asking=asking: self._reach(asking), link)  # type: ignore[misc]
         server.asked = []
         self.world.after(0.5, lambda: self._ask_for(session))
 
@@ -286,7 +291,7 @@ class FailoverSimulation(ScheduledSimulation):
     def _remind(self) -> None:
         """A stream of views that broke begins anew with the newest."""
         self.world.after(1.0, self._remind)
-        for server in self.living:
+        for server in self.living if self.is_there else ():
             if server.view_number < self.scheduler.view.view_number:
                 self._tell(server, self.scheduler.view)
 

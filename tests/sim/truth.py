@@ -49,6 +49,8 @@ class Settings:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
         self.may_change = False
+        self.cuts_given_up: set[int] = set()  # by servers that did not hear the scheduler
+        self._numbers: dict[TableId, int] = defaultdict(int)  # of the newest changes
         self.read_for: dict[TableId, int] = defaultdict(int)
         """The newest clock for which a worker was answered a read, under what was its setting."""
         self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
@@ -65,7 +67,10 @@ class Settings:
         """The newest clock of which a worker has sealed a step, and not said goodbye."""
 
     def change(self, table_id: TableId, change: Change) -> None:
-        """It is committed. What it makes void was not reached by anyone."""
+        """It is in force somewhere. What it makes void was not reached by anyone."""
+        if change.number <= self._numbers[table_id]:  # its first range had taken it
+            return
+        self._numbers[table_id] = change.number
         settings = self._settings[table_id]
         read_for = self.read_for[table_id]
         assert change.after_clock >= read_for, (
@@ -74,6 +79,10 @@ class Settings:
         while len(settings) > 1 and settings[-1][0] >= change.after_clock:
             settings.pop()
         settings.append((change.after_clock, change.consistency))
+
+    def number_of(self, table_id: TableId) -> int:
+        """The newest change that is in force."""
+        return self._numbers[table_id]
 
     def at(self, table: Table, clock: int) -> Consistency:
         """The setting of a clock."""

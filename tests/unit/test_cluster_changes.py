@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.change import Change, Join
+from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
@@ -16,7 +16,12 @@ from ps_runtime import wire_changes
 from scheduler import view_size
 from scheduler.changes import Outcome, Pending, Wish, Withdrawn
 from scheduler.cluster import Created
-from scheduler.cluster_state import ChangeCommitted, ChangeProposed, ChangeWithdrawn
+from scheduler.cluster_state import (
+    ChangeCommitted,
+    ChangeDecided,
+    ChangeProposed,
+    ChangeWithdrawn,
+)
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 MODEL = TableId(1)
@@ -43,8 +48,23 @@ class Changing(Harness):
         return decision.reply
 
     def promise(self, server: int, number: int, clock: int) -> None:
+        """And, where all have, the table's first range takes what is decided."""
         decision = self.cluster.promise_change(self.servers[server], MODEL, number, clock)
         self.transitions += decision.transitions
+        if any(isinstance(t, ChangeDecided) for t in decision.transitions):
+            self.say(number, ChangeOutcome.TAKEN)
+
+    def say(self, number: int, outcome: ChangeOutcome) -> None:
+        """What became of a change, as the first range's primary has it."""
+        server = self.servers[0]
+        decision = self.cluster.promise_change(server, MODEL, number, 0, outcome)
+        self.transitions += decision.transitions
+
+    def decide(self, number: int, clock: int) -> None:
+        """All have promised, and nobody has taken it yet."""
+        for server in self.servers:
+            decision = self.cluster.promise_change(server, MODEL, number, clock)
+            self.transitions += decision.transitions
 
     def outcome(self, number: int) -> Outcome:
         return self.cluster.change("model", number, self.now_s)
@@ -84,6 +104,45 @@ def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
     assert cluster.setting == parsed("ssp:2")
     kinds = [type(t) for t in cluster.transitions]
     assert kinds.count(ChangeProposed) == kinds.count(ChangeCommitted) == 1
+
+
+def test_what_is_decided_is_settled_by_the_first_range_alone() -> None:
+    """It may be in force there: neither the deadline nor another promise says anything of it."""
+    cluster = Changing()
+    pending = cluster.wish(within_s=5.0)
+    assert isinstance(pending, Pending)
+    cluster.decide(pending.number, 6)
+    assert cluster.proposed() == Change(1, 6, parsed("ssp:2"), is_decided=True)
+    cluster.pass_time(8.0, *cluster.servers, *cluster.workers)
+    cluster.decide(pending.number, 3)
+    still = cluster.outcome(pending.number)
+    assert isinstance(still, Pending)
+    assert "is decided and waits for server node 1" in still.reason
+    cluster.say(pending.number, ChangeOutcome.TAKEN)
+    assert cluster.outcome(pending.number) == Change(1, 6, parsed("ssp:2"))
+
+
+def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
+    cluster = Changing()
+    for decides in (False, True):
+        pending = cluster.wish()
+        assert isinstance(pending, Pending)
+        if decides:
+            cluster.decide(pending.number, 6)
+        cluster.say(pending.number, ChangeOutcome.GIVEN_UP)
+        withdrawn = cluster.outcome(pending.number)
+        assert isinstance(withdrawn, Withdrawn)
+        assert "did not hear the scheduler" in withdrawn.reason
+    cluster.say(pending.number, ChangeOutcome.TAKEN)
+    assert cluster.setting == Consistency()
+
+
+def test_what_is_not_decided_is_taken_by_nobody() -> None:
+    cluster = Changing()
+    pending = cluster.wish()
+    assert isinstance(pending, Pending)
+    cluster.say(pending.number, ChangeOutcome.TAKEN)
+    assert isinstance(cluster.outcome(pending.number), Pending)
 
 
 def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
@@ -326,7 +385,7 @@ def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_f
     pending = cluster.cluster.set_consistency(worker, wish, cluster.now_s).reply
     assert isinstance(pending, Pending)
     cluster.cluster.promise_change(servers[0], MODEL, pending.number, 0)
-    cluster.pass_time(4.0, servers[0], worker)
+    cluster.pass_time(4.0, servers[0], worker)  # before all had promised
     withdrawn = cluster.cluster.change("model", pending.number, cluster.now_s)
     assert isinstance(withdrawn, Withdrawn)
     assert "was lost" in withdrawn.reason

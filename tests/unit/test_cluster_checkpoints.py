@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ps_core import errors, limits
-from ps_core.change import Change, Checkpoint, Join, TableCut
+from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
@@ -60,9 +60,12 @@ class Saving(Harness):
         for table, clock in zip(self.tables, clocks, strict=False):
             if table.proposed is not None:
                 number = table.proposed.number
-                self.note(
-                    self.cluster.promise_change(self.servers[server], table.table_id, number, clock)
-                )
+                session, table_id = self.servers[server], table.table_id
+                self.note(self.cluster.promise_change(session, table_id, number, clock))
+                (now,) = (t for t in self.cluster.view.tables if t.table_id == table_id)
+                if now.proposed is not None and now.proposed.is_decided:
+                    taken = ChangeOutcome.TAKEN
+                    self.note(self.cluster.promise_change(session, table_id, number, clock, taken))
 
     def answer(self, worker: int, *clocks: int, has_state: bool = True, number: int = 7) -> None:
         named = dict(zip((MODEL, OTHER), clocks, strict=False))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ps_core import errors
-from ps_core.change import Join
+from ps_core.change import ChangeOutcome, Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
@@ -36,8 +36,9 @@ class Growing(Harness):
         """The server promises what is proposed for the first table."""
         assert self.table.proposed is not None
         number = self.table.proposed.number
-        decision = self.cluster.promise_change(self.server, TableId(1), number, clock)
-        self.transitions += decision.transitions
+        for outcome in (None, ChangeOutcome.TAKEN):
+            decision = self.cluster.promise_change(self.server, TableId(1), number, clock, outcome)
+            self.transitions += decision.transitions
 
     def lose(self, session: Session, *others: Session) -> None:
         """The worker is declared gone."""

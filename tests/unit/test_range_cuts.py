@@ -149,9 +149,8 @@ def test_a_change_that_is_proposed_still_holds_reads() -> None:
     assert changing.machine.reads.cause(5) is WaitCause.CHANGE
 
 
-@pytest.mark.parametrize("setting", ["ssp:4", "asp"])
-def test_eager_pushes_are_held_until_the_cut_is_settled(setting: str) -> None:
-    cut = bench(setting)
+def test_eager_pushes_are_held_until_the_cut_is_settled() -> None:
+    cut = bench("ssp:4")
     cut.propose()
     cut.push(0, 1, 1, eager=())
     assert applied(cut.effects) == []
@@ -160,16 +159,41 @@ def test_eager_pushes_are_held_until_the_cut_is_settled(setting: str) -> None:
     assert applied(cut.effects) == [(1, [(0, 1)])]
 
 
-def test_what_is_asynchronous_is_let_go_when_the_cut_is_settled() -> None:
+def test_what_is_asynchronous_holds_nothing_for_a_cut() -> None:
+    """It is torn whatever waits: a silent worker would have all others wait for its lease."""
     cut = bench("asp")
     cut.step(0, 1)
     assert cut.propose() == 1
     cut.step(0, 2)
-    assert [clock for clock, _ in applied(cut.effects)] == [1]
+    cut.push(0, 5, 3, eager=())
+    assert [clock for clock, _ in applied(cut.effects)] == [1, 2, 3]
     cut.table = replace(cut.table, proposed=None, cut=TableCut(NUMBER, 1))
     cut.observe(cut.table)
-    assert [clock for clock, _ in applied(cut.effects)] == [1, 2]
     assert not cut.is_held
+
+
+def test_what_is_asynchronous_and_about_to_be_otherwise_is_held() -> None:
+    """The cut may be where it is not: then it is of one clock."""
+    cut = bench("asp")
+    cut.step(0, 1)
+    cut.table = replace(cut.table, change=Change(1, 3, parsed("ssp:4")))
+    cut.observe(cut.table)
+    cut.propose()
+    cut.step(0, 2)
+    assert [clock for clock, _ in applied(cut.effects)] == [1]
+
+
+def test_nothing_is_held_for_a_cut_while_the_scheduler_is_silent() -> None:
+    cut = bench("ssp:4")
+    cut.step(0, 1)
+    cut.propose()
+    cut.step(0, 2)
+    assert cut.machine.state.schedule.give_up_cut()
+    cut.effects += cut.machine.resume(0.0)
+    assert [clock for clock, _ in applied(cut.effects)] == [1, 2]
+    cut.observe(cut.table)
+    cut.step(0, 3)
+    assert [clock for clock, _ in applied(cut.effects)] == [1, 2, 3]
 
 
 def test_what_is_asynchronous_up_to_the_cut_is_not_held_by_a_change_after_it() -> None:

@@ -357,6 +357,24 @@ class BeginCutRequest(_message.Message):
     deadline_ms: int
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., cut: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
+class SettleChangeRequest(_message.Message):
+    __slots__ = ("session", "table_id", "number")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    table_id: int
+    number: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class SettleChangeResponse(_message.Message):
+    __slots__ = ("outcome", "after_clock")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    outcome: _types_pb2.ChangeOutcome
+    after_clock: int
+    def __init__(self, outcome: _Optional[_Union[_types_pb2.ChangeOutcome, str]] = ..., after_clock: _Optional[int] = ...) -> None: ...
+
 class EndCutRequest(_message.Message):
     __slots__ = ("session", "table_id", "cut")
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -65,6 +65,11 @@ class ParameterServiceStub:
                 request_serializer=pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.FromString,
                 _registered_method=True)
+        self.SettleChange = channel.unary_unary(
+                '/pushpull.v1.ParameterService/SettleChange',
+                request_serializer=pushpull_dot_v1_dot_parameters__pb2.SettleChangeRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_parameters__pb2.SettleChangeResponse.FromString,
+                _registered_method=True)
         self.GetRangeStats = channel.unary_unary(
                 '/pushpull.v1.ParameterService/GetRangeStats',
                 request_serializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsRequest.SerializeToString,
@@ -123,6 +128,14 @@ class ParameterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SettleChange(self, request, context):
+        """Servers only: what has become of a change that the caller has promised, while it does not hear
+        the scheduler; for the primary of the table's first range, who decides. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRangeStats(self, request, context):
         """Where this server's ranges are. Reads only.
         """
@@ -162,6 +175,11 @@ def add_ParameterServiceServicer_to_server(servicer, server):
                     servicer.EndCut,
                     request_deserializer=pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.SerializeToString,
+            ),
+            'SettleChange': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleChange,
+                    request_deserializer=pushpull_dot_v1_dot_parameters__pb2.SettleChangeRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_parameters__pb2.SettleChangeResponse.SerializeToString,
             ),
             'GetRangeStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRangeStats,
@@ -332,6 +350,33 @@ class ParameterService:
             '/pushpull.v1.ParameterService/EndCut',
             pushpull_dot_v1_dot_parameters__pb2.EndCutRequest.SerializeToString,
             pushpull_dot_v1_dot_parameters__pb2.EndCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleChange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.ParameterService/SettleChange',
+            pushpull_dot_v1_dot_parameters__pb2.SettleChangeRequest.SerializeToString,
+            pushpull_dot_v1_dot_parameters__pb2.SettleChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

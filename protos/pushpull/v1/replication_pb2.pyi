@@ -151,7 +151,7 @@ class BlockElements(_message.Message):
     def __init__(self, block: _Optional[int] = ..., presence: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PartFacts(_message.Message):
-    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_clock", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock")
+    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_clock", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock", "taken", "taken_clock")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     FORMED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHANGED_CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,8 @@ class PartFacts(_message.Message):
     MINDS_READS_FIELD_NUMBER: _ClassVar[int]
     PAST_REACHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     PAST_STEPPED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_CLOCK_FIELD_NUMBER: _ClassVar[int]
     clock: int
     formed_clock: int
     changed_clock: int
@@ -188,7 +190,9 @@ class PartFacts(_message.Message):
     minds_reads: bool
     past_reached_clock: int
     past_stepped_clock: int
-    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_clock: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ...) -> None: ...
+    taken: int
+    taken_clock: int
+    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_clock: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ..., taken: _Optional[int] = ..., taken_clock: _Optional[int] = ...) -> None: ...
 
 class ClockSquares(_message.Message):
     __slots__ = ("clock", "squares")

@@ -234,16 +234,18 @@ class SetConsistencyResponse(_message.Message):
     def __init__(self, change: _Optional[_Union[_types_pb2.ScheduledChange, _Mapping]] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class PromiseChangeRequest(_message.Message):
-    __slots__ = ("session", "table_id", "number", "clock")
+    __slots__ = ("session", "table_id", "number", "clock", "outcome")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     table_id: int
     number: int
     clock: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., number: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    outcome: _types_pb2.ChangeOutcome
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., number: _Optional[int] = ..., clock: _Optional[int] = ..., outcome: _Optional[_Union[_types_pb2.ChangeOutcome, str]] = ...) -> None: ...
 
 class PromiseChangeResponse(_message.Message):
     __slots__ = ()

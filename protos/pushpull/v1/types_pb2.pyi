@@ -78,6 +78,12 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_UPDATE_FAILED: _ClassVar[ErrorCode]
     ERROR_CODE_INVALID_CHECKPOINT: _ClassVar[ErrorCode]
 
+class ChangeOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHANGE_OUTCOME_UNSPECIFIED: _ClassVar[ChangeOutcome]
+    CHANGE_OUTCOME_TAKEN: _ClassVar[ChangeOutcome]
+    CHANGE_OUTCOME_GIVEN_UP: _ClassVar[ChangeOutcome]
+
 class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
@@ -135,6 +141,9 @@ ERROR_CODE_ALREADY_PAST: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_UPDATE_FAILED: ErrorCode
 ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
+CHANGE_OUTCOME_UNSPECIFIED: ChangeOutcome
+CHANGE_OUTCOME_TAKEN: ChangeOutcome
+CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_ALIVE: NodeState
 NODE_STATE_SILENT: NodeState
@@ -384,18 +393,20 @@ class WorkerJoin(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., after_clock: _Optional[int] = ...) -> None: ...
 
 class ScheduledChange(_message.Message):
-    __slots__ = ("number", "after_clock", "consistency", "join", "checkpoint")
+    __slots__ = ("number", "after_clock", "consistency", "join", "checkpoint", "is_decided")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AFTER_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_DECIDED_FIELD_NUMBER: _ClassVar[int]
     number: int
     after_clock: int
     consistency: Consistency
     join: WorkerJoin
     checkpoint: int
-    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ..., checkpoint: _Optional[int] = ...) -> None: ...
+    is_decided: bool
+    def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_decided: _Optional[bool] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
     __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "joining_node_ids", "initial_holder_node_ids")

@@ -1,0 +1,183 @@
+"""The scheduler is paused, late, or dies for good, with changes open, while servers die: training
+goes on (G8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+
+from ps_core.cluster_view import ClusterView
+from tests.sim.actors import SimWorker
+from tests.sim.scheduled import SCHEDULER
+from tests.sim.server import SimServer
+from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_simulation import run_seeds
+from tests.sim.world import Link
+
+LOOK_S = 0.05
+PATIENCE_S = 5.0
+"""That it waits for a change to be open before it goes."""
+
+
+class AwaySimulation(FailoverSimulation):
+    """One seed in which the scheduler is away: now and then, or from some time on for good."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "scheduler paused", "scheduler late", "scheduler died", "away with a change open",
+        "away with a cut open", "killed while it was away", "changes taken, heard of by asking",
+        "changes given up, heard of by asking", "gone", "failovers", "checkpoints",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1}
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self._is_away = self._is_dead = False
+        self._waiting: list[Callable[[], None]] = []
+        super().__init__(seed, narrate=narrate)
+        draw = self.world.draw
+        self._dies = draw.random() < 0.6
+        self.change_every_s = draw.choice((0.5, 1.0, 3.0))
+        self.world.after(draw.random() * 15.0, lambda: self._go(self._pause, PATIENCE_S))
+        dies_s = draw.choice((self.plan.calm_s, self.plan.calm_s, draw.random() * 30.0))
+        self.world.after(dies_s + 0.1, lambda: self._go(self._die, 3 * PATIENCE_S))
+
+    # --- its life
+
+    @property
+    def is_there(self) -> bool:  # type: ignore[override]
+        """Whether it does anything."""
+        return not self._is_away
+
+    def _reach(self, action: Callable[[], None]) -> None:
+        if not self._is_away:
+            action()
+        elif not self._is_dead:
+            self._waiting.append(action)
+
+    def _go(self, how: Callable[[], bool], patience_s: float) -> None:
+        """Now, if something is proposed, or soon."""
+        if self._is_dead or self._is_over():
+            return
+        is_open = any(self.scheduler._state.proposals)
+        if self._is_away or (not is_open and patience_s > 0) or not how():
+            self.world.after(LOOK_S, lambda: self._go(how, patience_s - LOOK_S))
+            return
+        for table in self.scheduler.view.tables:
+            if table.proposed is not None and not self.is_there:
+                what = "cut" if table.proposed.checkpoint else "change"
+                self.world.counts[f"away with a {what} open"] += 1
+
+    def _pause(self) -> bool:
+        draw = self.world.draw
+        if self.calamities.is_calm:
+            return True
+        for_s = draw.choice((1.0, 4.0, 8.0, 20.0)) * (0.5 + draw.random())
+        if draw.random() < 0.3:
+            self.world.counts["scheduler late"] += 1
+            self.world.say(f"SCHEDULER LATE for {for_s:.1f} s")
+            links = [
+                *((SCHEDULER, n) for n in self.servers),
+                *((n, SCHEDULER) for n in self.servers),
+            ]
+            for link in links:
+                self.world.slow[link] = 6.0
+            self.world.after(for_s, lambda: self._be_in_time(links))
+        else:
+            self.world.counts["scheduler paused"] += 1
+            self.world.say(f"SCHEDULER PAUSED for {for_s:.1f} s")
+            self._is_away = True
+            self.world.after(for_s, self._come_back)
+        following_s = for_s + draw.random() * 15.0
+        self.world.after(following_s, lambda: self._go(self._pause, PATIENCE_S))
+        return True
+
+    def _be_in_time(self, links: Sequence[Link]) -> None:
+        for link in links:
+            self.world.slow.pop(link, None)
+
+    def _come_back(self) -> None:
+        """It goes on with what has come meanwhile; its clock has run on."""
+        if self._is_dead or not self._is_away:
+            return
+        self.world.say("SCHEDULER BACK")
+        self._is_away = False
+        waiting, self._waiting = self._waiting, []
+        if self.world.draw.random() < 0.5:
+            self._publish(self.scheduler.tick(self.world.now_s).transitions)
+        for action in waiting:
+            action()
+
+    def _die(self) -> bool:
+        """For good, if nothing needs it: what has died is replaced, and all know who serves what.
+
+        Who dies later is not replaced, so nobody does.
+        """
+        if not self._dies or self._is_over():
+            return True
+        view, dead = self.scheduler.view, self.calamities.dead_workers
+        is_gone = all(worker.incarnation in self.truth.gone for worker in dead)
+        living = {server.node_id for server in self.living}
+        if not is_gone or any(server.asks or server.asked for server in self.living):
+            return False
+        backup_count = min(self.plan.replica_count, len(living)) - 1
+        held = [r for r in view.ranges if r.primary is not None]
+        if any(len(r.backups) < backup_count or r.joining for r in held):
+            return False
+        if any(not {r.primary, *r.backups} <= living for r in held):
+            return False
+        if any(self._behind(server, view) for server in self.living):
+            return False
+        for worker in self.workers:
+            if worker.layout.epoch != self.layout.epoch:
+                return False
+        self.world.say("SCHEDULER DIED")
+        self.world.counts["scheduler died"] += 1
+        self._is_away = self._is_dead = True
+        return True
+
+    @staticmethod
+    def _behind(server: SimServer, view: ClusterView) -> bool:
+        known = getattr(server, "_view", None)
+        return known is None or known.ranges != view.ranges
+
+    # --- what is as it was before
+
+    def may_lose(self, server: SimServer, *, for_good: bool) -> bool:
+        """Nobody comes in the place of who is lost for good."""
+        return not (for_good and self._is_dead) and super().may_lose(server, for_good=for_good)  # type: ignore[arg-type]
+
+    def kill(self, server: SimServer) -> None:
+        """For good."""
+        self.world.counts["killed while it was away"] += self._is_away
+        super().kill(server)  # type: ignore[arg-type]
+
+    def kill_worker(self, worker: SimWorker) -> None:
+        """Not when nobody would say that it is gone."""
+        if self._is_dead:
+            self.calamities.dead_workers.remove(worker)
+        else:
+            super().kill_worker(worker)
+
+    def _tell(self, server: SimServer, view: object) -> None:
+        if self._is_away:
+            return
+        late_s = self.world.slow.get((SCHEDULER, server.node_id), 0.0)
+        if late_s:
+            delay_s = self.world.draw.random() * late_s
+            self.world.after(delay_s, lambda: super(AwaySimulation, self)._tell(server, view))
+        else:
+            super()._tell(server, view)
+
+    def _check_end(self) -> None:
+        """Who looks after all is there again: training has ended without."""
+        self._is_dead = False
+        self._come_back()
+        super()._check_end()
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_without_the_scheduler(sim_seeds: tuple[int, ...]) -> None:
+    """What is proposed when it goes is settled by the servers."""
+    run_seeds(AwaySimulation, sim_seeds)
