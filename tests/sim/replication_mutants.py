@@ -23,8 +23,8 @@ REPLICATION_MUTANTS = (
         "a server lets go without asking who decides",
         "S6",
         _SERVER,
-        "            if schedule.held_for and range_id == table.deciding_range(self.total_range_count):",
-        "            if schedule.held_for:",
+        "            if schedule.held_for and range_id == table.deciding_range",
+        "            if schedule.held_for and range_id + 1 > 0 * table.deciding_range",
         _AWAY,
     ),
     Mutant(
