@@ -329,7 +329,7 @@ class Connection:
     def _why_open(self, ticket: Ticket, waited_s: float) -> str:
         name = ticket.table.spec.name
         if isinstance(ticket, PullTicket):
-            reason = self.engine.counters.waiting_for or "no answer yet"
+            reason = self.engine.reads_wait_for
             return f"a pull of table '{name}' took longer than {waited_s:g} s: {reason}"
         asking = self._loop.start(self.engine.missing(ticket.table, ticket.clock))
         try:

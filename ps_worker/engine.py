@@ -398,6 +398,13 @@ class Engine:
                 return link.trouble
         return ""
 
+    @property
+    def reads_wait_for(self) -> str:
+        """What the reads on their way wait for, for a person. Any thread."""
+        asked = ", ".join(map(str, self._puller.asked)) or "any server"
+        reasons = [self.counters.waiting_for or f"no answer yet of server {asked}"]
+        return "; ".join([*reasons, *self._links.troubles()])
+
     async def missing(self, table: Table, clock: int) -> str:
         """Who keeps step `clock` of a table from being committed, for a person."""
         reasons = self._links.troubles()

@@ -452,7 +452,7 @@ class ServerLinks:
 
     def troubles(self) -> list[str]:
         """Why servers cannot be reached, for a person."""
-        return [link.trouble for link in self._links.values() if link.trouble]
+        return [link.trouble for link in list(self._links.values()) if link.trouble]
 
     async def close(self) -> None:
         """Close all links."""

@@ -123,6 +123,11 @@ class Puller:
                 del self._asked[patience]
                 patience.reschedule(asyncio.get_running_loop().time())
 
+    @property
+    def asked(self) -> list[NodeId]:
+        """The servers that have been asked and have not answered. Any thread."""
+        return sorted({server for server, _ in list(self._asked.values()) if server is not None})
+
     async def read(self, order: ReadOrder) -> Pulled:
         """Read what `order` says into its memory.
 
