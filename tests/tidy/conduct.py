@@ -26,7 +26,7 @@ def check_sleep(source: Source) -> Iterator[Finding]:
     """Tests wait for events, never for time."""
     if not source.is_test:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and _called(node) == "sleep":
             yield Finding(source.path, node.lineno, "a test sleeps; wait for what should happen")
 
@@ -35,7 +35,7 @@ def check_fixed_ports(source: Source) -> Iterator[Finding]:
     """Tests that open sockets bind port 0."""
     if not source.is_test or source.path.startswith((*PURE_TESTS, "tests/tidy/")):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = FIXED_PORT.search(node.value)
             if found:
@@ -46,7 +46,7 @@ def check_hidden_tests(source: Source) -> Iterator[Finding]:
     """No test is skipped or expected to fail: what is missing is a failure."""
     if not source.is_test:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and HIDING.search(ast.unparse(node)):
             yield Finding(source.path, node.lineno, f"{ast.unparse(node)} hides a test")
 
@@ -58,7 +58,7 @@ def check_mocks(source: Source) -> Iterator[Finding]:
     for imported in imports_of(source):
         if imported.module in MOCKING or imported.dotted in MOCKING:
             yield Finding(source.path, imported.line, f"{imported.dotted}: run the real code")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "monkeypatch.setattr":
             yield Finding(source.path, node.lineno, "monkeypatch.setattr: run the real code")
 
@@ -76,7 +76,7 @@ def check_deadlines(source: Source) -> Iterator[Finding]:
     """Every unary call has a deadline."""
     if source.package not in ("ps_runtime", "scheduler", "ps_server", "ps_worker", "ps_cli"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call) or _called(node) not in unary_methods():
             continue
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
@@ -102,7 +102,7 @@ def check_invariants(source: Source) -> Iterator[Finding]:
     if not source.is_shipped:
         return
     described = ast.get_docstring(source.tree) or ""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call) or _called(node) not in ("check", "InvariantViolation"):
             continue
         for argument in node.args[:2]:

@@ -30,7 +30,7 @@ UNITLESS = re.compile(r"(?:^|_)(timeout|deadline|interval|delay|duration|elapsed
 
 def functions(source: Source) -> Iterator[FunctionNode]:
     """Every function of a file, methods and nested ones included."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, FunctionNode):
             yield node
 
@@ -79,7 +79,7 @@ def check_names(source: Source) -> Iterator[Finding]:
     if stem in FILE_NAMES:
         yield Finding(source.path, 1, f"a file called {stem} says nothing of what is inside")
     banned = BARE_NAMES if source.is_shipped else set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for name, line in _named(node):
             words = set(re.findall(r"[A-Z][a-z]+|[a-z]+", name))
             words = {word.capitalize() for word in words}
@@ -100,7 +100,7 @@ def _named(node: ast.AST) -> Iterator[tuple[str, int]]:
 
 def check_units(source: Source) -> Iterator[Finding]:
     """A time that is a number says its unit in its name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.arg):
             name, annotation = node.arg, node.annotation
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -6,7 +6,7 @@ import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from ps_runtime.imported import spared
@@ -21,7 +21,7 @@ PYTHON_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs", "clients
 _NOT_OURS = {"node_modules", "__pycache__", ".venv"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """One Python file: where it is, what it says, and its syntax tree."""
 
@@ -29,6 +29,11 @@ class Source:
     """Relative to the repository, with forward slashes."""
     text: str
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of its tree."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def module(self) -> str:
