@@ -262,7 +262,7 @@ INVALID_SEALS: dict[str, tuple[Change, tuple[str, ...]]] = {
         _number("momentum", -1.0),
         ("'momentum' is -1.0; expected at least",),
     ),
-    "scale 0": (_set(contribution_scale=0.0), ("contribution_scale is 0.0; expected finite",)),
+    "scale 0": (_set(contribution_scale=0.0), ("contribution_scale is 0.0; expected above 0",)),
     "scale NaN": (_set(contribution_scale=NAN), ("contribution_scale is nan",)),
     "scale infinite": (_set(contribution_scale=INFINITY), ("contribution_scale is inf",)),
     "clock sealed before": (_set(clock=1), ("clock 1", "expected 2")),

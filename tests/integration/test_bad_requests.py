@@ -438,7 +438,7 @@ BAD_TABLES: dict[str, tuple[Callable[[str], types.TableSpec], str]] = {
         "300 dimensions; expected at most 64",
     ),
     "unaligned blocks": (_changed(block_elements=65), "block_elements is 65"),
-    "too many blocks": (_changed(blocks=2**40), "expected at most 4194304"),
+    "too many blocks": (_changed(blocks=2**40), "expected at most 262144"),
     "a constant beyond float32": (
         _changed(initializer=types.Initializer(constant={"value": 1e300})),
         "its initial value is 1e+300",

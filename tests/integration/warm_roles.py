@@ -216,6 +216,6 @@ def _run(order: Order) -> None:
     if order.has_warm_roles:
         FORKER.fork_here()
         begin_by(begin_warm)
-    if order.module != "ps_worker":  # a worker's loop is asked by nobody
+    if order.module in ("scheduler", "ps_server"):  # nobody waits for the loop of another
         loop_files.forbid()
     MAINS[order.module]()
