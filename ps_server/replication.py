@@ -6,8 +6,8 @@ two (SEMANTICS S8, S9).
        +---------------------------- another is primary --------------------------+
 
 Rules:
-    - What a server is for a range, the newest view says. What a deposed primary held is given up:
-      it may have decided what nobody else has. It joins anew, from nothing.
+    - What a server is for a range, the newest view says. What a deposed primary held is given up,
+      whether it served yet or not: it may have what nobody else has. It joins anew, from nothing.
     - A server that the view names among a range's initial holders begins with nothing, once,
       whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
       left the range since has missed what came, and tells the scheduler that it is missing.
@@ -114,6 +114,10 @@ class Replication:
                 effects += map(self._refused, held)
                 lost.append(range_id)
             replica = self.replicas.get(range_id)
+            if replica is not None and replica.is_promoted:  # deposed before it served
+                del self.replicas[range_id]
+                lost.append(range_id)
+                replica = None
             if self._node_id in assignment.backups:
                 replica = replica or self._begun(assignment)
                 if replica is not None:  # else it is taken for dead, and joins anew

@@ -281,8 +281,9 @@ class ReplicatedServer(SimServer):
         waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
         now_s = self.world.now_s
         self._waits_since_s = {r: self._waits_since_s.get(r, now_s) for r in waiting}
-        for since_s in self._waits_since_s.values():
-            self.watch.waits(self, now_s - since_s)
+        for range_id, since_s in self._waits_since_s.items():
+            assert self._view is not None
+            self.watch.waits(self, self._view.ranges[range_id], now_s - since_s)
 
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""

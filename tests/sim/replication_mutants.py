@@ -331,6 +331,15 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
+        "who is deposed before it serves waits on",
+        "S8",
+        _REPLICATION,
+        "if replica is not None and replica.is_promoted:  # deposed before it served",
+        "if False:",
+        _AWAY,
+        first_seed=148,
+    ),
+    Mutant(
         "a snapshot of a deposed primary replaces its heir's",
         "S9",
         _REPLICATION,

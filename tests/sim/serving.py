@@ -5,7 +5,8 @@ Oracles:
           more, on that one's own clock, and nothing that it decided is seen from then on.
     HELD  What was seen of a range is at every server that the scheduler could name its primary; or
           that one has lost track of the range, has nothing of it, and will say so.
-    LIVE  Who was made primary serves when the lease that it granted can have run out everywhere.
+    LIVE  Who was made primary serves when the lease that it granted can have run out everywhere,
+          or waits no more, since it knows that another is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ps_core.change import ChangeOutcome
-from ps_core.cluster_view import ClusterView
+from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.server_machine import Promise
 
@@ -129,8 +130,14 @@ class Watch:
         replication = server.replication
         return range_id in replication.primaries or range_id in replication.replicas
 
-    def waits(self, server: ReplicatedServer, for_s: float) -> None:
-        """The server has been made primary so long ago, and does not serve yet."""
+    def waits(self, server: ReplicatedServer, assignment: RangeAssignment, for_s: float) -> None:
+        """The server has been made primary so long ago, and does not serve yet; `assignment` is
+        the newest that it knows.
+        """
+        assert assignment.primary == server.node_id, (
+            f"LIVE: {server.node_id} waits to serve range {assignment.range_id} and knows that "
+            f"{assignment.primary} is its primary"
+        )
         assert for_s < self._lease_s * 1.1 + PATIENCE_S, (
             f"LIVE: {server.node_id} was made primary {for_s:.1f} s ago and does not serve"
         )

@@ -393,6 +393,20 @@ def test_what_a_deposed_primary_held_is_given_up() -> None:
     assert one.replicas == {}
 
 
+def test_what_one_that_is_deposed_before_it_serves_held_is_given_up() -> None:
+    """It waits for no lease any more, which would keep it from promising a change."""
+    two = replication(TWO)
+    two.observe(view(1, (PLACED_EPOCH, ONE, (TWO, THREE), ())), 0.0)
+    two.serve(0.0)
+    two.observe(view(2, (3, TWO, (THREE,), ())), 0.1)
+    assert two.replicas[RANGE].is_promoted
+    assert two.observe(view(3, (4, THREE, (), (TWO,))), 0.2) == ([RANGE], [])
+    assert not two.waits
+    assert two.replicas == {}
+    of_heir = Snapshot(RANGE, AssignmentEpoch(4), AssignmentEpoch(4), 0, {})
+    assert two.join(of_heir) == Ack(RANGE, 0, AssignmentEpoch(4))
+
+
 # --- the scheduler
 
 
