@@ -166,6 +166,9 @@ class Connection:
         is left out on one table and not on another would have workers wait for each other as soon
         as the backup workers are no more.
 
+        A table that is made later is taken for one that is stepped with them if they are all that
+        the client has: its first step passes as many clocks. Else it has nothing to do with them.
+
         Returns:
             How many clocks were left out; none while a step of any of them is open.
 
@@ -177,8 +180,9 @@ class Connection:
         if any(table.steps.has_open_step for table in tables):
             return 0
         counts = left_out([table.steps.missed_count for table in tables])
+        is_all = self.trains_only(tables)
         for table, count in zip(tables, counts, strict=True):
-            table.steps.leave_out(count)
+            table.steps.leave_out(count, is_owed=is_all)
         return max(counts, default=0)
 
     def trains_only(self, tables: Container[TableHandle]) -> bool:

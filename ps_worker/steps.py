@@ -210,7 +210,8 @@ class TableSteps:
 
     Attributes:
         owed_count: clocks that are to be passed before the first step.
-        left_out_count: clocks that the worker left out.
+        left_out_count: clocks that the worker left out here while it trained no other table than
+            those that it steps together with this one: a later table passes as many.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class TableSteps:
             self._newest_clock = max(self._newest_clock, clock)
             is_begin, self._joins = self._joins, False
         if is_begin:
-            self.leave_out(self.missed_count, is_begin=True)
+            self.leave_out(self.missed_count, is_owed=False)
         elif self._is_alone():
             self.leave_out(self.missed_count)
 
@@ -319,14 +320,14 @@ class TableSteps:
         """Updates that have formed without this worker beyond its clock, as far as it knows."""
         return max(self._newest_clock - self._clock, 0)
 
-    def leave_out(self, count: int, *, is_begin: bool = False) -> None:
+    def leave_out(self, count: int, *, is_owed: bool = True) -> None:
         """So many clocks are left out, whose updates have formed without this worker: its next step
         is for the one after them. An open step stays what it is, and the next takes its turn.
         """
         with self._lock:
             if self._open is None:
                 self._clock += count
-                self.left_out_count += 0 if is_begin else count
+                self.left_out_count += count if is_owed else 0
 
     def saw(self, block: int, peer_version: int) -> None:
         """A pull brought `block` with that peer version."""

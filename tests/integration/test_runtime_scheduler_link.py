@@ -60,10 +60,9 @@ class Scheduler:
     """The real scheduler's machine and servicer, whose port can be closed and opened again."""
 
     def __init__(self, settings: ClusterSettings = SETTINGS) -> None:
-        self.registry = new_registry()
         self.cluster = Cluster(settings, clock.now_s())
         self.servicer = SchedulerServicer(
-            self.cluster, SchedulerMetrics(self.registry), SECRET.encode()
+            self.cluster, SchedulerMetrics(new_registry()), SECRET.encode()
         )
         self.node: NodeServer | None = None
 
@@ -72,7 +71,7 @@ class Scheduler:
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self.servicer, server)
 
         services = [(SERVICE_NAME, add)]
-        self.node = await NodeServer.start(listen, services=services, registry=self.registry)
+        self.node = await NodeServer.start(listen, services=services, registry=new_registry())
         return self.node.address
 
     async def close(self) -> None:

@@ -143,7 +143,7 @@ def test_registration_is_idempotent_and_gives_the_settings() -> None:
         ),
         (
             {"cluster_id": "old"},
-            errors.Fenced,
+            errors.ForeignCluster,
             grpc.StatusCode.FAILED_PRECONDITION,
             "the session is of another cluster than this scheduler's",
         ),
@@ -190,7 +190,7 @@ def test_a_scheduler_that_was_started_again_fences_the_old_clusters_nodes() -> N
         async with running(cluster_id="c-2") as new:
             words = ("of another cluster", "must be started again too")
             status = grpc.StatusCode.FAILED_PRECONDITION
-            await refused(new.beat(session), errors.Fenced, status, words)
+            await refused(new.beat(session), errors.ForeignCluster, status, words)
 
     channels.run(both())
 
