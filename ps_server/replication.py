@@ -154,6 +154,7 @@ class Replication:
         refused = sorted(self._recovered & others)
         for range_id in refused:
             self._recovered.discard(range_id)
+            self._had.discard(range_id)  # not in this cluster: it may be placed here, empty
             del self.replicas[range_id]
         return refused
 

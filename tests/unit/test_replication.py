@@ -15,7 +15,7 @@ from ps_server.part_copy import (
     WorkerFacts,
     fresh_copy,
 )
-from ps_server.replica import MAX_DRIFT
+from ps_server.replica import MAX_DRIFT, Replica
 from ps_server.replication import PLACED_EPOCH, Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.server_machine import ServerMachine
@@ -61,6 +61,15 @@ def view(number: int, *ranges: _Range) -> ClusterView:
 
 def replication(node_id: NodeId) -> Replication:
     return Replication(node_id, ServerMachine(node_id, 1), LEASE_S)
+
+
+def test_a_range_of_another_clusters_log_begins_empty_here() -> None:
+    two = replication(TWO)
+    two.recover([Replica(RANGE, AssignmentEpoch(7), LEASE_S, 1)])
+    two.observe(view(1, (1, None, (), ())), 0.0)
+    two.observe(view(2, (PLACED_EPOCH, TWO, (), ())), 1.0)
+    assert two.serve(1.0).ranges[0].primary == TWO
+    assert two.missing == ()
 
 
 def test_a_backup_that_is_promoted_serves_when_the_lease_has_run_out() -> None:
