@@ -253,7 +253,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.twin.nodes)).session
         lies = {
             "token": (replace(session, token=bytes(32)), errors.Unauthenticated),
-            "cluster_id": (replace(session, cluster_id="d"), errors.Fenced),
+            "cluster_id": (replace(session, cluster_id="d"), errors.ForeignCluster),
             "incarnation": (
                 replace(session, incarnation=Incarnation(session.incarnation + 1)),
                 errors.Unauthenticated,

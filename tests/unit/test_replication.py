@@ -65,7 +65,7 @@ def replication(node_id: NodeId) -> Replication:
 
 def test_a_range_of_another_clusters_log_begins_empty_here() -> None:
     two = replication(TWO)
-    two.recover([Replica(RANGE, AssignmentEpoch(7), LEASE_S, 1)])
+    two.recover([Replica(RANGE, AssignmentEpoch(7), LEASE_S, EPOCH)])
     two.observe(view(1, (1, None, (), ())), 0.0)
     two.observe(view(2, (PLACED_EPOCH, TWO, (), ())), 1.0)
     assert two.serve(1.0).ranges[0].primary == TWO
