@@ -43,6 +43,7 @@ class Growing(Bench):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.incarnations: dict[int, int] = {}
+        self.change_number = 0
 
     def sender_of(self, rank: int) -> Sender:
         incarnation = self.incarnations.get(rank, 1000 + rank)
@@ -57,7 +58,9 @@ class Growing(Bench):
         if is_new:
             self.register(rank)
         join = Join(rank, self.sender_of(rank).incarnation)
-        self.table = replace(self.table, proposed=Change(9, 0, self.table.consistency, join))
+        self.change_number += 1
+        change = Change(self.change_number, 0, self.table.consistency, join)
+        self.table = replace(self.table, proposed=change)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_clock
         assert held is not None
