@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ps_core.envelope import (
     ALIGNMENT_BYTES,
+    is_frugal,
     join,
     pieces_of_several,
     split,
@@ -16,6 +17,7 @@ from ps_core.envelope import (
     wrap,
 )
 from ps_core.errors import InvalidTensor
+from ps_core.limits import MAX_ENTRY_BYTES
 from ps_core.tables import Codec
 from pushpull.v1 import parameters_pb2, replication_pb2
 
@@ -222,3 +224,49 @@ def test_of_several_payloads_each_begins_there(size: int, count: int) -> None:
 def test_an_element_of_any_codec_may_begin_there() -> None:
     assert all(ALIGNMENT_BYTES % codec.element_bytes == 0 for codec in Codec)
     assert ALIGNMENT_BYTES & (ALIGNMENT_BYTES - 1) == 0  # else it would be no bound of an address
+
+
+# --- what may be parsed
+
+_SIZE = 5000
+
+
+def _padded(padding: int, *, is_plain: bool) -> bytes:
+    """A part with a payload, and so many bytes that are none."""
+    head = b"\x08\x96\x01\x10\x80\x80\x04" + (b"" if is_plain else b"\x5a\x01\xff")
+    behind = wrap(16, bytes(padding)) if padding else b""
+    return wrap(1, head + wrap(15, b"\x7f" * _SIZE) + behind)
+
+
+def _is_frugal(batch: bytes) -> bool:
+    return is_frugal(wrap(4, batch), (4, 1, 15), 64, (3, 15))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_what_lies_beside_payloads_is_counted_to_the_byte(is_plain: bool) -> None:
+    parts = [_padded(0, is_plain=is_plain) for _ in range(63)]
+    beside = sum(map(len, parts)) - 63 * _SIZE
+    last = _padded(70_000, is_plain=is_plain)
+    more = MAX_ENTRY_BYTES - beside - (len(last) - _SIZE)
+    for count, expected in ((70_000 + more, True), (70_001 + more, False)):
+        assert _is_frugal(b"".join([*parts, _padded(count, is_plain=is_plain)])) is expected
+    assert more > 0
+
+
+def test_more_parts_than_a_message_has_are_not_parsed() -> None:
+    parts = [_padded(0, is_plain=True)] * 79
+    assert _is_frugal(b"".join(parts))
+    assert not _is_frugal(b"".join(parts * 5))
+
+
+def test_a_small_message_is_parsed_whatever_it_is() -> None:
+    assert _is_frugal(b"\x0a\x00" * 1000)
+    assert is_frugal(bytes(MAX_ENTRY_BYTES), (4, 1, 15), 64, (3, 15))
+    assert not _is_frugal(b"\x0a\x00" * (MAX_ENTRY_BYTES // 2 + 1))
+
+
+def test_a_part_whose_payload_ends_behind_it_is_no_message() -> None:
+    parts = [_padded(0, is_plain=True)] * 60
+    for broken in (b"\x0a\x03\x08\x01\x7a", b"\x0a\x04\x08\x01\x7a\x05"):
+        with pytest.raises(InvalidTensor, match="ends inside"):
+            _is_frugal(b"".join([broken, *parts]))

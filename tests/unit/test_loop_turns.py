@@ -183,7 +183,7 @@ def test_who_waits_for_a_turn_gets_the_next_in_order() -> None:
         await asyncio.gather(*(long(turns, name) for name in "abc"), short(turns))
 
     asyncio.run(whole())
-    assert order[:6] == ["a", "a", "b", "c", "short", "a"]
+    assert order[:5] == ["a", "b", "c", "short", "a"]
     assert sorted(order) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3 + ["short"]
 
 
@@ -195,7 +195,7 @@ def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
         turns = Turns(lambda: now_s)
         await turns.breathe()
         now_s = limits.SLICE_S
-        tasks = [asyncio.create_task(turns.breathe()) for _ in range(3)]
+        tasks = [asyncio.ensure_future(turns.breathe()) for _ in range(3)]
         await asyncio.wait(tasks, timeout=0)
         tasks[0].cancel()
         await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10.0)
