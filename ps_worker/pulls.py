@@ -51,6 +51,9 @@ ATTEMPT_S = 10.0
 _CALL_GRACE_S = 5.0
 """How much longer than its request's deadline a call may take: a paused server is noticed so."""
 
+_LAST_GRACE_S = 1.0
+"""How much longer than the caller's own deadline: time for the answer that says who is missing."""
+
 _MAX_TORN_COUNT = 3
 """Answers whose values changed while they were copied; then a read goes on with bytes."""
 
@@ -251,7 +254,9 @@ class Puller:
         ranges: list[RangeId],
     ) -> list[PushpullError]:
         """Ask one server; the errors of the ranges that it could not read, or of the call."""
-        wait_s = min(max(reading.deadline_s - now_s(), 0.001), ATTEMPT_S)
+        left_s = max(reading.deadline_s - now_s(), 0.001)
+        wait_s = min(left_s, ATTEMPT_S)
+        call_s = min(wait_s + _CALL_GRACE_S, left_s + _LAST_GRACE_S)
         request = _request(reading, view, ranges, wait_s)
         errors: list[PushpullError] = []
         try:
@@ -266,7 +271,7 @@ class Puller:
             async with asyncio.timeout(None) as patience:
                 self._asked[patience] = server, ranges
                 try:
-                    await link.pull(request, wait_s + _CALL_GRACE_S, take, is_small=is_small)
+                    await link.pull(request, call_s, take, is_small=is_small)
                 finally:
                     self._asked.pop(patience, None)
             reading.torn_count += bool(asking.torn)

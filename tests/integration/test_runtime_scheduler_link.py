@@ -15,6 +15,7 @@ import pytest
 from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
 from ps_core.errors import (
     Fenced,
+    ForeignCluster,
     Internal,
     InvalidConfig,
     NotPermitted,
@@ -348,23 +349,25 @@ def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> N
 
 def test_another_cluster_at_the_address_fences_the_node() -> None:
     async def main() -> None:
-        async with opened() as (scheduler, address), linked(address) as link:
+        other = Scheduler(replace(SETTINGS, cluster_id="two", first_incarnation=Incarnation(9)))
+        async with contextlib.AsyncExitStack() as stack:
+            scheduler, address = await stack.enter_async_context(opened())
+            stack.push_async_callback(other.close)
+            link = await stack.enter_async_context(linked(address))
             heard: list[PushpullError] = []
             link.on_fenced.append(heard.append)
             waiting = asyncio.create_task(link.view_at_least(99, DEADLINE_S))
             await link.view_at_least(1, DEADLINE_S)
             await scheduler.close()
-            other = Scheduler(replace(SETTINGS, cluster_id="two", first_incarnation=Incarnation(9)))
             await other.open(address)
             await asyncio.wait_for(link.fenced.wait(), DEADLINE_S)
-            assert [type(error) for error in heard] == [Fenced]
+            assert [type(error) for error in heard] == [ForeignCluster]
             assert link.fenced_by is heard[0]
-            with pytest.raises(Fenced):
+            with pytest.raises(ForeignCluster):
                 await waiting
-            with pytest.raises(Fenced):
+            with pytest.raises(ForeignCluster):
                 await link.create_table(SPEC, DEADLINE_S)
             assert not await link.deregister("too late")
-            await other.close()
 
     run(main())
 
