@@ -86,7 +86,7 @@ class _Told:
 
 class Told(NamedTuple):
     """Held: the backups have been told of what a part has promised or decided, the newest at that
-    time.
+    time. `promised` is None while there is nobody to tell, and nothing is held.
     """
 
     place: _Place
@@ -238,13 +238,17 @@ class OutputCommit:
             marked = self._untold.get(place)  # it may be of a promise before this one
             is_marked = marked is not None and marked.promised == promised
             if is_news or (self._is_promised_unheard(place) and not is_marked):
-                mark = Told(place, next(self._marks), promised)
+                is_said = self._can_be_told(place[1])
+                mark = Told(place, next(self._marks), promised if is_said else None)
                 self._untold[place] = mark
-                if self._can_be_told(place[1]):
+                if is_said:
                     self._decide(place, _Decided(held=[mark]))
                     told.add(place[1])
-            elif not is_marked and schedule.is_open:
-                self._known[place] = promised
+            elif not is_marked:
+                if marked is not None and marked.promised is None:  # it came with something else
+                    del self._untold[place]
+                if schedule.is_open:
+                    self._known[place] = promised
         return self.release(now_s, told)
 
     def _can_be_told(self, range_id: RangeId) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import grpc
@@ -26,7 +25,7 @@ from ps_runtime.http2.streams import Piece
 from ps_runtime.node_identity import AddressTaken, as_of_unknown, check_answers
 from ps_runtime.retry import Backoff, is_retryable
 from ps_runtime.stream_port import GrpcioCall, ServerCall, StreamPort
-from ps_server.peer_pacing import Backlog
+from ps_server.peer_queues import PeerQueue, PeerQueues
 from ps_server.replication_wire import greeting_from
 from pushpull.v1 import replication_pb2, types_pb2
 
@@ -50,13 +49,17 @@ class PeerListener(Protocol):
 
 
 class PeerLink:
-    """The stream to one server."""
+    """The stream to one server, and what waits for it in `queue`."""
 
     def __init__(
-        self, node: Node, identity: types_pb2.SessionIdentity, listener: PeerListener
+        self,
+        node: Node,
+        identity: types_pb2.SessionIdentity,
+        listener: PeerListener,
+        queue: PeerQueue[bytes],
     ) -> None:
         self.node = node
-        self.backlog = Backlog()
+        self._queue = queue
         self._identity = identity
         self._listener = listener
         self._channel = aio_channel(node.address)
@@ -66,34 +69,28 @@ class PeerLink:
                 REPLICATE, request_serializer=_unchanged, response_deserializer=_unchanged
             )
         )
-        self._queue: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._call: ServerCall | None = None
         self._is_troubled = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether what is sent now has a stream to go by."""
-        return self._call is not None
+    def begin(self) -> None:
+        """Open the stream and keep it, if that has not begun."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._keep())
 
     def send(self, messages: Iterable[bytes]) -> None:
         """Queue messages; they are lost if there is no stream, or it breaks."""
-        self._begin()
-        if self._call is None:
-            return
+        self.begin()
         for message in messages:
-            self._queue.append(message)
-            self.backlog.put(len(message))
+            self._queue.put(message, len(message))
         self._news.set()
 
     def send_first(self, message: bytes) -> None:
         """As `send`, before what waits already."""
-        self._begin()
-        if self._call is not None:
-            self._queue.appendleft(message)
-            self.backlog.put(len(message))
-            self._news.set()
+        self.begin()
+        self._queue.put_first(message, len(message))
+        self._news.set()
 
     def reset(self) -> None:
         """What waits is of no use any more, and neither is what the stream has taken."""
@@ -106,10 +103,6 @@ class PeerLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
-
-    def _begin(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def _keep(self) -> None:
         backoff = Backoff(last_bound_s=_LAST_BACKOFF_S)
@@ -190,6 +183,7 @@ class PeerLink:
     ) -> None:
         """Write what waits and hear what is said, until the stream ends."""
         self._call = call
+        self._queue.open()
         stack.callback(call.cancel)
         self._reached()
         backoff.reset()
@@ -200,8 +194,7 @@ class PeerLink:
                 self._listener.peer_said(self.node.node_id, response)
         finally:
             self._call = None
-            self._queue.clear()
-            self.backlog = Backlog()
+            self._queue.end()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
@@ -210,9 +203,7 @@ class PeerLink:
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:
-                    while self._queue:
-                        message = self._queue.popleft()
-                        self.backlog.taken(len(message))
+                    while (message := self._queue.take()) is not None:
                         await call.write((message,))
                     self._news.clear()
                     await self._news.wait()
@@ -244,11 +235,18 @@ class PeerLinks:
     Args:
         identity: this server's session.
         listener: who is told what comes.
+        queues: what waits for the streams, and how these get on.
     """
 
-    def __init__(self, identity: types_pb2.SessionIdentity, listener: PeerListener) -> None:
+    def __init__(
+        self,
+        identity: types_pb2.SessionIdentity,
+        listener: PeerListener,
+        queues: PeerQueues[bytes],
+    ) -> None:
         self._identity = identity
         self._listener = listener
+        self._queues = queues
         self._links: dict[NodeId, PeerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -263,41 +261,21 @@ class PeerLinks:
         }
         for node_id in [node_id for node_id in self._links if node_id not in present]:
             closing = asyncio.create_task(self._links.pop(node_id).close())
+            self._queues.remove(node_id)
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         for node_id, node in present.items():
             if node_id not in self._links:
-                self._links[node_id] = PeerLink(node, self._identity, self._listener)
+                queue = self._queues.add(node_id)
+                self._links[node_id] = PeerLink(node, self._identity, self._listener, queue)
 
     def find(self, peer: NodeId) -> PeerLink | None:
         """The link to a server; None if it has left."""
         return self._links.get(peer)
 
-    def is_idle(self, peer: NodeId) -> bool:
-        """Whether there is a stream to the server, and nothing has waited long for it."""
-        link = self._links.get(peer)
-        return link is not None and link.is_open and not link.backlog.is_slow
-
-    def look(self) -> None:
-        """To be called now and then: see which streams take what is put to them."""
-        for link in self._links.values():
-            link.backlog.look()
-
-    @property
-    def busy(self) -> set[NodeId]:
-        """The servers to which something waits that their streams have long not taken."""
-        return {node_id for node_id, link in self._links.items() if link.backlog.is_slow}
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that wait to be written, to all of them."""
-        return sum(link.backlog.queued_bytes for link in self._links.values())
-
-    def reset_others(self, wanted: Container[NodeId]) -> None:
-        """Forget what is on its way to servers that nothing is for any more."""
-        for node_id, link in self._links.items():
-            if node_id not in wanted and link.backlog.queued_bytes:
-                link.reset()
+    def reset(self, peer: NodeId) -> None:
+        """What is on its way to the server is of no use any more; see `PeerLink.reset`."""
+        self._links[peer].reset()
 
     async def close(self) -> None:
         """Close all links."""

@@ -11,20 +11,21 @@ Rules:
       nothing is sent again by a stream that has not taken what it was given.
     - Ten beats a lease; what waits for servers that hold nothing of this one is dropped then.
 
-What it deliberately does not do: know streams (its caller says what they took), or values.
+What it deliberately does not do: know streams (`PeerQueues` say what they took), or values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ps_core.cluster_view import BackupWish
 from ps_core.keys import NodeId, RangeId
+from ps_server.peer_queues import PeerQueues
 from ps_server.replication import Replication
 from ps_server.replication_messages import Batch, Beat
 
-_BEATS_A_LEASE = 10
+BEATS_A_LEASE = 10
 _RESEND_LEASES = 0.5
 """A backup that has got on with nothing of a range for so long is sent all of it again that it is
 not known to have: it may have got it before it knew that it was to take it."""
@@ -32,11 +33,11 @@ not known to have: it may have got it before it knew that it was to take it."""
 
 class Beats(NamedTuple):
     """What is due ten times a lease: beats, by receiver, and what the scheduler is to be asked for.
-    Whoever is not among `holders` gets nothing of what still waits for it.
+    The streams to the `useless` are to be ended, with what waits for them.
     """
 
     beats: Mapping[NodeId, Beat]
-    holders: Collection[NodeId]
+    useless: Sequence[NodeId]
     wishes: Sequence[BackupWish]
 
 
@@ -53,11 +54,13 @@ class PeerPacing:
     Args:
         replication: of that server.
         lease_s: of the cluster.
+        queues: what waits for the streams to others.
     """
 
-    def __init__(self, replication: Replication, lease_s: float) -> None:
+    def __init__(self, replication: Replication, lease_s: float, queues: PeerQueues[Any]) -> None:
         self._replication = replication
         self._lease_s = lease_s
+        self._queues = queues
         self._beat_s = 0.0
         self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
@@ -75,21 +78,14 @@ class PeerPacing:
         self._lacks = {key: lack for key, lack in self._lacks.items() if key[0] != peer}
         return list(self._replication.resends({peer}))
 
-    def late(
-        self, now_s: float, busy: Iterable[NodeId], is_idle: Callable[[NodeId], bool]
-    ) -> list[tuple[NodeId, Batch]]:
-        """What is to be sent again. To be called ten times a lease at least.
-
-        Args:
-            now_s: the time.
-            busy: servers to which something waits that their streams have long not taken.
-            is_idle: whether there is a stream to a server, which takes what it is given.
-        """
-        self._replication.sending(busy, now_s)
+    def late(self, now_s: float) -> list[tuple[NodeId, Batch]]:
+        """What is to be sent again. To be called ten times a lease at least."""
+        self._queues.look()
+        self._replication.sending(self._queues.busy, now_s)
         lacking: dict[tuple[NodeId, RangeId], list[Batch]] = {}
         for peer, batch in self._replication.resends(self._replication.all_holders):
             lacking.setdefault((peer, batch.range_id), []).append(batch)
-        idle = {peer for peer, _ in lacking if is_idle(peer)}
+        idle = {peer for peer, _ in lacking if self._queues.is_idle(peer)}
         lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
         found: list[tuple[NodeId, Batch]] = []
         for key, batches in lacking.items():
@@ -105,39 +101,9 @@ class PeerPacing:
 
     def beats(self, now_s: float) -> Beats | None:
         """What is due; None: not yet."""
-        if now_s < self._beat_s + self._lease_s / _BEATS_A_LEASE:
+        if now_s < self._beat_s + self._lease_s / BEATS_A_LEASE:
             return None
         self._beat_s = now_s
         replication = self._replication
-        return Beats(replication.beats(now_s), replication.all_holders, replication.wishes(now_s))
-
-
-class Backlog:
-    """What waits to be written to one stream, and whether any of it has waited for long.
-
-    That something waits says little of a stream that takes all the time what comes all the time.
-
-    Attributes:
-        queued_bytes: what waits.
-        is_slow: whether something waits that was there at the last but one `look`.
-    """
-
-    def __init__(self) -> None:
-        self.queued_bytes = 0
-        self.is_slow = False
-        self._put_bytes = 0
-        self._mark_bytes = 0
-
-    def put(self, byte_count: int) -> None:
-        """So much more waits."""
-        self._put_bytes += byte_count
-        self.queued_bytes += byte_count
-
-    def taken(self, byte_count: int) -> None:
-        """So much has left."""
-        self.queued_bytes -= byte_count
-
-    def look(self) -> None:
-        """To be called now and then: how it has gone since the last time."""
-        self.is_slow = self._put_bytes - self.queued_bytes < self._mark_bytes
-        self._mark_bytes = self._put_bytes
+        useless = self._queues.useless(replication.all_holders)
+        return Beats(replication.beats(now_s), useless, replication.wishes(now_s))

@@ -30,7 +30,8 @@ from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
 from ps_server.peer_links import PeerLinks
-from ps_server.peer_pacing import Beats, PeerPacing
+from ps_server.peer_pacing import BEATS_A_LEASE, Beats, PeerPacing
+from ps_server.peer_queues import PeerQueues
 from ps_server.replica import Replica
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
@@ -46,10 +47,6 @@ from ps_server.shards import Shards, fixed_for_backup, for_backup
 from ps_server.snapshot_wire import snapshot_messages
 from ps_server.store_copy import RangeCopy
 from ps_server.update_log import UpdateLog, Written
-
-_BEATS_A_LEASE = 10
-_SNAPSHOT_ROOM_BYTES = 8 * 1024 * 1024
-"""No range is copied for a server that so much waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,8 @@ class ReplicatedRanges:
             node_id, machine, setting.lease_s, setting.min_in_sync, has_update_log=has_log
         )
         write = self._write if has_log else None
-        self._pacing = PeerPacing(self.replication, setting.lease_s)
+        self._queues: PeerQueues[bytes] = PeerQueues()
+        self._pacing = PeerPacing(self.replication, setting.lease_s, self._queues)
         self.output = OutputCommit(machine, self.replication, shards, self._send, write)
         self.update_log = update_log
         if update_log is not None:
@@ -106,7 +104,7 @@ class ReplicatedRanges:
         self._shards = shards
         self._lease_s = setting.lease_s
         self._now = now
-        self._links = PeerLinks(wire.session_to_proto(session), self)
+        self._links = PeerLinks(wire.session_to_proto(session), self, self._queues)
         self._view: ClusterView | None = None
         self._view_came = asyncio.Event()
         self._tables: dict[TableId, Table] = {}
@@ -208,8 +206,7 @@ class ReplicatedRanges:
         join; to be called ten times a lease at least.
         """
         now_s = self._now()
-        self._links.look()
-        self._send_all(self._pacing.late(now_s, self._links.busy, self._links.is_idle))
+        self._send_all(self._pacing.late(now_s))
         beats = self._pacing.beats(now_s)
         if beats is not None:
             self._beat(beats)
@@ -232,7 +229,8 @@ class ReplicatedRanges:
             link = self._links.find(peer)
             if link is not None:
                 link.send_first(beat_message(beat))
-        self._links.reset_others(due.holders)
+        for peer in due.useless:
+            self._links.reset(peer)
         self.wishes = due.wishes
 
     def _send(self, peer: NodeId, batch: Batch) -> None:
@@ -299,7 +297,7 @@ class ReplicatedRanges:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written to other servers."""
-        return self._links.queued_bytes
+        return self._queues.queued_bytes
 
     def _give_snapshots(self, now_s: float) -> None:
         for peer, snapshot in self.output.snapshots(now_s, self._has_room):
@@ -311,8 +309,8 @@ class ReplicatedRanges:
         link = self._links.find(peer)
         if link is None:
             return False
-        link.send(())  # opens it
-        return link.is_open and link.backlog.queued_bytes < _SNAPSHOT_ROOM_BYTES
+        link.begin()
+        return self._queues.has_room(peer)
 
     # --- what other servers say of this one's ranges
 
@@ -357,7 +355,7 @@ class ReplicatedRanges:
         and what comes too early is dropped.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lease_s / _BEATS_A_LEASE):
+            async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
                 while not self.replication.knows(snapshot):
                     self._view_came.clear()
                     await self._view_came.wait()

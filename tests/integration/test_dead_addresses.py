@@ -21,6 +21,7 @@ from ps_runtime.clock import now_s
 from ps_runtime.errors import abort
 from ps_runtime.node_identity import AddressTaken
 from ps_server.peer_links import PeerLink
+from ps_server.peer_queues import PeerQueue
 from ps_worker.counters import Counters
 from ps_worker.cutting import Region
 from ps_worker.links import LinkSetting, ServerLink, ServerLinks
@@ -362,12 +363,13 @@ def test_a_stranger_at_a_peers_address_hears_nothing(
 
     async def scenario() -> None:
         async with make() as address:
-            link = PeerLink(node(address), WORKER, Peer())
+            queue: PeerQueue[bytes] = PeerQueue()
+            link = PeerLink(node(address), WORKER, Peer(), queue)
             with said_in_log("peer_unreachable") as said:
                 link.send(())
                 async with asyncio.timeout(10):
                     await said.wait()
-            assert not link.is_open
+            assert not queue.is_open
             await link.close()
 
     asyncio.run(scenario())

@@ -13,6 +13,7 @@ from ps_server.log_segments import LogSegments
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
+from ps_server.peer_pacing import PeerPacing
 from ps_server.range_log import RangeLog
 from ps_server.replica import Replica
 from ps_server.replication import Replication
@@ -197,6 +198,7 @@ class LoggedServer(ReplicatedServer):
         self.output = OutputCommit(
             self.machine, self.replication, self, self._send, lambda batch: self.logged.write(batch)
         )
+        self.pacing = PeerPacing(self.replication, LEASE_S, self.queues)
         self.logged = LoggedRanges(self.log, self.replication, self.output)
         self.log.begin(self)
 
@@ -242,7 +244,7 @@ class LoggedServer(ReplicatedServer):
         self.log.heard(frame)
         if frame.kind in ("batch", "base"):
             self.logged.written({(frame.range_id, frame.tenure): frame.number})
-            self._release()
+            self._release([frame.range_id])
         self._look()
 
     def _look(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.change import Settled
-from ps_core.cluster_view import BackupWish, ClusterView
+from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
 from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
@@ -26,6 +26,8 @@ from ps_server.events import (
 )
 from ps_server.output_commit import Deed, OutputCommit
 from ps_server.part_copy import PartCopy, fresh_copy
+from ps_server.peer_pacing import BEATS_A_LEASE, PeerPacing
+from ps_server.peer_queues import PeerQueues
 from ps_server.replication import Replication
 from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.schedule import CutId
@@ -33,6 +35,7 @@ from ps_server.server_machine import Doubt, Promise
 from ps_server.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.grads import Grad
+from tests.sim.peer_streams import PIECES, Greeting, Piece, SimLink, Stream, Welcome
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.serving import Watch
 from tests.sim.truth import Settings
@@ -83,6 +86,9 @@ class ReplicatedServer(SimServer):
         self.known: tuple[Sequence[Table], int] = (), 0
         """Tables and how many ranges there are, before the first view."""
         self._inbox: list[Callable[[], None]] = []
+        self._at_next_view: list[Callable[[], None]] = []
+        self.queues: PeerQueues[object] = PeerQueues()
+        self.links: dict[NodeId, SimLink] = {}
         self._waits_since_s: dict[RangeId, float] = {}
         self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
         super().__init__(world, node_id, worker_count, settings)
@@ -91,6 +97,7 @@ class ReplicatedServer(SimServer):
     def _replicate(self, min_in_sync: int) -> None:
         self.replication = Replication(self.node_id, self.machine, LEASE_S, min_in_sync)
         self.output = OutputCommit(self.machine, self.replication, self, self._send)
+        self.pacing = PeerPacing(self.replication, LEASE_S, self.queues)
 
     @property
     def now_s(self) -> float:
@@ -107,6 +114,9 @@ class ReplicatedServer(SimServer):
     def kill(self) -> None:
         """It does and hears nothing any more."""
         self.is_dead = True
+        for peer in self.peers.values():
+            if self.node_id in peer.links:
+                peer.links[self.node_id].peer_died()
 
     def pause(self) -> None:
         """It does nothing, and what comes waits for it."""
@@ -120,6 +130,8 @@ class ReplicatedServer(SimServer):
             self.paused_s += self.world.now_s - self._paused_at_s
         while self._inbox and not self.is_paused and not self._takes_s:
             self._inbox.pop(0)()
+        for link in self.links.values():
+            link.pump()
 
     def slow_down(self, takes_s: float) -> None:
         """From now on each message takes so long, and those that come meanwhile wait."""
@@ -151,6 +163,20 @@ class ReplicatedServer(SimServer):
             self._inbox.append(action)
         return self.is_dead or self.is_paused or is_slow
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether it does at once what comes."""
+        return not (self.is_dead or self.is_paused or self._takes_s)
+
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Its loop gets to it: now, or when it gets on."""
+        if not self._is_away(lambda: self.in_turn(action)):
+            action()
+
+    def on_view_once(self, action: Callable[[], None]) -> None:
+        """Called when the next view has come."""
+        self._at_next_view.append(action)
+
     def start(self, view: ClusterView) -> None:
         """The first view."""
         self._observe(view)
@@ -162,11 +188,31 @@ class ReplicatedServer(SimServer):
 
     def _observe(self, view: ClusterView) -> None:
         self._view = view
+        self._keep_links(view)
         lost, effects = self.replication.observe(view, self.now_s)
         for range_id in lost:
             self._forget(range_id)
+        self._send_all(self.pacing.renewed())
         self.carry_out(effects)
         self._serve()
+        waiting, self._at_next_view = self._at_next_view, []
+        for action in waiting:
+            self.world.after(0.0, action)
+
+    def _keep_links(self, view: ClusterView) -> None:
+        """As `PeerLinks.observe`."""
+        present = {
+            node.node_id
+            for node in view.nodes
+            if node.role is Role.SERVER
+            and node.state is not NodeState.LEFT
+            and node.node_id != self.node_id
+        }
+        for peer in self.links.keys() - present:
+            self.links.pop(peer).close()
+            self.queues.remove(peer)
+        for peer in sorted(present - self.links.keys()):
+            self.links[peer] = SimLink(self, peer, self.queues.add(peer))
 
     def _serve(self) -> None:
         """Take up what may be served now."""
@@ -217,17 +263,29 @@ class ReplicatedServer(SimServer):
             if self.replication.waits:
                 self._serve()
             self._watch_waits()
+            self.watch.looks(self, self.world.now_s)
+            self._pace(now_s)
             self.carry_out(self.machine.tick(now_s))
-            for peer, beat in self.replication.beats(now_s).items():
-                self._send(peer, beat)
-            for peer, batch in list(self.replication.resends(self.peers)):
-                self._send(peer, batch)
-            self._give_snapshots()
-            self.asked = self.replication.wishes(now_s)
             if self.is_alone:
                 self._settle_alone()
         self.world.counts["ticks of servers"] += 1
         self.world.after(TICK_S, self._tick)
+
+    def _pace(self, now_s: float) -> None:
+        """As `ReplicatedRanges.tick`."""
+        again = self.pacing.late(now_s)
+        self.world.counts["sent again when late"] += len(again)
+        self._send_all(again)
+        beats = self.pacing.beats(now_s)
+        if beats is not None:
+            for peer, beat in beats.beats.items():
+                if peer in self.links:
+                    self.links[peer].send_first(beat)
+            for peer in beats.useless:
+                self.links[peer].reset()
+            self.asked = list(beats.wishes)
+        self._give_snapshots()
+        self._release(self.replication.primaries)
 
     # --- without the scheduler
 
@@ -248,7 +306,7 @@ class ReplicatedServer(SimServer):
                 with contextlib.suppress(NotOwner):  # it does not serve it yet
                     self._learn(doubt, self._outcome(doubt))
             else:
-                self._send(doubt.decided_by, doubt)
+                self._ask(doubt.decided_by, doubt)
 
     def _outcome(self, doubt: Doubt) -> Settled | None:
         if self.is_alone:
@@ -260,7 +318,7 @@ class ReplicatedServer(SimServer):
         with contextlib.suppress(NotOwner, TableNotFound):
             settled = self._outcome(doubt)
             if settled is not None:
-                self._send(sender, (doubt, settled))
+                self._ask(sender, (doubt, settled))
 
     def _learn(self, doubt: Doubt, settled: Settled | None) -> None:
         if settled is not None:
@@ -310,11 +368,9 @@ class ReplicatedServer(SimServer):
     def carry_out(self, effects: list[Effect]) -> None:
         """As `ps_server.node` does: what anybody could see when the backups have it."""
         self._do(self.output.decide(effects, self.now_s))
-        self._give_snapshots()
 
-    def _release(self) -> None:
-        self._do(self.output.release(self.now_s, list(self.replication.primaries)))
-        self._give_snapshots()
+    def _release(self, range_ids: Iterable[RangeId]) -> None:
+        self._do(self.output.release(self.now_s, list(range_ids)))
 
     def _do(self, deeds: list[Deed]) -> None:
         self._note_taken()
@@ -409,8 +465,18 @@ class ReplicatedServer(SimServer):
 
     # --- between servers
 
-    def _send(self, peer: NodeId, message: object) -> None:
+    def _send(self, peer: NodeId, batch: Batch) -> None:
+        """As `ReplicatedRanges._send`."""
         self.world.counts["between servers"] += 1
+        if peer in self.links:
+            self.links[peer].send(batch)
+
+    def _send_all(self, batches: Iterable[tuple[NodeId, Batch]]) -> None:
+        for peer, batch in batches:
+            self._send(peer, batch)
+
+    def _ask(self, peer: NodeId, message: object) -> None:
+        """A call of its own."""
         receiver = self.peers.get(peer)
         if receiver is None:  # not there yet
             return
@@ -420,32 +486,66 @@ class ReplicatedServer(SimServer):
             (self.node_id, peer),
         )
 
-    def hear(self, sender: NodeId, message: object) -> None:
+    def hear(self, sender: NodeId, message: object, stream: Stream | None = None) -> None:
         """A message of another server."""
-        if self._is_away(lambda: self.hear(sender, message)):
+        if self._is_away(lambda: self.hear(sender, message, stream)):
             return
-        now_s = self.now_s
         match message:
-            case Batch():
-                is_taken, ack = self.replication.take(message, lambda: self._fresh(message))
-                if is_taken:
-                    self._make(message)
-                if ack is not None:
-                    self._send(sender, ack)
-            case Ack():
-                self.replication.acked(sender, message, now_s)
-                self._release()
-            case Beat():
-                self._send(sender, self.replication.beat(message, now_s))
-            case Grant():
-                self.replication.granted(sender, message, now_s)
-                self._release()
             case Doubt():
                 self._answer(sender, message)
             case (Doubt() as doubt, Settled() as settled):
                 self._learn(doubt, settled)
-            case (Snapshot() as snapshot, dict() as values):
-                self._join(sender, snapshot, values)
+            case _:
+                assert stream is not None
+                self._hear_on(stream, sender, message)
+
+    def _hear_on(self, stream: Stream, sender: NodeId, message: object) -> None:
+        """As `PeerLink`, `ReplicatedRanges` and `ReplicationServicer`."""
+        match message:
+            case Welcome() | Ack() | Grant():
+                if not stream.is_broken:
+                    self._said(stream, sender, message)
+                return
+            case _ if stream.waits(message):
+                return
+            case Piece((snapshot, _), False) if not self.replication.knows(snapshot):
+                self.world.counts["snapshots before their view"] += 1
+                stream.wait(message, LEASE_S / BEATS_A_LEASE)
+                return
+        stream.taken(message)
+        self.world.counts["heard of a broken stream"] += stream.is_broken
+        self.world.counts["heard beside the next stream"] += stream.is_followed
+        answer: object = None
+        match message:
+            case Greeting():
+                answer = Welcome()
+            case Batch():
+                answer = self._take(message)
+            case Beat():
+                answer = self.replication.beat(message, self.now_s)
+            case Piece((snapshot, values)):
+                answer = self._join(snapshot, values)
+        if answer is not None:
+            stream.answer(answer)
+
+    def _said(self, stream: Stream, sender: NodeId, message: Welcome | Ack | Grant) -> None:
+        now_s = self.now_s
+        match message:
+            case Welcome():
+                if sender in self.links and self.links[sender].greeted(stream):
+                    self._send_all(self.pacing.opened(sender))
+            case Ack():
+                self.replication.acked(sender, message, now_s)
+                self._release([message.range_id])
+            case Grant():
+                self.replication.granted(sender, message, now_s)
+                self._release(message.range_ids)
+
+    def _take(self, batch: Batch) -> Ack | None:
+        is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
+        if is_taken:
+            self._make(batch)
+        return ack
 
     def _fresh(self, batch: Batch) -> PartCopy | None:
         for table in self._tables():
@@ -484,9 +584,10 @@ class ReplicatedServer(SimServer):
         return tuple(self.sums.pop(_key_of(record), ()))
 
     def _give_snapshots(self) -> None:
-        for peer, snapshot in self.output.snapshots(self.now_s, self._is_open):
+        for peer, snapshot in self.output.snapshots(self.now_s, self._has_room):
             self.world.counts["snapshots"] += 1
-            self._send(peer, (snapshot, self._values_of(snapshot.range_id)))
+            whole = snapshot, self._values_of(snapshot.range_id)
+            self.links[peer].send(*[Piece(None)] * (PIECES - 1), Piece(whole))
 
     def _values_of(self, range_id: RangeId) -> dict[str, dict]:  # type: ignore[type-arg]
         """A copy of what is here of a range, beside what the machine knows."""
@@ -499,11 +600,12 @@ class ReplicatedServer(SimServer):
             "numbers": self.numbers.copies(range_id),
         }
 
-    def _is_open(self, peer: NodeId) -> bool:
-        """Whether there is a stream to the peer: none comes about while the network is cut."""
-        receiver, cut = self.peers.get(peer), self.world.cut
-        is_cut = cut[self.node_id, peer] or cut[peer, self.node_id]
-        return receiver is not None and not receiver.is_dead and not is_cut
+    def _has_room(self, peer: NodeId) -> bool:
+        """As `ReplicatedRanges._has_room`."""
+        if peer not in self.links:
+            return False
+        self.links[peer].begin()
+        return self.queues.has_room(peer)
 
     def _of_range(self, range_id: RangeId, found: dict[tuple[TableId, int], list]) -> dict:  # type: ignore[type-arg]
         return {
@@ -512,17 +614,15 @@ class ReplicatedServer(SimServer):
             for block in table.blocks_by_range(self._range_count).get(range_id, ())
         }
 
-    def _join(self, sender: NodeId, snapshot: Snapshot, values: dict[str, dict]) -> None:  # type: ignore[type-arg]
-        has = self.replication.replicas.get(snapshot.range_id)
-        before = None if has is None else (has.tenure, has.number)
-        copies = {t: c.twin() for t, c in snapshot.copies.items()}  # it may come twice
+    def _join(self, snapshot: Snapshot, values: dict[str, dict]) -> Ack | None:  # type: ignore[type-arg]
+        before = self.replication.replicas.get(snapshot.range_id)
+        copies = {t: c.twin() for t, c in snapshot.copies.items()}  # both go on
         ack = self.replication.join(snapshot._replace(copies=copies))
-        if ack is None:
-            return
-        if before is None or before != (snapshot.tenure, ack.number):
-            self._become(snapshot, values)
-            self.world.counts["joined ranges"] += 1
-        self._send(sender, ack)
+        if ack is None or self.replication.replicas.get(snapshot.range_id) is before:
+            return ack
+        self._become(snapshot, values)
+        self.world.counts["joined ranges"] += 1
+        return ack
 
     def _become(self, snapshot: Snapshot, values: dict[str, dict]) -> None:  # type: ignore[type-arg]
         self._forget(snapshot.range_id)

@@ -398,6 +398,22 @@ REPLICATION_MUTANTS = (
         ("effects",),
     ),
     Mutant(
+        "what a backup could not take is not sent again",
+        "S8",
+        "ps_server/peer_pacing.py",
+        "            if is_late and key[0] in idle:",
+        "            if False:",
+        ("tables", "failover"),
+    ),
+    Mutant(
+        "what could be told to nobody is never told",
+        "S6",
+        _OUTPUT,
+        "promised if is_said else None)",
+        "promised)",
+        ("failover", "effects"),
+    ),
+    Mutant(
         "who is promoted has no heirs in the eyes of the scheduler",
         "S8",
         _CONFIGURATIONS,

@@ -7,6 +7,8 @@ Oracles:
           that one has lost track of the range, has nothing of it, and will say so.
     LIVE  Who was made primary serves when the lease that it granted can have run out everywhere,
           or waits no more, since it knows that another is.
+    HEARD A backup that knows the newest view, and to which a stream lasts, has within a lease what
+          was decided: what it could not take when it came is sent again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 1.0
 """That a server may take beyond a lease and its drift: ticks, and what it is doing."""
+_HEARD_LEASES = 1.2
+"""Half a lease until it is sent again, and what messages take."""
 
 
 class Watch:
@@ -46,6 +50,7 @@ class Watch:
         self._lease_s = lease_s
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
         self._without: set[tuple[NodeId, RangeId]] = set()
+        self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
@@ -80,6 +85,32 @@ class Watch:
                 f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )
+
+    def looks(self, server: ReplicatedServer, now_s: float) -> None:
+        """The server looks after its backups, several times a lease."""
+        for range_id, primary in server.replication.primaries.items():
+            log = primary.log
+            for peer in log.backups:
+                key, number = (server.node_id, peer, range_id), log.acked_by(peer)
+                before = self._lacks.pop(key, None)
+                is_behind = number < log.number and peer not in log.heirs
+                if not is_behind or not self._may_hear(server, peer, range_id):
+                    continue
+                since_s = now_s if before is None or before[0] != number else before[1]
+                self._lacks[key] = number, since_s
+                assert now_s - since_s < self._lease_s * _HEARD_LEASES, (
+                    f"HEARD: {peer} has range {range_id} of {server.node_id} up to batch {number} "
+                    f"of {log.number} since {now_s - since_s:.1f} s, and nothing is in its way"
+                )
+
+    def _may_hear(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> bool:
+        other = self._servers[peer]
+        return (
+            server.links[peer].is_clear
+            and other.view_number == server.view_number
+            and other.is_awake
+            and range_id in other.replication.replicas
+        )
 
     def promised(self, server: ReplicatedServer, promise: Promise) -> None:
         """The scheduler is told that the server holds what is beyond a clock of a table."""

@@ -18,6 +18,7 @@ from ps_server.output_commit import Deed
 from ps_server.replication_messages import Batch
 from scheduler.cluster_state import RangesFailedOver, Transition
 from tests.sim.calamities import STRIKES, Calamities, Plan
+from tests.sim.peer_streams import Stream
 from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.server import TICK_S
 from tests.sim.test_failover import FailoverSimulation
@@ -76,16 +77,16 @@ class MortalServer(ReplicatedServer):
         """A read of one range arrived."""
         self._event(lambda: super(MortalServer, self).read(event, on_answer))
 
-    def hear(self, sender: NodeId, message: object) -> None:
+    def hear(self, sender: NodeId, message: object, stream: Stream | None = None) -> None:
         """A message of another server."""
         try:
-            self._event(lambda: self._hear(sender, message))
+            self._event(lambda: self._hear(sender, message, stream))
         except BrokenReplica:
             raise AssertionError("a broken replica is left") from None
 
-    def _hear(self, sender: NodeId, message: object) -> None:
+    def _hear(self, sender: NodeId, message: object, stream: Stream | None) -> None:
         try:
-            super().hear(sender, message)
+            super().hear(sender, message, stream)
         except BrokenReplica:  # as `ReplicatedRanges.take`
             assert isinstance(message, Batch)
             self.world.counts["fault: replica broken"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -51,6 +52,8 @@ class FailoverSimulation(ScheduledSimulation):
         "lost", "duplicated", "resets", "cut", "slowed", "silent servers", "failovers",
         "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
         "parked waits", "equal replicas", "gone", "checkpoints", "checkpoints that failed",
+        "streams broken", "lost with a stream", "heard beside the next stream",
+        "sent again when late", "snapshots before their view",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
 
@@ -59,6 +62,7 @@ class FailoverSimulation(ScheduledSimulation):
         self._has_steps = False
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
+        self.world.faults = self.world.faults.with_peers(random.Random(f"streams of {seed}"))
         self.clip(self.layout.tables[:2])
         self.calamities = self.calamities_of(self.plan)
         self._moved_s = dict.fromkeys(self.workers, (0, 0.0))

@@ -7,21 +7,28 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Link = tuple[Hashable, Hashable]
 """From whom to whom; messages the other way have another."""
+NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What the network does to a message, and how often connections break."""
+    """What the network does to a message, and how often connections break.
+
+    Streams between servers are others: what is lost on them is sent again by the system, until the
+    stream breaks; and then some of it comes up to `late_s` later.
+    """
 
     delay_s: float
     jitter_s: float
     lose: float
     duplicate: float
     reset_every_s: float
+    peer_reset_every_s: float = NEVER_S
+    late_s: float = 0.0
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Faults:
@@ -34,10 +41,18 @@ class Faults:
             reset_every_s=draw.choice((1.0, 5.0, 20.0)),
         )
 
+    def with_peers(self, draw: random.Random) -> Faults:
+        """The same, and those of streams between servers."""
+        return replace(
+            self,
+            peer_reset_every_s=draw.choice((1.0, 5.0, 20.0, NEVER_S)),
+            late_s=draw.choice((0.0, 0.5, 5.0, 15.0)),
+        )
+
     @classmethod
     def none(cls) -> Faults:
         """A network that does its duty."""
-        return cls(0.001, 0.001, 0.0, 0.0, 1e9)
+        return cls(0.001, 0.001, 0.0, 0.0, NEVER_S)
 
 
 class World:

@@ -38,6 +38,7 @@ PURE_MODULES = {
     "ps_server.part_copy",
     "ps_server.output_commit",
     "ps_server.peer_pacing",
+    "ps_server.peer_queues",
     "ps_server.primary",
     "ps_server.range_log",
     "ps_server.range_machine",

@@ -6,7 +6,7 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_server.peer_pacing import Backlog
+from ps_server.peer_queues import Backlog
 from ps_server.replication import Replication
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import ServerMachine

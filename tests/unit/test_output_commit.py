@@ -1,0 +1,60 @@
+"""When a server tells the scheduler what it has promised: as soon as its backups know it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ps_core.change import Change
+from ps_core.cluster_view import ClusterView
+from ps_core.consistency import parsed
+from ps_core.keys import Incarnation
+from ps_server.events import Place, Sender, WithdrawEvent
+from ps_server.output_commit import OutputCommit
+from ps_server.replication import Replication
+from ps_server.replication_messages import Ack, Batch, Grant
+from ps_server.server_machine import Promise, ServerMachine
+from tests.unit.machine_harness import make_table
+from tests.unit.test_replication import EPOCH, LEASE_S, ONE, RANGE, TWO, view
+
+TABLE = make_table()
+
+
+class Server:
+    """A server whose range needs one more that has what is committed."""
+
+    def __init__(self) -> None:
+        self.machine = ServerMachine(ONE, 1)
+        self.replication = Replication(ONE, self.machine, LEASE_S, 2)
+        self.sent: list[Batch] = []
+        self.output = OutputCommit(
+            self.machine, self.replication, NotImplemented, lambda _, batch: self.sent.append(batch)
+        )
+
+    def see(self, seen: ClusterView) -> None:
+        """A newer view, with a change that is proposed, as `ps_server.node` does."""
+        table = replace(TABLE, proposed=Change(1, 0, parsed("asp")))
+        self.replication.observe(replace(seen, tables=(table,)), 0.0)
+        self.machine.observe(self.replication.serve(0.0))
+        self.output.decide(self.machine.settle(0.0), 0.0)
+        self.output.settle(0.0)
+
+
+def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_else() -> None:
+    server = Server()
+    server.see(view(1, (2, ONE, (), ())))
+    server.see(view(2, (2, ONE, (), (TWO,))))
+    assert not list(server.output.promises)
+    ((_, snapshot),) = server.output.snapshots(0.0)
+    place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
+    effects = server.machine.entry(WithdrawEvent(place, sender, 1), 0.0)
+    server.output.decide(effects, 0.0)
+    (batch,) = server.sent
+    assert (batch.number, batch.delta.facts.promised) == (snapshot.number + 1, 1)
+    server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)
+    (wish,) = server.replication.wishes(0.0)
+    assert wish.backups == {TWO}
+    server.replication.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
+    server.see(view(3, (3, ONE, (TWO,), ())))
+    server.output.release(0.0, [RANGE])
+    server.see(view(4, (3, ONE, (TWO,), ())))
+    assert list(server.output.promises) == [Promise(TABLE.table_id, 1, 0)]
