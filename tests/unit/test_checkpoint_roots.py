@@ -39,7 +39,7 @@ def test_what_lies_in_a_root_may_be_named(root: Path, name: str) -> None:
         "{root}/..", "{root}/7/../../elsewhere", "{root}/out", "{root}/out/x", "{root}s",
         "/", "/etc/passwd", "~", "file:/etc", "file:///etc", "http://169.254.169.254/latest",
         "s3://bucket/runs/7", "{root}/7::http://host/x", "simplecache::file://{root}/7",
-        "file:{root}/../x",
+        "simplecache::{root}/7", "file:{root}/../x",
     ],
 )  # fmt: skip
 def test_what_leads_out_of_a_local_root_is_refused(root: Path, url: str) -> None:
