@@ -1,14 +1,10 @@
 """A table's values in memory that sessions on this host may read where they lie.
 
-Beside the values there is one stamp for each block: an even number while the block is at rest, an
-odd one while the server changes it, and never the same number for two contents. A reader copies the
-values and then looks whether the stamp is still the one that its answer named (a sequence lock).
+Beside the values there is one stamp for each block (see `ps_core.stamps`): a reader copies the
+values and then looks whether the stamp is still the one that its answer named.
 
 That order is the processor's on x86-64 only: there stores become visible in the order in which they
 were made, and loads are made in theirs. Elsewhere values are not lent.
-
-Invariants:
-    LENT-1  A block's values change only between `begin_change` and `end_change` of it.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core.errors import check
+from ps_core import stamps
 from ps_core.keys import TableId
 from ps_core.tables import Codec, OptimizerKind, Table
 from ps_runtime import logs, wire
@@ -32,7 +28,6 @@ from ps_server.optimizers import padded_length
 from pushpull.v1 import parameters_pb2
 
 ALIGNMENT_BYTES = 64
-_STAMP_BYTES = 8
 
 CAN_LEND = platform.machine() in ("x86_64", "AMD64")
 """Whether this processor orders loads and stores as the stamps need it."""
@@ -49,7 +44,7 @@ class LentPlace:
     @property
     def stamp_offset_bytes(self) -> int:
         """Where its stamp lies."""
-        return self.stamp_number * _STAMP_BYTES
+        return self.stamp_number * stamps.STAMP_BYTES
 
 
 class LentValues:
@@ -75,7 +70,7 @@ class LentValues:
         self.segment_id = segment_id
         self._dtype = dtype
         self.codec = Codec.FP64 if dtype is torch.float64 else Codec.FP32
-        at = _aligned(len(lengths) * _STAMP_BYTES)
+        at = _aligned(len(lengths) * stamps.STAMP_BYTES)
         self._places: dict[int, LentPlace] = {}
         self._ends: dict[int, int] = {}
         for number, (block, length) in enumerate(lengths.items()):
@@ -83,8 +78,8 @@ class LentValues:
             self._ends[block] = at + padded_length(length) * dtype.itemsize
             at = _aligned(self._ends[block])
         self.segment = Segment(f"pushpull-table-{table_id}", at)
-        stamps = self.segment.array[: len(lengths) * _STAMP_BYTES]
-        self._stamps = stamps.view(np.uint64)
+        head = self.segment.array[: len(lengths) * stamps.STAMP_BYTES]
+        self._stamps: stamps.Stamps = head.view(np.uint64)
 
     def values(self, block: int) -> Tensor:
         """The memory of a block's values, zeros at first; flat, of its padded length."""
@@ -97,9 +92,7 @@ class LentValues:
         Blocks are read between changes only, so the stamp is even.
         """
         place = self._places[block]
-        stamp = int(self._stamps[place.stamp_number])
-        check(stamp % 2 == 0, "LENT-1", f"block {block} is lent while it changes")
-        return place, stamp
+        return place, stamps.now(self._stamps, place.stamp_number)
 
     def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
         """A block's part of the answer: where it lies, and its stamp now."""
@@ -120,18 +113,11 @@ class LentValues:
 
     def begin_change(self, blocks: Iterable[int]) -> None:
         """The values of `blocks` are about to change."""
-        self._step(blocks, 0)
+        stamps.begin(self._stamps, [self._places[block].stamp_number for block in blocks])
 
     def end_change(self, blocks: Iterable[int]) -> None:
         """They are at rest again."""
-        self._step(blocks, 1)
-
-    def _step(self, blocks: Iterable[int], parity: int) -> None:
-        for block in blocks:
-            number = self._places[block].stamp_number
-            stamp = self._stamps[number]
-            check(int(stamp) % 2 == parity, "LENT-1", f"changes of block {block} overlap")
-            self._stamps[number] = stamp + 1
+        stamps.end(self._stamps, [self._places[block].stamp_number for block in blocks])
 
 
 def lent_values(table: Table, segment_id: int, blocks: Sequence[int]) -> LentValues | None:

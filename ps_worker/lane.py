@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ps_core import limits
+from ps_core import limits, stamps
 from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.errors import error_from_proto
 from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
@@ -37,7 +37,6 @@ from pushpull.v1 import parameters_pb2
 
 _MESSAGE_BYTES = 4096
 _HANDSHAKE_DEADLINE_S = 5.0
-_STAMP_BYTES = 8
 _segment_ids = itertools.count(1)
 """A segment's number is used once in the life of the process, so once in any session."""
 
@@ -221,10 +220,14 @@ class SharedLane:
         if memory is None:
             return False
         begin = value.offset_bytes + skip_bytes
-        np.copyto(target, memory[begin : begin + target.nbytes])
-        # After the copy, by the order of loads on x86-64; a server lends on no other processor.
-        stamp = memory.view(np.uint64)[value.stamp_offset_bytes // _STAMP_BYTES]
-        return int(stamp) == value.stamp
+        # A server lends only where loads keep their order.
+        return stamps.copied(
+            memory[begin : begin + target.nbytes],
+            target,
+            memory.view(np.uint64),
+            value.stamp_offset_bytes // stamps.STAMP_BYTES,
+            value.stamp,
+        )
 
     def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes | None:
         """The segment that the value lies in; None where the server has withdrawn it since."""
@@ -235,7 +238,9 @@ class SharedLane:
             return None
         if memory is None and not self.is_open:
             raise Recovering("the server's Unix socket was closed before it had shared its values")
-        end = max(value.offset_bytes + value.byte_count, value.stamp_offset_bytes + _STAMP_BYTES)
+        end = max(
+            value.offset_bytes + value.byte_count, value.stamp_offset_bytes + stamps.STAMP_BYTES
+        )
         if memory is None or end > memory.nbytes:
             raise Internal(
                 f"the server lends bytes up to {end} of segment {value.segment_id}, of which "
@@ -304,7 +309,7 @@ class SharedLane:
                 if descriptor < 0:
                     raise ConnectionResetError("no file descriptor is left for the server's memory")
                 shared = response.segment
-                if shared.byte_count % _STAMP_BYTES:
+                if shared.byte_count % stamps.STAMP_BYTES:
                     raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
                 self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
                 self._last_segment_id = max(self._last_segment_id, shared.segment_id)

@@ -41,7 +41,7 @@ from ps_core.tables import (
 )
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal
 from ps_server.contributions import Contribution, elements
-from ps_server.events import Assign, Fold, Record
+from ps_server.events import Assign, Fold, Forget, Record
 from ps_server.lanes import SharedLanes
 from ps_server.server_machine import PartAdded
 from ps_server.shards import Shards
@@ -153,8 +153,8 @@ class Sum(NamedTuple):
 class Numbers:
     """The values of one server."""
 
-    def __init__(self) -> None:
-        self.shards = Shards(SharedLanes(), {})
+    def __init__(self, lanes: SharedLanes | None = None) -> None:
+        self.shards = Shards(lanes or SharedLanes(), {})
 
     def hold(self, table: Table, range_id: RangeId, blocks: Sequence[int]) -> None:
         """There is room for them, from now on."""
@@ -183,7 +183,15 @@ class Numbers:
     def fold(self, effect: Fold) -> None:
         """One worker's step goes into the sum of its clock."""
         parts = tuple((block, grad.part) for block, grad in effect.parts)  # type: ignore[attr-defined]
-        self.shards.fold(effect._replace(parts=parts, compensation=None))
+        self.shards.fold(effect._replace(parts=parts))
+
+    def give(self, key: tuple[TableId, RangeId], reader: Incarnation, block: int) -> None:
+        """A reader is given the block as it is now, which is remembered."""
+        self.shards.stores[key].keep(reader, block)
+
+    def forget_given(self, effect: Forget) -> None:
+        """What was remembered for a reader is of no use any more."""
+        self.shards.forget(effect)
 
     def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
         """Initial values."""
@@ -267,6 +275,8 @@ class _State:
     second: list[float]
     steps: list[int]
     done: list[Grad] = field(default_factory=list)
+    past: dict[int, list[float]] = field(default_factory=dict)
+    """The values, by how many gradients were in them."""
     updates: list[Contributors] = field(default_factory=list)
 
     @classmethod
@@ -321,6 +331,7 @@ class Twin:
                 self._update(table, update, updates, state)
                 state.updates.append(updates[update.index])
             state.done += update.grads
+            state.past[len(state.done)] = list(state.values)
         self._states[key] = state
         return state.values
 
@@ -350,7 +361,8 @@ class Twin:
                 scale *= self._own_scale(table, grad, updates[: update.index])
             for at, value in enumerate(gradient_of(grad, count)):
                 if value is not None:
-                    sums[at] = (sums[at] or 0.0) + value * scale
+                    corrected = _corrected(value * scale, grad, state, at, setting.strength)
+                    sums[at] = (sums[at] or 0.0) + corrected
         scale = 1.0 / len(took_part) if table.spec.reduction is Reduction.MEAN else 1.0
         if setting.mode is Mode.BSP:
             scale *= settings.scales.get((table.table_id, clock), 1.0)
@@ -385,6 +397,14 @@ class Twin:
         elif setting.policy is StalePolicy.DIVIDE:
             scale /= max(1, tau)
         return scale
+
+
+def _corrected(value: float, grad: Grad, state: _State, at: int, strength: float) -> float:
+    """For what has changed since its worker was given the values."""
+    if not isinstance(grad, Arrived) or grad.delay is None:
+        return value
+    given, now = (state.past[count][at] for count in grad.delay)
+    return value + strength * value * value * (now - given)
 
 
 def _step(

@@ -24,3 +24,7 @@ class Arrived(Grad):
     """A gradient at a server: the same identity, and what the server has of its numbers."""
 
     part: Contribution
+    delay: tuple[int, int] | None = None
+    """Where it is corrected for its delay: how many gradients were in the block when its worker was
+    given it, and when it was summed.
+    """

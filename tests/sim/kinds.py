@@ -7,6 +7,7 @@ from tests.sim.test_crashes import CrashSimulation
 from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_loops import LoopSimulation
@@ -30,6 +31,7 @@ KINDS: dict[str, type[Simulation]] = {
     "replacements": ReplacementSimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
+    "lanes": LaneSimulation,
 }
 
 SHARES = {
@@ -46,5 +48,6 @@ SHARES = {
     "replacements": 4,
     "loops": 4,
     "disagreements": 10,
+    "lanes": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -19,6 +19,7 @@ _WINDOW = "ps_worker/push_window.py"
 _GATE = "ps_server/update_gate.py"
 _RULES = "ps_server/entry_rules.py"
 _DISAGREEMENTS = ("disagreements",)
+_LANES = ("lanes",)
 _READS = "ps_server/read_gate.py"
 _SCHEDULE = "ps_server/schedule.py"
 _RANGE = "ps_server/range_machine.py"
@@ -47,6 +48,14 @@ _ONE_TABLE = (
         "ps_server/optimizers.py",
         "here = np.ones(len(steps), dtype=np.bool_) if present is None else present",
         "here = np.ones(len(steps), dtype=np.bool_)",
+        _STEPS,
+    ),
+    Mutant(
+        "a gradient is corrected for what its worker had seen",
+        "S1",
+        "ps_server/delay.py",
+        "torch.sub(head(state.values, length), head(kept, length), out=change)",
+        "torch.sub(head(kept, length), head(state.values, length), out=change)",
         _STEPS,
     ),
     Mutant(
@@ -202,6 +211,23 @@ _ONE_TABLE = (
         "if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):",
         "if False:",
         _STEPS,
+    ),
+    Mutant(
+        "a copy counts though its block has changed",
+        "S5",
+        "ps_core/stamps.py",
+        "    np.copyto(target, values)\n    return int(stamps[number]) == stamp",
+        "    is_same = int(stamps[number]) == stamp\n    np.copyto(target, values)\n"
+        "    return is_same",
+        _LANES,
+    ),
+    Mutant(
+        "a block that has changed has the stamp that it had",
+        "S5",
+        "ps_core/stamps.py",
+        "        stamps[number] = stamp + 1\n",
+        "        stamps[number] = stamp ^ np.uint64(1)\n",
+        _LANES,
     ),
     Mutant(
         "what is promised is not held",

@@ -28,6 +28,7 @@ AGAIN_S = 0.3
 GREETING_S = 3.0
 """Who has not answered by then is tried anew."""
 BACKOFF_S = 0.5
+SOON_S = 1.0
 STUCK = 0.03
 """How likely a stream that cannot get through is given up, each time that it is tried."""
 WINDOW_BYTES = 4 * 1024 * 1024
@@ -78,7 +79,7 @@ class Pipe:
         self._world, self._link, self._deliver = world, link, deliver
         self._on_stuck = on_stuck
         self._items: deque[tuple[float, object]] = deque()
-        self._newest_s = 0.0
+        self.newest_s = 0.0
         self._is_due = False
 
     def put(self, message: object) -> None:
@@ -92,8 +93,8 @@ class Pipe:
         if self._link in world.slow:
             world.counts["slowed"] += 1
             delay_s += draw.random() * world.slow[self._link]
-        self._newest_s = max(self._newest_s, world.now_s + delay_s)
-        self._items.append((self._newest_s, message))
+        self.newest_s = max(self.newest_s, world.now_s + delay_s)
+        self._items.append((self.newest_s, message))
         self._wait()
 
     def _wait(self) -> None:
@@ -145,6 +146,11 @@ class Stream:
     def is_followed(self) -> bool:
         """Whether its sender has opened another since."""
         return self.is_broken and self._link.is_open
+
+    @property
+    def delay_s(self) -> float:
+        """Until all has come that is on its way."""
+        return max(self._there.newest_s, self._back.newest_s) - self.world.now_s
 
     # --- at its sender
 
@@ -222,7 +228,13 @@ class SimLink:
         """Whether there is one, and what is put to it comes soon."""
         ends = self._owner.node_id, self._peer
         troubles = (self._world.cut[ends], self._world.cut[ends[::-1]], *self._world.slow)
-        return self.is_open and not any(troubles)
+        stream = self._stream
+        return (
+            stream is not None
+            and not any(troubles)
+            and not self._queue.backlog.is_slow
+            and stream.delay_s < SOON_S
+        )
 
     def begin(self) -> None:
         """Open it, if that has not begun."""

@@ -32,8 +32,8 @@ REPLACEMENT_MUTANTS = (
         "who replaces another is a member from the first clock",
         "S6",
         _COPY,
-        "        part.predecessor = before if facts.joined_clock else None\n",
-        "        part.joined_clock = 0\n",
+        "    part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock\n",
+        "    part.left_clock, part.joined_clock = facts.left_clock, 0\n",
         _REPLACEMENTS,
     ),
     Mutant(

@@ -189,7 +189,9 @@ class ReplicatedServer(SimServer):
     def _observe(self, view: ClusterView) -> None:
         self._view = view
         self._keep_links(view)
+        waited = {r for r, replica in self.replication.replicas.items() if replica.is_promoted}
         lost, effects = self.replication.observe(view, self.now_s)
+        self.world.counts["deposed before it served"] += len(waited.intersection(lost))
         for range_id in lost:
             self._forget(range_id)
         self._send_all(self.pacing.renewed())
@@ -250,6 +252,8 @@ class ReplicatedServer(SimServer):
             for block in table.blocks_by_range(self._range_count).get(range_id, ()):
                 self.values.pop((table.table_id, block), None)
                 self.updates.pop((table.table_id, block), None)
+                for given in [g for g in self.given if g[:2] == (table.table_id, block)]:
+                    del self.given[given]
         for key in [key for key in self.sums if key[1] == range_id]:
             del self.sums[key]
         for key in [key for key in self.reduced if key[1] == range_id]:
@@ -318,6 +322,10 @@ class ReplicatedServer(SimServer):
         with contextlib.suppress(NotOwner, TableNotFound):
             settled = self._outcome(doubt)
             if settled is not None:
+                self.world.counts["doubts answered"] += 1
+                table = self.machine.table(doubt.table_id)
+                place = doubt.table_id, table.deciding_range(self._range_count)
+                self.watch.told(self, place, doubt.number, settled)
                 self._ask(sender, (doubt, settled))
 
     def _learn(self, doubt: Doubt, settled: Settled | None) -> None:

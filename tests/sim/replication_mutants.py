@@ -93,6 +93,14 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
+        "sums that a table keeps do not move",
+        "S12",
+        "ps_server/shard_store.py",
+        "self._sums.restore({each.clock: total for each, total in sums if not each.waits})",
+        "self._sums.restore({})",
+        _FAILOVER,
+    ),
+    Mutant(
         "commit before replication",
         "S8",
         _LOG,
@@ -336,8 +344,7 @@ REPLICATION_MUTANTS = (
         _REPLICATION,
         "if replica is not None and replica.is_promoted:  # deposed before it served",
         "if False:",
-        _AWAY,
-        first_seed=148,
+        ("pairs",),
     ),
     Mutant(
         "a snapshot of a deposed primary replaces its heir's",

@@ -32,7 +32,7 @@ from ps_server.events import (
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise, ServerMachine
 from tests.sim.arithmetic import Numbers, Reading
-from tests.sim.grads import Grad
+from tests.sim.grads import Arrived, Grad
 from tests.sim.truth import Settings, square
 from tests.sim.world import World
 
@@ -55,6 +55,8 @@ class SimServer:
         self.updates: dict[tuple[TableId, int], list[set[Incarnation]]] = defaultdict(
             list
         )  # by whom
+        self.given: dict[tuple[TableId, int, Incarnation], int] = {}
+        """How many gradients were in a block that a reader was given last."""
         self.reduced: dict[tuple[TableId, RangeId, int], Record] = {}  # it waits for its scale
         self.outbox: dict[int, Callable[[ReplyTo], None]] = {}
         self.reads: dict[int, Callable[[AnswerPull | RefusePull], None]] = {}
@@ -164,6 +166,7 @@ class SimServer:
                     assert isinstance(payload, Grad)
                     self.sums[key].append(payload)
                     self._check_staleness(effect, payload)
+                    self._note_delay(effect, payload)
                 self.held(key[:2]).fold(effect)
             elif isinstance(effect, Reduce):
                 reduced.append((effect.record, self._squares(effect.record)))
@@ -191,6 +194,7 @@ class SimServer:
                 self.assigned(effect.record, effect.parts)
             elif isinstance(effect, Forget):
                 self.world.counts["forgotten"] += 1
+                self._forget_given(effect)
             else:
                 on_answer = self.reads.pop(effect.waiter, None)
                 self.machine.answered(effect.waiter)
@@ -217,9 +221,29 @@ class SimServer:
             self.numbers.hold(self.table(key[0]), key[1], self.machine.parts[key].state.blocks)
         return self.numbers
 
+    def _note_delay(self, fold: Fold, grad: Grad) -> None:
+        """What it is corrected for, if so."""
+        if fold.compensation is not None:
+            given = self.given.get((fold.table_id, grad.block, fold.compensation.reader))
+            if given is not None:
+                assert isinstance(grad, Arrived)
+                grad.delay = given, len(self.values[fold.table_id, grad.block])
+                self.world.counts["corrected"] += grad.delay[0] != grad.delay[1]
+
+    def _forget_given(self, effect: Forget) -> None:
+        key = effect.table_id, effect.range_id
+        for block in self.machine.parts[key].state.blocks if key in self.machine.parts else ():
+            self.given.pop((effect.table_id, block, effect.reader), None)
+        if key in self.numbers.shards.stores:
+            self.numbers.forget_given(effect)
+
     def reading(self, effect: AnswerPull, block: int) -> tuple[list[Grad], Reading]:
         """A block, as it is read: of a table of sums what is of the clock that is asked for."""
         table, at = self.table(effect.table_id), (effect.table_id, block)
+        if effect.keeps_for is not None:
+            key = effect.table_id, effect.range_id
+            self.held(key).give(key, effect.keeps_for, block)
+            self.given[effect.table_id, block, effect.keeps_for] = len(self.values[at])
         grads, clock = list(self.values[at]), effect.clock
         if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             grads = [grad for grad in grads if grad.clock <= clock]

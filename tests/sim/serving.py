@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ps_core.change import ChangeOutcome
+from ps_core.change import ChangeOutcome, Settled
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.server_machine import Promise
 
 if TYPE_CHECKING:
     from tests.sim.replicated import ReplicatedServer
+
+Place = tuple[TableId, RangeId]
 
 PATIENCE_S = 1.0
 """That a server may take beyond a lease and its drift: ticks, and what it is doing."""
@@ -106,7 +108,8 @@ class Watch:
     def _may_hear(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> bool:
         other = self._servers[peer]
         return (
-            server.links[peer].is_clear
+            peer in server.links
+            and server.links[peer].is_clear
             and other.view_number == server.view_number
             and other.is_awake
             and range_id in other.replication.replicas
@@ -133,6 +136,18 @@ class Watch:
                 assert copy is not None and copy.facts.promised >= promise.number and is_known, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
                     f"{part.state.schedule.hold_clock}"
+                )
+
+    def told(self, server: ReplicatedServer, place: Place, number: int, told: Settled) -> None:
+        """Somebody is told by the server what became of a change, which the range decides."""
+        assignment = self._view().ranges[place[1]]
+        for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
+            assert node_id is not None
+            if not self._is_without(node_id, place[1]):
+                assert _knows(self._servers[node_id], place, number, told), (
+                    f"HELD: change {number} of table {place[0]} is {told.outcome.value}, says "
+                    f"{server.node_id}; {node_id}, which could be its range's primary, has not "
+                    "heard of it"
                 )
 
     def lost_track(self, server: ReplicatedServer, range_id: RangeId) -> None:
@@ -172,3 +187,20 @@ class Watch:
         assert for_s < self._lease_s * 1.1 + PATIENCE_S, (
             f"LIVE: {server.node_id} was made primary {for_s:.1f} s ago and does not serve"
         )
+
+
+def _knows(server: ReplicatedServer, place: Place, number: int, told: Settled) -> bool:
+    """Whether the server could not say otherwise of the change."""
+    replica = server.replication.replicas.get(place[1])
+    copy = None if replica is None else replica.copies.get(place[0])
+    if copy is not None:
+        facts = copy.facts
+        promised, hold_clock, taken = facts.promised, facts.hold_clock, facts.taken[0]
+    elif place in server.machine.parts:
+        schedule = server.machine.parts[place].state.schedule
+        promised, hold_clock, taken = schedule.promised, schedule.hold_clock, schedule.taken[0]
+    else:
+        return False
+    if told.outcome is ChangeOutcome.TAKEN:
+        return taken >= number
+    return promised > number or (promised == number and hold_clock is None)

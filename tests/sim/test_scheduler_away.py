@@ -121,7 +121,8 @@ class AwaySimulation(FailoverSimulation):
         living = {server.node_id for server in self.living}
         if not is_gone or any(server.asks or server.asked for server in self.living):
             return False
-        backup_count = min(self.plan.replica_count, len(living)) - 1
+        wanted = min(self.plan.replica_count, len(living))
+        backup_count = max(wanted, self.plan.min_in_sync) - 1  # else nothing is committed again
         held = [r for r in view.ranges if r.primary is not None]
         if any(len(r.backups) < backup_count or r.joining for r in held):
             return False

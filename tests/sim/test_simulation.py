@@ -50,7 +50,7 @@ QUICK_SEEDS = 8
 """Of a kind that is only tried out in `make test`: `make sim` has the others."""
 CONSISTENCIES = (
     "bsp", "bsp:backup=1", "bsp:backup=2,grace=200ms", "ssp:0", "ssp:1", "ssp:3", "ssp:0..4",
-    "asp", "asp:reject=1", "asp:damp=0.5", "asp:divide", "asp:compensate=1",
+    "asp", "asp:reject=1", "asp:damp=0.5", "asp:divide", "asp:compensate=0.01",
 )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ class Simulation:
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
+        "corrected",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
     many: ClassVar[int] = 200

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import pytest
 
+from ps_core.keys import NodeId
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.replicated import LEASE_S, ReplicatedServer
+from tests.sim.scheduled import SCHEDULER
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
 
@@ -23,6 +25,7 @@ class Pairs(Calamities):
         super().__init__(stage, plan)
         self._simulation = stage
         self._strikes["two killed"] = self._kill_two
+        self._strikes["heir out of sight"] = self._hide_heir
 
     def _kill_two(self) -> bool:
         """A primary, and within a lease one of its backups: before another is promoted, mostly."""
@@ -38,6 +41,37 @@ class Pairs(Calamities):
         until_s = self._world.now_s + LEASE_S
         self._world.after(draw.random() * LEASE_S, lambda: self._lose_too(second, until_s))
         return True
+
+    def _hide_heir(self) -> bool:
+        """The scheduler does not hear a primary, which others do; nor, a moment later and for not
+        much longer than a lease, a backup of it, which hears the scheduler: so that one is promoted
+        and deposed while it waits for the primary's lease to run out.
+        """
+        victim, draw, stage = self._victim(), self._world.draw, self._simulation
+        mine = [r for r in stage.scheduler.view.ranges if victim and r.primary == victim.node_id]
+        heirs = [n for r in mine for n in r.backups if not stage.servers[n].is_dead]
+        if victim is None or not heirs:
+            return False
+        heir, one = stage.servers[draw.choice(heirs)], victim.node_id
+        self.away[one] += 1
+        may_go_too = stage.may_lose(heir, for_good=False)
+        self.away.subtract([one])
+        if not may_go_too:
+            return False
+        self._leave(one, 3 * LEASE_S)
+        self._cut([(one, SCHEDULER), (SCHEDULER, one)], 2.5 * LEASE_S)
+        begins_s, for_s = draw.uniform(0.2, 1.5), LEASE_S + draw.random() * 1.5
+        self._leave(heir.node_id, begins_s + for_s + 2.0)
+        self._undo(begins_s, lambda: self._hide(heir, for_s))
+        return True
+
+    def _leave(self, node_id: NodeId, for_s: float) -> None:
+        """The scheduler may not hear it for so long."""
+        self.away[node_id] += 1
+        self._world.after(for_s, lambda: self.away.subtract([node_id]))
+
+    def _hide(self, server: ReplicatedServer, for_s: float) -> None:
+        self._cut([(server.node_id, SCHEDULER)], for_s)
 
     def _lose_too(self, server: ReplicatedServer, until_s: float) -> None:
         """As soon as a third has all that it has: then it makes no difference to anybody."""
@@ -59,7 +93,9 @@ class Pairs(Calamities):
 class TwoLostSimulation(FailoverSimulation):
     """One seed with three replicas, of which two are lost in a row."""
 
-    often: ClassVar[frozenset[str]] = FailoverSimulation.often | {"two lost in a row"}
+    often: ClassVar[frozenset[str]] = FailoverSimulation.often | {
+        "two lost in a row", "deposed before it served",
+    }  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
 
     @cached_property
@@ -67,13 +103,13 @@ class TwoLostSimulation(FailoverSimulation):
         """What happens: a pair first."""
         plan = super().plan
         count = self.world.draw.choice((4, 4, 5))
-        kinds = ("two killed", *plan.kinds)
+        kinds = (*self.world.draw.sample(("two killed", "heir out of sight"), 2), *plan.kinds)
         return replace(
             plan,
             server_count=count,
             replica_count=3,
             kinds=kinds,
-            strike_count=plan.strike_count + 2,
+            strike_count=plan.strike_count + 3,
         )
 
     def calamities_of(self, plan: Plan) -> Calamities:

@@ -15,6 +15,9 @@ from tests.sim.arithmetic import numbers_of
 from tests.sim.grads import Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
 
+_ALONE = 4
+"""So much likelier is a block bad that is its step's only one, and brings the seal with it."""
+
 
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
@@ -99,7 +102,8 @@ def _step(
     final: dict[int, Body] = {}
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
-        is_bad = draw.random() < worker.bad_share if clock else False
+        share = worker.bad_share * (_ALONE if table.block_count == 1 else 1)
+        is_bad = draw.random() < share if clock else False
         bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
