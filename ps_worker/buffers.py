@@ -30,6 +30,7 @@ from ps_worker.training_options import TrainingOptions
 if TYPE_CHECKING:
     from ps_worker.client import Client
     from ps_worker.steps import Step
+    from ps_worker.tickets import Pulled, PullTicket
 
 MAX_EXACT_INTEGER = 2**53
 """The largest integer up to which float64 holds every one."""
@@ -105,7 +106,7 @@ class BufferTable:
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
         self._pending = Pending(client)
-        self._is_pulling = False
+        self._pull: PullTicket[Pulled] | None = None
         self.handle = client.create_table(
             layout.table_name,
             [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
@@ -156,8 +157,8 @@ class BufferTable:
 
     def begin_pull(self) -> None:
         """Asks for the buffers as of this worker's clock."""
-        self._pending.add(self._client.start_pull(self.handle, self._received.raw))
-        self._is_pulling = True
+        self._pull = self._client.start_pull(self.handle, self._received.raw)
+        self._pending.add(self._pull)
 
     def settle(self) -> None:
         """Waits for a step that an earlier call could not see the end of.
@@ -168,14 +169,17 @@ class BufferTable:
         self._pending.wait()
 
     def finish(self) -> None:
-        """Waits for the end of the step; the module then has the buffers that all workers have.
+        """Waits for the end of the step; the module then has the buffers that all workers have. A
+        pull that has expired is begun again.
 
         Raises:
             PushpullError: as `Client.wait`; what is not done stays to be settled.
         """
+        if self._pull is not None and self._pull.has_expired:
+            self.begin_pull()
         self.settle()
-        was_pulled, self._is_pulling = self._is_pulling, False
-        if was_pulled:
+        pull, self._pull = self._pull, None
+        if pull is not None:
             for name, target, values in self._current(self._received):
                 self._check(name, target, values)
                 write_values(target, values)

@@ -118,6 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._inner: torch.optim.Optimizer | None = None
+        self._loss: float | None = None
         self._is_made = False
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
@@ -219,21 +220,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 switch that is the table's for good was changed.
             GradientChangedAfterPush: in eager mode.
             WaitExpired: workers or servers are missing; the message names them. The step stays
-                sealed: the next call waits for it again.
+                sealed. The next call waits for it, and is no other step unless there was a backward
+                pass in between; so it is after Ctrl-C. `zero_grad` waits for it too.
         """
-        self._client.save_points.reach(is_explicit=False)
-        loss: float | None = None
-        if closure is not None:
-            check_unscaled(self)
-            with torch.enable_grad():
-                loss = closure()
+        if not self._model.is_repeated:
+            self._model.end_step()
+            self._client.save_points.reach(is_explicit=False)
+            self._loss = None
+            if closure is not None:
+                check_unscaled(self)
+                with torch.enable_grad():
+                    self._loss = closure()
         self._hook_trainable()
-        self._model.step(self.param_groups, amp_scale_of(self), closure)
-        return loss
+        try:
+            self._model.step(self.param_groups, amp_scale_of(self), closure)
+            return self._loss
+        finally:
+            if not self._model.is_repeated:
+                self._loss = None  # it may hold all that backward would need
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch; what left of the gradients that are zeroed takes no part in the step."""
+        """As torch; what left of the gradients that are zeroed takes no part in the step.
+
+        Blocking: until the step before has ended, where `step` could not wait for that.
+
+        Raises:
+            WaitExpired: it has not.
+        """
         if self._is_made:
+            self._model.end_step()
             self._client.save_points.reach(is_explicit=False)
         _plain(_Base.zero_grad)(self, set_to_none)
         self._hook_trainable()
@@ -416,6 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- a step
 
     def _hooked(self, table: TrainedTable, index: int) -> None:
+        self._model.gradient_came()
         arrives = self._options.applies_on_arrival
         numbers = self._model.numbers(table, self.param_groups) if arrives else ()
         table.hooked(index, numbers)

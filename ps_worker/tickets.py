@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, WaitExpired
 
 if TYPE_CHECKING:
     from ps_core.tables import Table
@@ -101,6 +101,11 @@ class PullTicket(Generic[ResultT]):
     def done(self) -> bool:
         """Whether the pull has ended; never blocks."""
         return self.future.done()
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the pull has ended because its time was up."""
+        return self.done() and isinstance(self.future.exception(), WaitExpired)
 
 
 def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:

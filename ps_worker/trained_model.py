@@ -4,6 +4,8 @@ Rules:
     - A step seals every table that is awake, and either all of them take part or none does (a
       gradient that is not finite, an overflow of mixed precision).
     - What can be refused is refused before the first seal.
+    - A step happens once. It is sealed on all tables without being interrupted; where the wait for
+      it ends early (WaitExpired, Ctrl-C), it stays to be ended, and nothing is sealed before that.
     - A *round* is a step in which only blocks that were too stale are pushed, computed anew. It
       takes one clock on every table of the model, those that sleep included: between any two
       tables the distance of a worker's clocks is that of every other worker's. Else a change into
@@ -19,23 +21,24 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from ps_core.consistency import Consistency, Mode, StalePolicy
-from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.errors import InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
+from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
 from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
 from ps_worker.staging import is_finite
 from ps_worker.step_record import StepTimes
 from ps_worker.step_scale import StepScale
-from ps_worker.tickets import PushTicket, StepResult
+from ps_worker.tickets import Pulled, PushTicket, StepResult
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import TrainingOptions
 from ps_worker.update_scaling import UpdateScaling
@@ -45,6 +48,29 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
+
+
+@dataclass(slots=True, eq=False)
+class _SealedStep:
+    """A step that was sealed on all tables, and whose end is not known.
+
+    Attributes:
+        tickets: of the tables that are awake.
+        scaling: what clips the update; None where nothing does.
+        is_skipped: it takes no part in the update.
+        problem: why, if a gradient was not finite.
+        pulled: what has come of it so far.
+        is_taken_over: it has become the parameters' values.
+        has_gradients: gradients of the next step have come since.
+    """
+
+    tickets: Mapping[TrainedTable, PushTicket]
+    scaling: UpdateScaling | None
+    is_skipped: bool
+    problem: str
+    pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
+    is_taken_over: bool = False
+    has_gradients: bool = False
 
 
 class TrainedModel:
@@ -75,6 +101,7 @@ class TrainedModel:
         self.gradient_norm: float | None = None
         self._client = client
         self._optimizer = optimizer
+        self._sealed: _SealedStep | None = None
         self._round_count = 0  # how far the clocks are ahead of the script's steps
         self._times: StepTimes  # from `begin` on
 
@@ -133,10 +160,42 @@ class TrainedModel:
 
     # --- a step
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether `step` would only wait for the step before, which has not ended: no gradient has
+        come since.
+        """
+        return self._sealed is not None and not self._sealed.has_gradients
+
+    def gradient_came(self) -> None:
+        """A backward pass runs: the next `step` is one of its own.
+
+        Raises:
+            InvalidConfig: the step before would write its reduced gradients over it.
+        """
+        if self._sealed is None:
+            return
+        if self.inner is not None and not self.adds:
+            raise InvalidConfig(
+                "a backward pass before the last step has ended, which will write the reduced "
+                "gradients; call step() or zero_grad() until it returns"
+            )
+        self._sealed.has_gradients = True
+
+    def end_step(self) -> None:
+        """Ends the step whose end an earlier call has not seen, if there is one.
+
+        Blocking, Raises: as `step`; a gradient that was not finite is not told again.
+        """
+        if self._sealed is not None:
+            self._sealed.problem = ""
+            self.results = self._end(self._sealed)
+
     def step(
         self, groups: Groups, scale: StepScale, closure: Callable[[], object] | None = None
     ) -> None:
-        """A step of all tables, and rounds until nothing is too stale or they are up.
+        """A step of all tables, and rounds until nothing is too stale or they are up. Where the
+        step before has not ended: its end, and another step only if gradients have come since.
 
         Args:
             groups: torch's parameter groups.
@@ -146,8 +205,9 @@ class TrainedModel:
         Blocking, Raises: as `DistributedOptimizer.step`.
         """
         self.results = {}
-        before = None if closure is None else self._state_before()
-        self.results = self._step(groups, scale)
+        sealed = self._sealed if self.is_repeated else None
+        before = None if closure is None or sealed is not None else self._state_before()
+        self.results = self._step(groups, scale) if sealed is None else self._end(sealed)
         if closure is None:
             return
         for _ in range(self.options.recompute):
@@ -199,11 +259,18 @@ class TrainedModel:
         self, groups: Groups, scale: StepScale, before: StateBefore | None = None
     ) -> dict[TrainedTable, StepResult]:
         """One step; how it ended on each table that is awake, nothing if it was skipped."""
+        self.end_step()
         self._times.computed(1 + max((table.handle.clock for table in self.tables), default=0))
         for table in self.tables:
             table.settle()
         for buffers in self.buffers:
             buffers.settle()
+        with uninterrupted():
+            self._sealed = sealed = self._seal(groups, scale, before)
+        return self._end(sealed)
+
+    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
+        """Sends what is left of the step, and seals it on every table; nothing is waited for."""
         awake = {t: self.numbers(t, groups) for t in self.tables if not t.is_asleep}
         scale = self._scaled(scale, groups)
         if self.options.is_eager:
@@ -225,19 +292,37 @@ class TrainedModel:
         scaling = None if skip else self._scale_updates(scale, tickets)
         self._pass_asleep()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
-        self._take_over(list(awake))
-        for buffers in self.buffers:
-            buffers.finish()
-        self._leave_out(awake)
-        self._times.ended()
-        if scaling is not None and scaling.norm is not None:
-            self.gradient_norm = scaling.norm
-        if problem:
+        return _SealedStep(tickets, scaling, skip, problem)
+
+    @torch.no_grad()
+    def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
+        """Waits for the end of a step, and takes over what came of it; as `_step`."""
+        try:
+            for table in sealed.tickets:
+                pulled = table.finish()
+                if pulled is not None:
+                    sealed.pulled[table] = pulled
+            with uninterrupted():
+                self._take_over(sealed)
+            for buffers in self.buffers:
+                buffers.finish()
+        except PushpullError as error:
+            if not isinstance(error, WaitExpired):  # it has ended, if not well
+                self._sealed = None
+            raise
+        with uninterrupted():
+            self._sealed = None
+            self._leave_out(sealed.tickets)
+            self._times.ended()
+        if sealed.scaling is not None and sealed.scaling.norm is not None:
+            self.gradient_norm = sealed.scaling.norm
+        if sealed.problem:
             raise InvalidTensor(
-                f"{problem}; expected finite values. The step was skipped on every server "
+                f"{sealed.problem}; expected finite values. The step was skipped on every server "
                 "(allow_non_finite=True would apply it)"
             )
-        return {} if skip else {table: t.future.result() for table, t in tickets.items()}
+        ended = {} if sealed.is_skipped else sealed.tickets
+        return {table: ticket.future.result() for table, ticket in ended.items()}
 
     def _pass_asleep(self) -> None:
         """A round takes a clock of every table."""
@@ -268,18 +353,20 @@ class TrainedModel:
         elif self.inner is not None:
             self.inner.step()
 
-    def _take_over(self, tables: Sequence[TrainedTable]) -> None:
-        for table in tables:
-            pulled = table.finish()
-            if self.inner is None or self.adds:
+    def _take_over(self, sealed: _SealedStep) -> None:
+        """What was pulled becomes parameters, or gradients for the local optimizer; once."""
+        aggregates = self.inner is not None and not self.adds
+        for table in sealed.tickets:
+            if not aggregates:
                 table.write_parameters()
-            elif pulled is not None:
-                table.write_gradients(pulled)
-        if self.inner is not None and not self.adds:
+            elif table in sealed.pulled:
+                table.write_gradients(sealed.pulled[table])
+        if self.inner is not None and aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:
                 trained = _parameters(self.inner.param_groups)
                 self.gradient_norm = clip_reduced(trained, self.options.clip_norm)
             self.inner.step()
+        sealed.is_taken_over = True
 
     # --- what gradients count for
 

@@ -305,11 +305,13 @@ class TrainedTable:
             self._ended()
 
     def finish(self) -> Pulled | None:
-        """Waits for the end of the step and of the pull.
+        """Waits for the end of the step and of the pull; a pull that has expired is begun again.
 
         Raises:
             PushpullError: as `Client.wait`; what is not done stays to be settled.
         """
+        if self._pull is not None and self._pull.has_expired:
+            self.begin_pull()
         pull = self._pull
         self.settle()
         return None if pull is None else pull.future.result()

@@ -38,6 +38,18 @@ class Bare:
     def role(self, kind: str) -> RoleProcess:
         return next(each for each in self.launcher.processes if each.command.kind == kind)
 
+    @contextlib.contextmanager
+    def stopped_servers(self) -> Iterator[None]:
+        """All of them: which has the table is theirs to say."""
+        servers = [role for role in self.launcher.processes if role.command.kind == "server"]
+        for server in servers:
+            server.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for server in servers:
+                server.send(signal.SIGCONT)
+
     def end_of(self, kind: str) -> str:
         """Waits for it; what it said last."""
         ended = self.role(kind).wait(END_DEADLINE_S)
@@ -136,19 +148,15 @@ def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) ->
 def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:
     root = tmp_path / "checkpoints"
     with bare_cluster(root, checkpoint_last_s=last_s) as cluster, training(cluster):
-        server = cluster.role("server")
-        server.send(signal.SIGSTOP)
-        try:
+        with cluster.stopped_servers():
             cluster.role("scheduler").send(signal.SIGTERM)
             said = cluster.end_of("scheduler")
-        finally:
-            server.send(signal.SIGCONT)
         assert ("event=no_last_checkpoint" in said) == (last_s == "1")
     assert CheckpointStore(str(root)).newest_good() is None
 
 
 def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> None:
-    """A server that is stopped promises none; a worker is at its save point and holds on."""
+    """Servers that are stopped promise none; a worker is at its save point and holds on."""
     with (
         bare_cluster(tmp_path / "checkpoints", checkpoint_last_s="1") as cluster,
         ThreadPoolExecutor(WORKERS) as pool,
@@ -158,17 +166,17 @@ def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> No
             table = client.create_table("counted", COUNT, optimizer=ps.SGD(lr=1.0))
             client.attach_state("counted", Position(), per_rank=True)
             assert table.clock == 0
-        server = cluster.role("server")
-        server.send(signal.SIGSTOP)
         try:
-            cluster.role("scheduler").send(signal.SIGTERM)
-            until(lambda: all(each.engine.view.checkpoint for each in clients), "it is proposed")
-            resting = [pool.submit(client.save_point) for client in clients]
-            assert "event=no_last_checkpoint" in cluster.end_of("scheduler")
-            for each in resting:
-                each.result(_STEP_S)
+            with cluster.stopped_servers():
+                cluster.role("scheduler").send(signal.SIGTERM)
+                until(
+                    lambda: all(each.engine.view.checkpoint for each in clients), "it is proposed"
+                )
+                resting = [pool.submit(client.save_point) for client in clients]
+                assert "event=no_last_checkpoint" in cluster.end_of("scheduler")
+                for each in resting:
+                    each.result(_STEP_S)
         finally:
-            server.send(signal.SIGCONT)
             for client in clients:
                 client.close(leave=False)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker as ps
+from ps_worker.optimizers import ServerOptimizer
 from tests.integration.training_jobs import optimizer_for, sum_of, zeroed
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 
@@ -55,6 +58,94 @@ def test_a_wait_that_expired_goes_on_with_the_next_step() -> None:
         catching_up = thread.submit(catch_up)
         step(0, first, inputs[1])
         catching_up.result()
+        assert differing(values(models[0]), values(models[1])) == []
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[ps.Client, ps.Client]]:
+    """A worker that does not wait long, and one that does."""
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as hasty,
+        ps.connect(cluster.address, rank=1, request_deadline_s=30.0) as calm,
+    ):
+        yield hasty, calm
+
+
+KINDS: dict[str, Callable[[], ServerOptimizer]] = {
+    "server": lambda: ps.SGD(lr=0.1),
+    "aggregate": lambda: ps.Aggregate(partial(torch.optim.SGD, lr=0.1)),
+    "add": lambda: ps.Add(partial(torch.optim.SGD, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ends_by", ["deadline", "Ctrl-C"])
+def test_a_step_that_is_asked_for_again_is_the_same_step(
+    two: tuple[ps.Client, ps.Client], kind: str, ends_by: str
+) -> None:
+    models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    start = models[0].weight.detach().clone()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(
+            optimizer_for, two[1], models[1], name="once", optimizer=KINDS[kind](), reduction="sum"
+        )
+        first = optimizer_for(
+            two[0], models[0], name="once", optimizer=KINDS[kind](), reduction="sum"
+        )
+        second = other.result()
+        losses = []
+
+        def closure() -> float:
+            losses.append(1.0)
+            first.zero_grad()
+            models[0](torch.ones(2, 4)).sum().backward()
+            return 1.0
+
+        def interrupt() -> None:
+            while not first.clock:
+                threading.Event().wait(0.01)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        if ends_by == "Ctrl-C":
+            interrupting = thread.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                first.step(closure)
+            interrupting.result()
+        else:
+            with pytest.raises(ps.WaitExpired, match="worker 1"):
+                first.step(closure)
+
+        def step_of_zeros() -> None:
+            second.zero_grad()
+            (models[1](torch.ones(2, 4)).sum() * 0).backward()
+            second.step()
+
+        stepping = thread.submit(step_of_zeros)
+        assert first.step(closure) == 1.0
+        stepping.result()
+    assert len(losses) == 1
+    assert first.clock == second.clock == 1
+    moved = (start - models[0].weight.detach()).max().item()
+    assert moved == pytest.approx(0.2), "the gradient is 2"
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_zero_grad_waits_for_a_step_that_has_not_ended(two: tuple[ps.Client, ps.Client]) -> None:
+    models = [seeded(Branched), seeded(Branched)]
+    (x,) = batches(1)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name="zeroed")
+        first = optimizer_for(two[0], models[0], name="zeroed")
+        second = other.result()
+        models[0](x).square().mean().backward()
+        for end in (first.step, first.zero_grad):
+            with pytest.raises(ps.WaitExpired, match="worker 1"):
+                end()
+        models[1](x).square().mean().backward()
+        stepping = thread.submit(second.step)
+        first.zero_grad()
+        stepping.result()
         assert differing(values(models[0]), values(models[1])) == []
 
 

@@ -151,6 +151,7 @@ EDGE_MODULES = {
     "ps_worker.distributed_optimizer",
     "ps_worker.engine",
     "ps_worker.entry_stream",
+    "ps_worker.interrupts",
     "ps_worker.lane",
     "ps_worker.link_trouble",
     "ps_worker.links",
