@@ -164,11 +164,7 @@ class CheckpointDirectory:
         """
         with reported(self.url, "made"):
             if self.location.is_local:
-                path = Path(self.location.path)
-                missing = [place for place in (path, *path.parents) if not place.exists()]
-                self._disk.make_directory(path)
-                for made in missing:
-                    self._disk.sync_directory(made.parent)
+                self._disk.make_durable_directory(Path(self.location.path))
             else:
                 self.location.filesystem.makedirs(self.location.path, exist_ok=True)
         if self.has_manifest():

@@ -47,6 +47,22 @@ class Disk:
         """
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
+    def reopen(self, path: Path) -> int:
+        """A file that is there, to be read and written; its descriptor.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def truncate(self, descriptor: int, size_bytes: int) -> None:
+        """The file ends there.
+
+        Raises:
+            OSError: it cannot be cut.
+        """
+        os.ftruncate(descriptor, size_bytes)
+
     def write(self, descriptor: int, payload: Payload, offset: int) -> None:
         """All of `payload` at `offset`.
 
@@ -133,6 +149,19 @@ class Disk:
             OSError: it cannot be made.
         """
         path.mkdir(parents=True, exist_ok=True)
+
+    def make_durable_directory(self, path: Path) -> None:
+        """As `make_directory`; and all that was made outlives a power cut.
+
+        Blocking: until the disk has it.
+
+        Raises:
+            OSError: it cannot be made, or that cannot be known.
+        """
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+        self.make_directory(path)
+        for made in missing:
+            self.sync_directory(made.parent)
 
     def remove(self, path: Path) -> None:
         """A file is gone, if there was one.

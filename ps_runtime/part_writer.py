@@ -253,10 +253,11 @@ class PartWriter:
             room = self._header_bytes
             check(len(text) <= room, "PF-3", f"a header of {len(text)} bytes, room for {room}")
             start = _padded(text, room)
+            self._problem = "its end was broken off"  # what a disk did not take it never has
             with _reported(self.path):
                 self._disk.write(descriptor, start, 0)
                 self._disk.sync(descriptor)
-                self._descriptor = None
+                self._descriptor, self._problem = None, ""
                 self._disk.close(descriptor)
             digest = hashlib.sha256(start).hexdigest()
             return WrittenPart(len(start) + self._end, digest, blocks)
@@ -352,6 +353,10 @@ def write_worker_part(
                 begin = len(start) + entries[name]["data_offsets"][0]
                 disk.write(descriptor, tensor.payload, begin)
             disk.sync(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk needs the room
+                disk.remove(path)
+            raise
         finally:
             disk.close(descriptor)
     return WrittenPart(len(start) + end, hashlib.sha256(start).hexdigest())

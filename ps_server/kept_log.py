@@ -110,8 +110,19 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
     Blocking: reads what is needed of it.
 
     Raises:
-        InvalidUpdateLog: it is damaged, and cannot be set aside.
+        InvalidUpdateLog: it is damaged, and cannot be set aside; or the disk does not give it.
     """
+    try:
+        return _read(directory, shards, kernel_fingerprint)
+    except OSError as error:
+        raise InvalidUpdateLog(
+            f"{directory.path}: the update log cannot be gone on with: {error}. It is left as it "
+            "is: start the server again when the disk is well, or with another directory, which "
+            "has nothing"
+        ) from error
+
+
+def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> KeptLog:
     begun_s = clock.now_s()
     paths = directory.segments()
     sizes = {number: path.stat().st_size for number, path in paths.items()}
@@ -127,7 +138,9 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
             return nothing
         starts = claimable(contents, boot, kernel_fingerprint)
         follower = followed(replace(contents, starts=starts or {}), shards)
-        if newest.is_torn:
+        if newest.header.is_synced:
+            directory.settle(newest.number, newest.mapped[: newest.end], newest.last_group)
+        elif newest.is_torn:
             directory.cut(newest.number, newest.end)
     except InvalidUpdateLog as error:
         logs.error("update_log_damaged", reason=error.message)

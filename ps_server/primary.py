@@ -151,16 +151,18 @@ class Primary:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether nobody has a word in it, nor waits for anything that was decided."""
-        return not self.log.backups and not self._joining and self.log.is_settled
+        """Whether nobody has a word in it, and all is done that was decided; but for what waits for
+        more servers than this one: they join only afterwards.
+        """
+        is_done = self.log.is_settled or self.log.is_short
+        return not self.log.backups and not self._joining and is_done
 
     def replaced(self, *, is_last: bool) -> None:
         """The values are other ones, while it `is_deserted`; whoever joins is given them. With
         `is_last` servers may join.
         """
         check(self.is_deserted, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
-        self.log.decide_alone()
-        self.log.begin_snapshot()
+        self.log.begin_anew()
         self.log.lose_base()
         self._is_closed = not is_last
 

@@ -201,6 +201,15 @@ class RangeLog:
             self._is_past = False
         return self.number
 
+    def begin_anew(self) -> None:
+        """The values are other ones, which whoever has the newest batch does not have. What waits
+        for more servers goes on waiting, until some were given all of the range.
+        """
+        self.number += 1
+        self._is_past = False
+        if not self._entries:
+            self._released = self.number
+
     # --- the update log
 
     def keep_log(self, written: int) -> None:

@@ -24,18 +24,16 @@ from collections.abc import Callable
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import PushpullError, UpdateFailed
-from ps_core.keys import RangeId, TableId
 from ps_runtime import clock, logs
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.restored_blocks import RestoredTables
 from ps_server.node import ParameterNode
-from ps_server.range_machine import RangeMachine
+from ps_server.restored_ranges import Key, RestoredRanges
 
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
 
-_Key = tuple[TableId, RangeId]
 _Room = tuple[int, Callable[[str], memoryview]]
 """A block, and where each of its tensors goes."""
 
@@ -50,8 +48,7 @@ class RestoredValues:
     def __init__(self, node: ParameterNode) -> None:
         self._node = node
         self._url = ""
-        self._begun: set[_Key] = set()
-        self._ready: dict[_Key, dict[int, int]] = {}
+        self._ranges = RestoredRanges(node.machine.parts, node.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def observe(self, view: ClusterView) -> None:
@@ -66,20 +63,14 @@ class RestoredValues:
         if not self._url:
             return
         self._hand_over()
-        missing = {key for key, part in self._node.machine.parts.items() if _is_missing(part)}
-        self._begun &= missing
-        self._ready = {key: each for key, each in self._ready.items() if key in missing}
-        if self._node.replicas is not None:
-            self._node.replicas.close_ranges({range_id for _, range_id in missing})
-        keys = sorted(missing - self._begun)
+        keys = self._ranges.look()
         if not keys:
             return
-        self._begun |= set(keys)
         task = asyncio.get_running_loop().create_task(self._load(self._url, keys))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, url: str, keys: list[_Key]) -> None:
+    async def _load(self, url: str, keys: list[Key]) -> None:
         begun_s = clock.now_s()
         try:
             reader = await asyncio.to_thread(
@@ -95,7 +86,7 @@ class RestoredValues:
             took_s = round(clock.now_s() - begun_s, 3)
             logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
 
-    async def _load_ranges(self, reader: CheckpointReader, keys: list[_Key]) -> int:
+    async def _load_ranges(self, reader: CheckpointReader, keys: list[Key]) -> int:
         """Load them all, several at once; their bytes.
 
         Raises:
@@ -122,10 +113,10 @@ class RestoredValues:
             total += found
         return total
 
-    async def _load_range(self, restored: RestoredTables, key: _Key) -> int:
-        """Load one range, unless it is not here any more; its bytes."""
-        part = self._node.machine.parts.get(key)
-        if part is None or not _is_missing(part):
+    async def _load_range(self, restored: RestoredTables, key: Key) -> int:
+        """Load one range, unless it is not here any more, or loaded already; its bytes."""
+        part = self._ranges.begin(key)
+        if part is None:
             return 0
         store, found = self._node.shards.stores[key], restored.blocks_of(part.state.table)
         versions, rooms = {}, list[_Room]()
@@ -144,29 +135,16 @@ class RestoredValues:
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
-        if self._node.machine.parts.get(key) is part:
-            self._ready[key] = versions
-            self._hand_over()
+        self._ranges.was_read(key, part, versions)
+        self._hand_over()
         return byte_count
 
     def _hand_over(self) -> None:
         """What is loaded is served, where nobody else has anything of the range."""
-        replicas = self._node.replicas
-        for key in list(self._ready):
-            part = self._node.machine.parts.get(key)
-            if part is None or not _is_missing(part):
-                del self._ready[key]
-                continue
-            if replicas is not None and not replicas.is_deserted(key[1]):
-                continue
-            versions = self._ready.pop(key)
-            self._begun.discard(key)
-            if replicas is not None:
-                others = [each for each in self._begun if each[1] == key[1]]
-                replicas.replaced(key[1], is_last=not others)
+        for key, versions in self._ranges.hand_over():
             self._node.loaded(key, versions)
 
-    def _fail(self, keys: list[_Key], reason: str) -> None:
+    def _fail(self, keys: list[Key], reason: str) -> None:
         logs.error("restore_failed", reason=reason)
         for table_id in {table_id for table_id, _ in keys}:
             error = UpdateFailed(f"the checkpoint that it starts from cannot be loaded: {reason}")
@@ -178,10 +156,3 @@ class RestoredValues:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _is_missing(part: RangeMachine) -> bool:
-    """Whether its values are those of a checkpoint, and are not there."""
-    state = part.state
-    is_restored = state.table.restored_clock is not None
-    return is_restored and not state.initialized and state.failure is None

@@ -224,7 +224,8 @@ class _Writer(threading.Thread):
                 self._say(self._write(items), "")
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
             said = str(error) or type(error).__name__
-            self._say(None, f"{self._directory.path}: the update log cannot be written: {said}")
+            reason = f"{self._directory.path}: the update log cannot be written: {said}"
+            self._say(None, f"{reason}; what was answered is in it: mend that, and start again")
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)

@@ -28,6 +28,7 @@ _LOG_ID = "log_id"
 _ID_BYTES = 16
 _SET_ASIDE = ".damaged"
 _RETRY_MS = 200
+_PIECE_BYTES = 8 * 1024 * 1024
 
 
 class LogDirectory:
@@ -48,7 +49,7 @@ class LogDirectory:
         self.path = path
         self.disk = disk
         try:
-            disk.make_directory(path)
+            disk.make_durable_directory(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
@@ -92,7 +93,8 @@ class LogDirectory:
         finally:
             self.disk.close(descriptor)
         self.disk.rename(beside, name)
-        self.disk.sync_directory(self.path)
+        for directory in (self.path, self.path.parent):  # which may be new
+            self.disk.sync_directory(directory)
         return drawn
 
     def set_aside(self) -> None:
@@ -124,13 +126,42 @@ class LogDirectory:
         """What is behind that byte of a segment was torn when it was written: nobody saw it.
 
         Blocking: until the disk has it; within the log it would be damage.
+
+        Raises:
+            OSError: it cannot be known.
         """
-        descriptor = os.open(self.segment(number), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = self.disk.reopen(self.segment(number))
         try:
-            os.ftruncate(descriptor, size_bytes)
+            self.disk.truncate(descriptor, size_bytes)
             self.disk.sync(descriptor)
         finally:
-            os.close(descriptor)
+            self.disk.close(descriptor)
+
+    def settle(self, number: int, content: memoryview, begin: int) -> None:
+        """The disk has this of a segment, and nothing else.
+
+        Args:
+            number: the segment's.
+            content: what there is of it that counts.
+            begin: up to which byte it was synced. Who wrote the rest may have been killed before
+                it was, or told that it could not be: then the system may take for written what is
+                not. So it is written once more.
+
+        Blocking: until the disk has it.
+
+        Raises:
+            OSError: it cannot be known.
+        """
+        descriptor = self.disk.reopen(self.segment(number))
+        try:
+            for at in range(begin, len(content), _PIECE_BYTES):
+                # A copy: it lies in the memory of the file that is written.
+                self.disk.write(descriptor, bytes(content[at : at + _PIECE_BYTES]), at)
+            self.disk.truncate(descriptor, len(content))
+            self.disk.sync(descriptor)
+        finally:
+            self.disk.close(descriptor)
+        self.disk.sync_directory(self.path)
 
     def close(self) -> None:
         """Another may have it. Idempotent."""

@@ -63,13 +63,16 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """A segment, mapped. `end` is where its whole frames end."""
+    """A segment, mapped. `end` is where its whole frames end, and `last_group` where those begin
+    that were written last: all before them was synced first, if anything was.
+    """
 
     number: int
     path: Path
     header: update_log_pb2.UpdateLogHeader
     mapped: memoryview
     end: int = 0
+    last_group: int = 0
     is_torn: bool = False
     """Whether there is something behind its end."""
 
@@ -186,6 +189,8 @@ def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: 
             starts[range_id] = here
         elif head.kind is FrameKind.ENDED:
             starts.pop(range_id, None)
+        if head.group != group and offset > len(MAGIC):
+            segment.last_group = offset
         offset, group = offset + frame_bytes(head.length), head.group
     segment.end, segment.is_torn = offset, offset < len(mapped)
     if segment.is_torn and not (is_newest and not _goes_on(segment, offset, group)):

@@ -32,6 +32,11 @@ MAX_UNCOMMITTED_STEP_COUNT = 8
 """Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
 
 
+_MAX_SKEW = 8
+"""Clocks that the joins of one model's tables may be apart; tables further apart are so for a
+reason, such as parameters that were unfrozen later."""
+
+
 def left_out(missed_counts: Sequence[int]) -> tuple[int, ...]:
     """How many clocks a worker leaves out on each of the tables that it steps together.
 
@@ -46,6 +51,20 @@ def left_out(missed_counts: Sequence[int]) -> tuple[int, ...]:
     """
     count = min(missed_counts, default=0)
     return (count,) * len(missed_counts)
+
+
+def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...]:
+    """How many steps a worker that joins ends with nothing on each table of a model, to be where
+    the others are.
+
+    Args:
+        clocks: of each table, after which it has joined.
+        first_clocks: where each table began: a checkpoint may have had them a step apart, and they
+            have been for everybody since.
+    """
+    taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]
+    most = max(taken, default=0)
+    return tuple(most - count if most - count <= _MAX_SKEW else 0 for count in taken)
 
 
 class PushBody(NamedTuple):

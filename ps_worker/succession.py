@@ -3,8 +3,8 @@ begins where the others are.
 
 The view says after which clock it has joined each table (SEMANTICS S6). The tables of one model may
 be joined a step apart; then it ends the steps that it is behind with nothing, so that from then on
-all its tables are at one clock, as the other workers' are. It reads nothing before: a read of one
-table may wait for others who wait for it on another.
+all its tables are as many steps beyond where they began, as the other workers' are. It reads
+nothing before: a read of one table may wait for others who wait for it on another.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from ps_core.errors import InvalidConfig
 from ps_worker.buffers import BufferTable
 from ps_worker.catalogue import Catalogue
+from ps_worker.steps import passed
 from ps_worker.trained_table import TrainedTable
-
-_MAX_SKEW = 8
-"""Clocks that the joins of one model's tables may be apart; tables further apart are so for a
-reason, such as parameters that were unfrozen later."""
 
 
 def check_may_join(is_aggregate: bool) -> None:
@@ -37,16 +34,16 @@ def check_may_join(is_aggregate: bool) -> None:
 def begin_where_the_others_are(
     client: Catalogue, tables: Sequence[TrainedTable | BufferTable]
 ) -> None:
-    """Put all tables of a model at one clock, and read them.
+    """Put all tables of a model at one step, and read them.
 
     Blocking: until this worker has joined every table.
     """
     joins = client.engine.joins
     client.join_tables([t.handle for t in tables if joins(t.handle.table.table_id)])
-    newest = max((table.handle.clock for table in tables), default=0)
-    behind = [t for t in tables if 0 < newest - t.handle.clock <= _MAX_SKEW]
-    for table in behind:
-        while table.handle.clock < newest:
+    firsts = [table.handle.table.restored_clock or 0 for table in tables]
+    counts = passed([table.handle.clock for table in tables], firsts)
+    for table, count in zip(tables, counts, strict=True):
+        for _ in range(count):
             client.begin_step(table.handle).seal(skip=True)
     for table in tables:
         table.begin_pull()

@@ -20,6 +20,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -267,7 +268,7 @@ class _Update:
 
 
 @dataclass(slots=True)
-class _State:
+class BlockState:
     """One block, after some updates; a number for each of its tensors."""
 
     values: list[float]
@@ -280,7 +281,7 @@ class _State:
     updates: list[Contributors] = field(default_factory=list)
 
     @classmethod
-    def fresh(cls, count: int) -> _State:
+    def fresh(cls, count: int) -> BlockState:
         """Nothing has happened."""
         return cls([0.0] * count, [0.0] * count, [0.0] * count, [0] * count)
 
@@ -295,7 +296,8 @@ class Twin:
 
     def __init__(self, settings: Settings, truth: Truth) -> None:
         self._settings, self._truth = settings, truth
-        self._states: dict[tuple[TableId, int], _State] = {}
+        self._states: dict[tuple[TableId, int], BlockState] = {}
+        self._restored: dict[tuple[TableId, int], BlockState] = {}
         self.count = 0
         """Of blocks that it has looked at."""
 
@@ -321,7 +323,7 @@ class Twin:
         done = 0 if state is None else len(state.done)
         known = [] if state is None else state.updates
         if state is None or state.done != found[:done] or known != list(updates[: len(known)]):
-            state = _State.fresh(count)
+            state = self._begin(key, count, found)
         for update in self._split(table, found, len(state.done), len(state.updates)):
             if not update.clock:
                 grad = gradient_of(update.grads[-1], count)
@@ -334,6 +336,23 @@ class Twin:
             state.past[len(state.done)] = list(state.values)
         self._states[key] = state
         return state.values
+
+    def state(self, table: Table, block: int, found: Sequence[Grad], read: Reading) -> BlockState:
+        """The block was read: all that it is."""
+        self.check(table, block, found, read)
+        return deepcopy(self._states[table.table_id, block])
+
+    def restore(self, table_id: TableId, block: int, state: BlockState) -> None:
+        """What the block begins with."""
+        self._restored[table_id, block] = state
+
+    def _begin(self, key: tuple[TableId, int], count: int, found: list[Grad]) -> BlockState:
+        state = self._restored.get(key)
+        if state is None:
+            return BlockState.fresh(count)
+        begun = found[: len(state.done)]
+        assert begun == state.done, f"S10: {key} has {begun}; its checkpoint has {state.done}"
+        return deepcopy(state)
 
     def _split(self, table: Table, found: list[Grad], done: int, index: int) -> Sequence[_Update]:
         """The updates after the first `done` gradients: of BSP one a clock, else one a gradient."""
@@ -348,7 +367,7 @@ class Twin:
         return splits
 
     def _update(
-        self, table: Table, update: _Update, updates: tuple[Contributors, ...], state: _State
+        self, table: Table, update: _Update, updates: tuple[Contributors, ...], state: BlockState
     ) -> None:
         settings, clock, count = self._settings, update.clock, len(state.values)
         took_part = updates[update.index]
@@ -399,7 +418,7 @@ class Twin:
         return scale
 
 
-def _corrected(value: float, grad: Grad, state: _State, at: int, strength: float) -> float:
+def _corrected(value: float, grad: Grad, state: BlockState, at: int, strength: float) -> float:
     """For what has changed since its worker was given the values."""
     if not isinstance(grad, Arrived) or grad.delay is None:
         return value
@@ -408,7 +427,7 @@ def _corrected(value: float, grad: Grad, state: _State, at: int, strength: float
 
 
 def _step(
-    table: Table, numbers: dict[str, float], reduced: list[float | None], state: _State
+    table: Table, numbers: dict[str, float], reduced: list[float | None], state: BlockState
 ) -> None:
     """One step of the optimizer; sums are the values of the newest clock that has any."""
     kind, values = table.spec.optimizer.kind, state.values

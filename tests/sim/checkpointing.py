@@ -78,6 +78,8 @@ class Captured:
 class Checkpointer:
     """The checkpoints of one simulation, on the side of nodes."""
 
+    share = SHARE
+
     def __init__(
         self, simulation: ScheduledSimulation, seed: int, *, may_begin: bool = True
     ) -> None:
@@ -89,7 +91,7 @@ class Checkpointer:
         self._asked: dict[int, set[NodeId]] = {}
         self._ranges: dict[int, dict[Key, int]] = {}  # by checkpoint: at which clock
         self._every_s = self.draw.choice((0.7, 3.0, 10.0))
-        if self.draw.random() < SHARE and may_begin:
+        if self.draw.random() < self.share and may_begin:
             self.world.after(self.draw.random() * self._every_s, self._begin)
 
     @property
@@ -299,7 +301,7 @@ class Checkpointer:
             cut_id = None if is_torn else checkpoint_cut(part.number)
             return PullEvent(place, waiter, None, cut.after_clock, not is_torn, until_s, cut_id)
 
-        server.read(event, lambda effect: self._answered(server, part, cut, effect))
+        server.capture(event, lambda effect: self._answered(server, part, cut, effect))
 
     def _answered(
         self, server: SimServer, part: Captured, cut: TableCut, effect: AnswerPull | RefusePull

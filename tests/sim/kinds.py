@@ -13,6 +13,7 @@ from tests.sim.test_logs import LogSimulation
 from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import Simulation
 from tests.sim.test_two_lost import TwoLostSimulation
@@ -32,6 +33,7 @@ KINDS: dict[str, type[Simulation]] = {
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
+    "restores": RestoreSimulation,
 }
 
 SHARES = {
@@ -49,5 +51,6 @@ SHARES = {
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,
+    "restores": 5,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -9,6 +9,7 @@ from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
+from tests.sim.restore_mutants import RESTORE_MUTANTS
 
 _STEPS = ("steps", "changes")
 _FAILOVER = ("failover",)
@@ -375,4 +376,4 @@ _ONE_TABLE = (
     ),
 )
 
-MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS + REPLACEMENT_MUTANTS
+MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS + REPLACEMENT_MUTANTS + RESTORE_MUTANTS

@@ -49,7 +49,7 @@ class ScheduledSimulation(Simulation):
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
-        self.checkpointer = Checkpointer(self, seed, may_begin=self.has_checkpoints)
+        self.checkpointer = self.checkpointer_of(seed)
         self.layout.settings.may_change = True
         for session in self.sessions[:-WORKERS]:
             self._beat(session, None)
@@ -59,6 +59,10 @@ class ScheduledSimulation(Simulation):
         self._look()
         self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
         self.world.after(self.world.draw.random(), self._change)
+
+    def checkpointer_of(self, seed: int) -> Checkpointer:
+        """Who makes checkpoints."""
+        return Checkpointer(self, seed, may_begin=self.has_checkpoints)
 
     def _no_answer_for(self, session: Session) -> contextlib.AbstractContextManager[None]:
         """Where nobody may hear the answer any more."""

@@ -339,3 +339,11 @@ class SimServer:
         self.reads[number] = on_answer
         self.carry_out(self.machine.pull(event(number), self.now_s))
         self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None
+
+    def capture(
+        self,
+        event: Callable[[int], PullEvent],
+        on_answer: Callable[[AnswerPull | RefusePull], None],
+    ) -> None:
+        """A read of its own, for a checkpoint."""
+        self.read(event, on_answer)

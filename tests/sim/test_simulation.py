@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
-from ps_core.cluster_view import Role
+from ps_core.cluster_view import Role, Session
 from ps_core.consistency import StalePolicy, parsed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import (
@@ -113,20 +113,13 @@ class Simulation:
     medians: ClassVar[dict[str, int]] = {}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
-        self.world = World(seed, narrate=narrate)
-        draw = self.world.draw
-        scheduler = self.scheduler = SchedulerMachine(self.settings(), 0.0)
-        self.sessions = nodes = [
-            scheduler.register(self.asking(index, role), 0.0).reply
-            for index, role in enumerate(
-                [Role.SERVER] * self.settings().server_count + [Role.WORKER] * WORKERS
-            )
-        ]
+        self.world = self.world_of(seed, narrate=narrate)
+        draw, now_s = self.world.draw, self.world.now_s
+        scheduler = self.scheduler = self.scheduler_of()
+        self.sessions = nodes = self.registered()
         workers = nodes[-WORKERS:]
-        numbers = random.Random(f"numbers of {seed}")
-        for index in range(draw.choice((1, 2, 3))):
-            spec = _spec(draw, index, numbers, may_sum=self.may_sum).validated()
-            reply = scheduler.create_table(workers[0], spec, 0.0).reply
+        for spec in self.specs(seed):
+            reply = scheduler.create_table(workers[0], spec, now_s).reply
             assert isinstance(reply, Created), reply
         view = scheduler.view
         self.layout = Layout(
@@ -134,7 +127,7 @@ class Simulation:
             {r.range_id: r.assignment_epoch for r in view.ranges},
             list(view.tables),
             len(view.ranges),
-            Settings(view.tables),
+            self.truth_settings(view.tables),
         )
         clipped = [t for t in view.tables if draw.random() < 0.4]
         self.clip(clipped)
@@ -147,6 +140,34 @@ class Simulation:
             for session in workers
         ]
         self.evaluator = Evaluator(self.world, self.cluster, self.layout, self.truth)
+
+    def world_of(self, seed: int, *, narrate: bool) -> World:
+        """Where it happens."""
+        return World(seed, narrate=narrate)
+
+    def scheduler_of(self) -> SchedulerMachine:
+        """The scheduler's machine."""
+        return SchedulerMachine(self.settings(), 0.0)
+
+    def registered(self) -> list[Session]:
+        """The first nodes: servers, and then workers."""
+        roles = [Role.SERVER] * self.settings().server_count + [Role.WORKER] * WORKERS
+        return [
+            self.scheduler.register(self.asking(index, role), 0.0).reply
+            for index, role in enumerate(roles)
+        ]
+
+    def specs(self, seed: int) -> list[TableSpec]:
+        """The tables."""
+        draw, numbers = self.world.draw, random.Random(f"numbers of {seed}")
+        return [
+            _spec(draw, index, numbers, may_sum=self.may_sum).validated()
+            for index in range(draw.choice((1, 2, 3)))
+        ]
+
+    def truth_settings(self, tables: Iterable[Table]) -> Settings:
+        """Which consistency the clocks of the tables have."""
+        return Settings(tables)
 
     def clip(self, tables: Iterable[Table]) -> None:
         """Their workers clip by the norm, where there is a gradient to clip."""

@@ -9,7 +9,7 @@ from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_worker.push_entries import BlockPlace, SealTerms
-from ps_worker.steps import left_out
+from ps_worker.steps import left_out, passed
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.grads import Grad
@@ -25,10 +25,11 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     if worker.is_newcomer:
         yield from _begin_where_the_others_are(worker, truth, clocks)
     for table in worker.layout.tables if not worker.is_newcomer else ():
-        if worker.rank == 0:
+        first = truth.restored.get(table.table_id)
+        if worker.rank == 0 and first is None:
             yield from _step(worker, truth, table, 0)
-        yield from _read_and_check(worker, truth, table, 0)
-        clocks[table.table_id] = 0
+        clocks[table.table_id] = first or 0
+        yield from _read_and_check(worker, truth, table, first or 0)
     leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
     for number in range(steps):
         newest: dict[TableId, int] = {}
@@ -64,16 +65,18 @@ def _leave_out(
 def _begin_where_the_others_are(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
 ) -> Waits:
-    """As `ps_worker.succession`: it joins each table, and puts them at one clock, as they are for
+    """As `ps_worker.succession`: it joins each table, and puts them at one step, as they are for
     the others, before it waits for anything. Else it could wait on one table for who waits for it
     on another.
     """
     tables = worker.layout.tables
     yield lambda: len(worker.joined_after()) == len(tables)
     joined = worker.joined_after()
-    newest = max(joined.values())
-    for table in tables:
+    firsts = [truth.restored.get(table.table_id, 0) for table in tables]
+    counts = passed([joined[table.table_id] for table in tables], firsts)
+    for table, count in zip(tables, counts, strict=True):
         ranges = list(table.blocks_by_range(worker.layout.range_count))
+        newest = joined[table.table_id] + count
         for clock in range(joined[table.table_id] + 1, newest + 1):
             worker.world.counts["steps that are passed"] += 1
             worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True))
@@ -81,6 +84,7 @@ def _begin_where_the_others_are(
         stepped = worker.layout.settings.stepped
         stepped[table.table_id] = max(stepped[table.table_id], newest)
     for table in tables:
+        newest = clocks[table.table_id]
         yield from _read(worker, table, 0)  # it is given what is there when it has joined
         _check_first(worker, truth, table, joined[table.table_id])
         for clock in range(joined[table.table_id] + 1, newest + 1):

@@ -174,5 +174,8 @@ class Truth:
     left: set[tuple[TableId, Incarnation]] = field(default_factory=set)
     """(table, worker) of workers that have left, or are gone."""
 
+    restored: dict[TableId, int] = field(default_factory=dict)
+    """Tables that came from a checkpoint, and at which clock."""
+
     gone: set[Incarnation] = field(default_factory=set)
     """Incarnations of workers that were declared gone."""

@@ -49,6 +49,7 @@ PURE_MODULES = {
     "ps_server.replica",
     "ps_server.replication",
     "ps_server.replication_messages",
+    "ps_server.restored_ranges",
     "ps_server.room",
     "ps_server.schedule",
     "ps_server.server_machine",

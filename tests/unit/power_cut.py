@@ -7,6 +7,7 @@ of a file's writes some, the last of them in part; of a directory's names some.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,10 +38,27 @@ class RecordingDisk(Disk):
         self.operations.append(Operation("create", path))
         return descriptor
 
+    def reopen(self, path: Path) -> int:
+        descriptor = super().reopen(path)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def truncate(self, descriptor: int, size_bytes: int) -> None:
+        super().truncate(descriptor, size_bytes)
+        self.operations.append(Operation("truncate", self._paths[descriptor], offset=size_bytes))
+
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+        self.write(descriptor, b"".join(pieces), offset)
+        return sum(map(len, pieces))
+
     def write(self, descriptor: int, payload: Payload, offset: int) -> None:
         super().write(descriptor, payload, offset)
         path = self._paths[descriptor]
         self.operations.append(Operation("write", path, payload=bytes(payload), offset=offset))
+
+    def fail_to_sync(self, descriptor: int) -> None:
+        """What was written is lost, and the system takes it for written."""
+        self.operations.append(Operation("failed sync", self._paths[descriptor]))
 
     def sync(self, descriptor: int) -> None:
         super().sync(descriptor)
@@ -77,6 +95,9 @@ class _Inode:
         for write in self.pending:
             if chooser.random() >= survival:
                 continue
+            if write.kind == "truncate":
+                del content[write.offset :]
+                continue
             whole = survival == 1 or chooser.random() < 0.5
             kept = len(write.payload) if whole else chooser.randrange(len(write.payload) + 1)
             _put(content, write.payload[:kept], write.offset)
@@ -106,12 +127,14 @@ class _Model:
         path = operation.path
         if operation.kind == "create":
             self._name(path, _Inode())
-        elif operation.kind == "write":
+        elif operation.kind in ("write", "truncate"):
             self.now[path].pending.append(operation)
         elif operation.kind == "sync":
             inode = self.now[path]
             inode.durable = inode.after(random.Random(0), survival=1)
             inode.pending.clear()
+        elif operation.kind == "failed sync":
+            self.now[path].pending.clear()
         elif operation.kind == "rename":
             assert operation.target is not None
             self._name(operation.target, self.now[path])

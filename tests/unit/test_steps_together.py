@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.push_entries import SealTerms
-from ps_worker.steps import PushBody, TableSteps, left_out
+from ps_worker.steps import PushBody, TableSteps, left_out, passed
 from ps_worker.tickets import StepResult
 
 
@@ -73,3 +73,18 @@ def test_a_worker_that_joins_begins_where_its_first_pull_says() -> None:
     assert (steps.clock, steps.left_out_count, steps.owed_count) == (7, 0, 0)
     steps.reached(9)
     assert steps.clock == 7
+
+
+def test_a_worker_that_joins_is_where_the_others_are_on_every_table() -> None:
+    assert passed([5, 4, 5], [0, 0, 0]) == (0, 1, 0)
+    assert passed([], []) == ()
+    assert passed([50, 3], [0, 0]) == (0, 0)  # apart for a reason
+
+
+def test_tables_that_a_checkpoint_had_a_step_apart_stay_so() -> None:
+    """The others have them so: at one clock, each would wait on one table for who waits for it on
+    another.
+    """
+    assert passed([5, 4], [3, 2]) == (0, 0)
+    assert passed([5, 5], [3, 2]) == (1, 0)
+    assert passed([90, 3], [87, 0]) == (0, 0)

@@ -1,0 +1,100 @@
+"""Deliberate bugs in what a restore begins and ends (S10); see `mutants`."""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+_RESTORES = ("restores",)
+_CLUSTER = "scheduler/cluster.py"
+_RANGES = "ps_server/restored_ranges.py"
+
+RESTORE_MUTANTS = (
+    Mutant(
+        "a server takes a caller of an older timeline",
+        "S10",
+        "ps_server/sessions.py",
+        "if session not in self._known:",
+        "if session.timeline == self._own.timeline and session not in self._known:",
+        _RESTORES,
+    ),
+    Mutant(
+        "who is of an older timeline has a wrong token",
+        "S10",
+        "ps_server/sessions.py",
+        "if session.timeline != self._own.timeline:",
+        "if False:",
+        _RESTORES,
+    ),
+    Mutant(
+        "servers of an older timeline are taken for another cluster's",
+        "S10",
+        "scheduler/membership.py",
+        "if session.timeline in ours.replaced_timelines:",
+        "if False:",
+        _RESTORES,
+    ),
+    Mutant(
+        "a scheduler takes a caller of an older timeline",
+        "S10",
+        "scheduler/membership.py",
+        "        self._check_genuine(session)\n        if session.role is Role.OPERATOR:",
+        "        if session.role is Role.OPERATOR:",
+        _RESTORES,
+    ),
+    Mutant(
+        "only the newest timeline is known to be replaced",
+        "S10",
+        _CLUSTER,
+        "replaced_timelines=self.settings.replaced_timelines | {self.settings.timeline},",
+        "replaced_timelines=frozenset({self.settings.timeline}),",
+        _RESTORES,
+    ),
+    Mutant(
+        "a restored cluster gives its numbers again",
+        "S10",
+        _CLUSTER,
+        "            first_incarnation=self._state.next_incarnation,\n",
+        "",
+        _RESTORES,
+    ),
+    Mutant(
+        "a range is restored that backups have something of",
+        "S10",
+        _RANGES,
+        "if replicas is not None and not replicas.is_deserted(key[1]):",
+        "if False:",
+        _RESTORES,
+    ),
+    Mutant(
+        "who backed up a range before it was restored counts as having it",
+        "S10",
+        "ps_server/range_log.py",
+        "        self.number += 1\n        self._is_past = False\n",
+        "        self._is_past = False\n",
+        _RESTORES,
+    ),
+    Mutant(
+        "a restored range waits for servers that wait for it",
+        "S10",
+        "ps_server/primary.py",
+        "is_done = self.log.is_settled or self.log.is_short",
+        "is_done = self.log.is_settled",
+        _RESTORES,
+    ),
+    Mutant(
+        "a restored table begins at its first clock",
+        "S10",
+        "ps_server/range_state.py",
+        "self.first_clock = table.restored_clock or 0",
+        "self.first_clock = 0",
+        _RESTORES,
+    ),
+    Mutant(
+        "who joins a restored model puts its tables at one clock",
+        "S10",
+        "ps_worker/steps.py",
+        "taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]",
+        "taken = list(clocks)",
+        _RESTORES,
+    ),
+)

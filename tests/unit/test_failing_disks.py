@@ -1,0 +1,186 @@
+"""Disks that are full, broken, or lose what they were not asked to keep: whoever writes says so,
+and what was said to be durable is read afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog
+from ps_runtime.disk import DISK, Payload
+from ps_runtime.part_writer import (
+    PartWriter,
+    PlannedTable,
+    WorkerPart,
+    WorkerTensor,
+    write_worker_part,
+)
+from ps_server.kept_log import read_log
+from ps_server.lanes import SharedLanes
+from ps_server.shards import Shards
+from ps_server.update_log_directory import LogDirectory, segments_in
+from tests.unit.logged_server import KERNELS, LoggedServer, Setting, recovered
+from tests.unit.power_cut import RecordingDisk, restart_after
+
+
+class BrokenDisk(RecordingDisk):
+    """One that does not sync, while it is broken.
+
+    Args:
+        forgets: the system takes for written what could not be, as Linux does.
+
+    Attributes:
+        begins, goes_on: a sync has begun, and waits for this.
+    """
+
+    def __init__(self, *, forgets: bool = True) -> None:
+        super().__init__()
+        self.is_broken = False
+        self.begins, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+        self._forgets = forgets
+
+    def sync(self, descriptor: int) -> None:
+        was_broken = self.is_broken
+        self.begins.set()
+        assert self.goes_on.wait(20)
+        if not was_broken:
+            super().sync(descriptor)
+            return
+        if self._forgets:
+            self.fail_to_sync(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+# --- the update log
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_log_that_was_not_synced_is_gone_on_with_and_the_power_goes(
+    tmp_path: Path, forgets: bool
+) -> None:
+    """What the first server could not sync the second has read, and builds on."""
+    path, disk, answered = tmp_path / "log", BrokenDisk(forgets=forgets), list[tuple[int, int]]()
+
+    async def scene() -> None:
+        server = LoggedServer(path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        disk.begins.clear()
+        disk.goes_on.clear()
+        await server.push(2, waits=False)
+        assert await asyncio.to_thread(disk.begins.wait, 20)
+        disk.is_broken = True
+        await server.push(3, waits=False)  # all of it is synced together, and is not
+        disk.goes_on.set()
+        await asyncio.to_thread(server.log._writer.join)
+        heard = asyncio.Event()
+        asyncio.get_running_loop().call_soon(heard.set)
+        await heard.wait()
+        with pytest.raises(InvalidUpdateLog, match=r"Input/output error; .* start again"):
+            server.node.tick()
+        answered.extend(server.answered)
+        await server.end()
+        disk.is_broken = False
+        server = LoggedServer(path, 2, Setting(is_synced=True, disk=disk))
+        await server.push(4)
+        answered.extend(server.answered)
+        await server.end()
+
+    asyncio.run(scene())
+    for seed, survival in enumerate((0.0, 0.3, 0.9, 1.0)):
+        left = tmp_path / f"after {survival}"
+        restart_after(disk.operations, tmp_path, seed, survival, left)
+        found = recovered(left / "log")
+        assert all(found.has(*each) for each in answered), survival
+        assert not list(left.rglob("*.damaged"))
+
+
+def test_a_log_that_cannot_be_read_now_is_left_as_it_is(tmp_path: Path) -> None:
+    disk = BrokenDisk()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        await server.end()
+
+    asyncio.run(scene())
+    before = {each: each.read_bytes() for each in segments_in(tmp_path).values()}
+    disk.is_broken = True
+    with LogDirectory(tmp_path, disk) as directory:
+        log_id = directory.log_id
+        with pytest.raises(InvalidUpdateLog, match=r"cannot be gone on with: .*Input/output error"):
+            read_log(directory, Shards(SharedLanes(), {}), KERNELS)
+    assert {each: each.read_bytes() for each in segments_in(tmp_path).values()} == before
+    found = recovered(tmp_path)
+    assert found.kept.replicas
+    assert found.kept.directory.log_id == log_id
+
+
+# --- parts of checkpoints
+
+
+PLANNED = [PlannedTable("model", 1, ("values",))]
+
+
+def test_a_part_that_was_not_synced_is_not_finished_by_asking_again(tmp_path: Path) -> None:
+    """The second time the system would say that all is well, and it is not."""
+    disk = BrokenDisk()
+    writer = PartWriter(tmp_path / "part", PLANNED, disk)
+    writer.append("model", 0, "values", bytes(400))
+    writer.note_block("model", 0, 1, [1])
+    disk.is_broken = True
+    with pytest.raises(InvalidCheckpoint, match="part cannot be written: Input/output error"):
+        writer.finish(1, "c")
+    disk.is_broken = False
+    with pytest.raises(InvalidCheckpoint, match="it cannot be finished"):
+        writer.finish(1, "c")
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def room_for(byte_count: int) -> Iterator[None]:
+    """No file gets longer than that; a write that would is short, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("payload", [bytes(5000), np.zeros(1250, np.float32).data])
+def test_a_write_that_is_short_is_gone_on_with_or_fails(tmp_path: Path, payload: Payload) -> None:
+    descriptor = DISK.create(tmp_path / "file")
+    with room_for(3000), pytest.raises(OSError, match="File too large"):
+        DISK.write(descriptor, payload, 0)
+    assert (tmp_path / "file").stat().st_size == 3000
+    with room_for(3000), pytest.raises(OSError, match="File too large"):
+        DISK.write_all(descriptor, [bytes(2000), bytes(2000)], 0)
+    assert DISK.write_all(descriptor, [bytes(2000), bytes(2000)], 0) == 4000
+    DISK.close(descriptor)
+
+
+def test_a_workers_part_that_does_not_fit_leaves_nothing_there(tmp_path: Path) -> None:
+    tensors = {"w": WorkerTensor("F32", (1000,), bytes(4000))}
+    part = WorkerPart(1, "c", rank=0, clock=1, state={})
+    with (
+        room_for(3000),
+        pytest.raises(InvalidCheckpoint, match="cannot be written: File too large"),
+    ):
+        write_worker_part(tmp_path / "part", part, tensors)
+    assert list(tmp_path.iterdir()) == []
+    write_worker_part(tmp_path / "part", part, tensors)

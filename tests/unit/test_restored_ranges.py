@@ -1,0 +1,142 @@
+"""Which ranges are read from a checkpoint, and when what was read of them is served (G7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables import Table
+from ps_server.part_copy import Delta, fresh_copy
+from ps_server.replication import PLACED_EPOCH, Replication
+from ps_server.replication_messages import Ack
+from ps_server.restored_ranges import Key, RestoredRanges
+from ps_server.server_machine import ServerMachine
+from tests.unit.machine_harness import make_table
+
+ME, OTHER = NodeId(1), NodeId(2)
+RANGE = RangeId(0)
+LEASE_S = 3.0
+
+
+class Server:
+    """One that serves the only range, whose tables are restored.
+
+    Args:
+        backups: of the range, when it is placed.
+    """
+
+    def __init__(self, *backups: NodeId, min_in_sync: int = 1) -> None:
+        first = replace(make_table(), restored_clock=4)
+        second = replace(first, table_id=TableId(2), spec=replace(first.spec, name="second"))
+        self.tables: tuple[Table, ...] = (first, second)
+        self.machine = ServerMachine(ME, 1)
+        self.replication = Replication(ME, self.machine, LEASE_S, min_in_sync)
+        self.ranges = RestoredRanges(self.machine.parts, self)
+        self.number = 0
+        self.see(PLACED_EPOCH, ME, *backups)
+
+    def see(self, epoch: int, primary: NodeId, *backups: NodeId, joining: NodeId = ME) -> None:
+        """The scheduler says who has the range."""
+        self.number += 1
+        (slots,) = key_ranges(1)
+        assignment = RangeAssignment(
+            RANGE, slots, AssignmentEpoch(epoch), primary, backups,
+            () if joining == ME else (joining,), (primary, *backups),
+        )  # fmt: skip
+        view = ClusterView(self.number, "c", 1, 2, (), (assignment,), self.tables)
+        self.replication.observe(view, 0.0)
+        self.machine.observe(self.replication.serve(0.0))
+
+    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
+        for range_id in range_ids:
+            self.replication.primaries[range_id].close()
+
+    def is_deserted(self, range_id: RangeId) -> bool:
+        return self.replication.primaries[range_id].is_deserted
+
+    def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
+        self.replication.primaries[range_id].replaced(is_last=is_last)
+
+    def read(self, key: Key) -> bool:
+        """A thread reads; whether there was anything to be read."""
+        part = self.ranges.begin(key)
+        if part is not None:
+            self.ranges.was_read(key, part, dict.fromkeys(part.state.blocks, 4))
+        return part is not None
+
+    def hand_over(self) -> list[TableId]:
+        """What is served from now on."""
+        served = []
+        for key, versions in self.ranges.hand_over():
+            self.machine.loaded(key, versions, 0.0)
+            served.append(key[0])
+        return served
+
+
+ONE, TWO = (TableId(1), RANGE), (TableId(2), RANGE)
+
+
+def test_a_range_is_read_once_and_served_when_its_backups_have_left() -> None:
+    server = Server(OTHER)
+    assert server.ranges.look() == [ONE, TWO]
+    assert server.ranges.look() == []
+    assert server.read(ONE)
+    assert server.hand_over() == []
+    server.see(3, ME)
+    assert server.hand_over() == [TableId(1)]
+    assert server.replication.primaries[RANGE]._is_closed  # the other table's come yet
+    server.read(TWO)
+    assert server.hand_over() == [TableId(2)]
+    assert not server.replication.primaries[RANGE]._is_closed
+
+
+def test_what_is_being_read_or_is_served_is_not_read_again() -> None:
+    """Whoever read it would write into values that updates have changed since."""
+    server = Server()
+    server.ranges.look()
+    reading = server.ranges.begin(ONE)
+    assert reading is not None
+    assert server.ranges.begin(ONE) is None
+    server.ranges.was_read(ONE, reading, {})
+    assert server.ranges.begin(ONE) is None
+    server.hand_over()
+    assert server.ranges.begin(ONE) is None
+
+
+def test_a_range_that_left_and_came_back_is_read_again() -> None:
+    server = Server()
+    server.ranges.look()
+    before = server.ranges.begin(ONE)
+    assert before is not None
+    server.machine.give_up(RANGE)
+    assert server.ranges.look() == []
+    server.see(PLACED_EPOCH, ME)
+    assert server.ranges.look() == [ONE, TWO]
+    server.ranges.was_read(ONE, before, {})
+    assert server.hand_over() == []
+    assert server.read(ONE)
+    assert server.hand_over() == [TableId(1)]
+
+
+def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
+    """They join only when the values are there: each would wait for the other."""
+    server = Server(min_in_sync=2)
+    server.ranges.look()
+    log = server.replication.primaries[RANGE].log
+    facts = fresh_copy(server.tables[0], range(4)).facts
+    log.decide(TableId(1), Delta(facts, (), (), ()), (), ["an answer"])
+    assert log.release(0.0) == []
+    server.read(ONE)
+    server.read(TWO)
+    assert server.hand_over() == [TableId(1), TableId(2)]
+    assert log.release(0.0) == []
+    server.see(3, ME, joining=OTHER)
+    ((_, snapshot),) = server.replication.snapshots(0.0)
+    assert snapshot.number == log.number > 1
+    server.replication.acked(OTHER, Ack(RANGE, log.number, AssignmentEpoch(3)), 0.0)
+    assert [set(wish.backups) for wish in server.replication.wishes(0.0)] == [{OTHER}]
+    server.see(4, ME, OTHER)
+    server.replication.primaries[RANGE].granted(OTHER, 0.0, 0.0)
+    assert log.release(0.0) == ["an answer"]
