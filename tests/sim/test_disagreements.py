@@ -27,6 +27,7 @@ class DisagreeingSimulation(Simulation):
         "disagreed under bsp", "refused under bsp", "disagreed with its own eager step",
         "refused beside its eager step",
     })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset()
     may_sum = False
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:

@@ -106,9 +106,8 @@ class Simulation:
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
-        "corrected",
     })  # fmt: skip
-    seldom: ClassVar[frozenset[str]] = frozenset()
+    seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200
     medians: ClassVar[dict[str, int]] = {}
 
