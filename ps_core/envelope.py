@@ -309,6 +309,45 @@ def _short_number(encoded: bytes) -> int:
     return low | number >> 2 & 0x1FC000 | number >> 3 & 0xFE00000
 
 
+def has_few(
+    message: bytes | memoryview, outer_field: int, counted: int, most_count: int, free: int
+) -> bool:
+    """Whether a message may be parsed in one of whose fields there are many messages: not too many,
+    and little beside them.
+
+    Args:
+        message: the outer message.
+        outer_field: the field that holds the one with many.
+        counted: their field in that.
+        most_count: of them.
+        free: the field in that of which the size does not matter.
+
+    Raises:
+        InvalidTensor: the message is cut off or is no protobuf.
+    """
+    view = memoryview(message)
+    beside = count = at = 0
+    while at < len(view) and beside <= MAX_ENTRY_BYTES and count <= most_count:
+        begin = at
+        key, at = _read_varint(view, at)
+        value, at = _skip(view, at, key & 7)
+        beside += at - begin
+        if key != (outer_field << 3 | _BYTES):
+            continue
+        inner = view[value:at]
+        beside -= len(inner)
+        within = 0
+        while within < len(inner) and beside <= MAX_ENTRY_BYTES and count <= most_count:
+            begin = within
+            key, within = _read_varint(inner, within)
+            _, within = _skip(inner, within, key & 7)
+            if key == (counted << 3 | _BYTES):
+                count += 1
+            elif key != (free << 3 | _BYTES):
+                beside += within - begin
+    return beside <= MAX_ENTRY_BYTES and count <= most_count
+
+
 def _skip(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
     """Where the value of a field begins and where it ends."""
     begin = at

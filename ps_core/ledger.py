@@ -21,7 +21,7 @@ seen" is not enough: a parked push at 5 beside an applied one at 6 would be lost
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -163,6 +163,18 @@ class Ledger:
         while self._low_water + 1 in self._endings:
             self._low_water += 1
         self.confirm(self._low_water - MAX_LEDGER_GAP_COUNT)
+
+    def end_all(self, sequences: Iterable[int], ending: Ending) -> None:
+        """`end` for each of them."""
+        endings, low_water = self._endings, self._low_water
+        for sequence in sequences:
+            if 0 < sequence <= low_water or sequence in endings:
+                raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
+            endings[sequence] = ending
+            while low_water + 1 in endings:
+                low_water += 1
+        self._low_water = low_water
+        self.confirm(low_water - MAX_LEDGER_GAP_COUNT)
 
     def overturn(self, sequence: int, ending: Ending) -> None:
         """`sequence` has ended otherwise than was recorded; its sender has not been told how.

@@ -108,9 +108,14 @@ MAX_LEDGER_GAP_COUNT = 65_536
 """Sequences that a ledger holds above its low-water mark, and outcomes that it keeps below it for
 a sender that never confirms."""
 
-MAX_RANGE_BLOCK_COUNT = (MAX_LEDGER_GAP_COUNT - 1) // 2
-"""Blocks of one table in one range: a step may push each, and again when it has changed, and the
-seal comes after them; all these numbers are open at once."""
+MAX_RANGE_BLOCK_COUNT = 4608
+"""Blocks of one table in one range: what a seal does to all of them is decided in one turn of the
+server's loop, some 2 microseconds a block. A table of `MAX_TABLE_BLOCK_COUNT` has up to 4,300 in
+one of `RANGE_COUNT` ranges."""
+
+MAX_NAMED_BLOCK_COUNT = 32_768
+"""Single blocks that a read of ours names; of ranges beyond it, it asks for all. With them and all
+ranges a request stays below `MAX_ENTRY_BYTES`."""
 
 MAX_QUEUED_REPLY_COUNT = 65_536
 """Replies that wait for the reader of a push stream; beyond it the stream is not read on."""
@@ -284,5 +289,20 @@ check(
     "LIM-5",
     "more ranges than slots",
 )
+check(
+    2 * MAX_RANGE_BLOCK_COUNT + 1 <= MAX_LEDGER_GAP_COUNT,
+    "LIM-11",
+    "a step may push each block, and again when it has changed, and the seal comes after them",
+)
+check(
+    MAX_RANGE_BLOCK_COUNT * RANGE_COUNT >= MAX_TABLE_BLOCK_COUNT,
+    "LIM-12",
+    "no cluster of few servers would have room for the largest table",
+)
 check(4 * SLICE_S <= MAX_TURN_S, "LIM-9", "what is under way would not end in its turn")
 check(20 * MAX_TURN_S <= HEARTBEAT_INTERVAL_S, "LIM-10", "a turn would delay a heartbeat")
+check(
+    8 * MAX_NAMED_BLOCK_COUNT <= MAX_ENTRY_BYTES,
+    "LIM-13",
+    "the blocks that a read names leave too little of a request to ranges",
+)

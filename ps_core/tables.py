@@ -27,6 +27,7 @@ from ps_core.change import Change, Join, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
+from ps_core.remembered import Remembered
 from ps_core.step_numbers import StepNumbers
 
 
@@ -354,7 +355,13 @@ def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
     )
 
 
+_WELL_FORMED = Remembered[int]()
+"""Layouts that were found to be, and their elements."""
+
+
 def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: int) -> None:
+    if _WELL_FORMED.find(tensors) == element_count:
+        return
     _require(
         len(tensors) <= limits.MAX_TENSOR_COUNT,
         f"table '{table}' has {len(tensors)} tensors; expected at most {limits.MAX_TENSOR_COUNT}",
@@ -380,6 +387,7 @@ def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: in
         len({tensor.name for tensor in tensors}) == len(tensors),
         f"table '{table}' has two tensors of one name",
     )
+    _WELL_FORMED.put(tensors, element_count)
 
 
 @dataclass(frozen=True, slots=True)

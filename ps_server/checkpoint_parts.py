@@ -355,6 +355,7 @@ class _Part:
         while not self._is_done:
             self._check()
             for key in self._room.opened():
+                await self._node.works.idle()
                 self._node.copied(key, self.number)
             await self._write_next()
         self._check()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table
+from ps_core.work import Work
 from ps_runtime import wire
 from ps_server.range_log import RangeLog
 from ps_server.replication_messages import Batch, Snapshot
@@ -63,9 +64,12 @@ class EncodedLog:
         """See `LogWriter`."""
         self._mark(FrameKind.TAKEN_OVER, log)
 
-    def base(self, snapshot: Snapshot) -> None:
+    def basing(self, snapshot: Snapshot) -> Work[None]:
         """See `LogWriter`."""
-        messages = [(each,) for each in snapshot_messages(self._shards.copy(snapshot))]
+        messages = []
+        for each in snapshot_messages((yield from self._shards.copying(snapshot))):
+            messages.append((each,))
+            yield
         range_id, number = snapshot.range_id, snapshot.number
         self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.tenure))
 

@@ -10,13 +10,14 @@ twelve of them from its arrival to its outcome: one of seven fields is made in 0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, ReplyKind
 from ps_core.tables import Hyperparameters
+from ps_core.work import PIECE_COUNT, pieces_of
 
 
 class Place(NamedTuple):
@@ -150,6 +151,15 @@ class Fold(NamedTuple):
     parts: tuple[tuple[int, object], ...]
     scale: float
     compensation: Compensation | None = None
+
+    @property
+    def pieces(self) -> Iterator[Fold]:
+        """The same, of a few blocks at a time."""
+        if len(self.parts) <= PIECE_COUNT:
+            yield self
+            return
+        for parts in pieces_of(self.parts):
+            yield self._replace(parts=tuple(parts))
 
 
 class Contributor(NamedTuple):

@@ -17,8 +17,9 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ps_core.errors import Draining, InvariantViolation, PushpullError
 
@@ -69,7 +70,11 @@ _Method = Callable[Concatenate[MortalT, Params], ResultT]
 
 
 def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that hands an event to a machine: it may be refused."""
+    """Wrap a method that hands an event to a machine: it may be refused. A generator is guarded
+    from its first step to its last.
+    """
+    if inspect.isgeneratorfunction(method):
+        return cast("_Method[MortalT, Params, ResultT]", _in_steps(method, is_refusable=True))
 
     @functools.wraps(method)
     def guarded(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
@@ -89,7 +94,11 @@ def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Param
 
 
 def carries_out(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that does what was decided: nothing of that can be refused."""
+    """Wrap a method that does what was decided: nothing of that can be refused. Generators as in
+    `decides`.
+    """
+    if inspect.isgeneratorfunction(method):
+        return cast("_Method[MortalT, Params, ResultT]", _in_steps(method, is_refusable=False))
 
     @functools.wraps(method)
     def guarded(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
@@ -98,6 +107,21 @@ def carries_out(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, P
             return method(self, *args, **kwargs)
         except Exception as failure:
             self.health.failed(failure)
+            raise
+
+    return guarded
+
+
+def _in_steps(steps_of: Callable[..., Generator[Any, Any, Any]], *, is_refusable: bool) -> Any:
+    @functools.wraps(steps_of)
+    def guarded(self: _Mortal, /, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        self.health.check()
+        try:
+            return (yield from steps_of(self, *args, **kwargs))
+        except Exception as failure:
+            is_refusal = isinstance(failure, PushpullError)
+            if not (is_refusable and is_refusal) or isinstance(failure, InvariantViolation):
+                self.health.failed(failure)
             raise
 
     return guarded

@@ -19,6 +19,7 @@ from ps_core import limits
 from ps_core.envelope import MAX_BESIDE_BYTES, is_frugal, join, split, wrap
 from ps_core.errors import InvalidTensor, PushpullError
 from ps_runtime import errors
+from ps_runtime.requests import RequestReader
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 SMALL_BYTES = 64 * 1024
@@ -133,21 +134,6 @@ def _wasteful(raw: bytes) -> DecodeError:
     )
 
 
-def request_reader(message: type[Message]) -> Any:
-    """A deserializer of requests without payloads.
-
-    Raises (the deserializer):
-        DecodeError: the bytes are no such message, or so many that they are not looked at.
-    """
-
-    def read(raw: bytes) -> Message:
-        if len(raw) > limits.MAX_ENTRY_BYTES:
-            raise DecodeError(f"it has {len(raw)} bytes; expected at most {limits.MAX_ENTRY_BYTES}")
-        return message.FromString(raw)
-
-    return read
-
-
 def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) -> bytes:
     """A serialized PullResponse of `value` with `payload`, which is copied once."""
     return join(_BLOCK_IN_RESPONSE, value.SerializeToString(), _PULLED_PAYLOAD, payload)
@@ -195,24 +181,24 @@ def handlers_of(
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     return {
         "OpenSession": unary(
-            servicer.OpenSession, request_reader(parameters_pb2.OpenSessionRequest), serialized
+            servicer.OpenSession, RequestReader(parameters_pb2.OpenSessionRequest), serialized
         ),
         "Push": stream(servicer.Push, entry_reader(parameters_pb2.PushRequest), serialized),
         "Pull": grpc.unary_stream_rpc_method_handler(
-            servicer.Pull, request_reader(parameters_pb2.PullRequest), serialized
+            servicer.Pull, RequestReader(parameters_pb2.PullRequest), serialized
         ),
         "PushPull": stream(
             servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
         ),
         "BeginCut": unary(
-            servicer.BeginCut, request_reader(parameters_pb2.BeginCutRequest), serialized
+            servicer.BeginCut, RequestReader(parameters_pb2.BeginCutRequest), serialized
         ),
-        "EndCut": unary(servicer.EndCut, request_reader(parameters_pb2.EndCutRequest), serialized),
+        "EndCut": unary(servicer.EndCut, RequestReader(parameters_pb2.EndCutRequest), serialized),
         "SettleChange": unary(
-            servicer.SettleChange, request_reader(parameters_pb2.SettleChangeRequest), serialized
+            servicer.SettleChange, RequestReader(parameters_pb2.SettleChangeRequest), serialized
         ),
         "GetRangeStats": unary(
-            servicer.GetRangeStats, request_reader(parameters_pb2.GetRangeStatsRequest), serialized
+            servicer.GetRangeStats, RequestReader(parameters_pb2.GetRangeStatsRequest), serialized
         ),
     }
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ps_core.keys import AssignmentEpoch, RangeId
+from ps_core.work import Work, at_once
 from ps_server.output_commit import OutputCommit
 from ps_server.range_log import RangeLog
 from ps_server.replication import Replication
@@ -47,7 +48,7 @@ class LogWriter(Protocol):
     def taken_over(self, log: RangeLog) -> None:
         """This server goes on with the range from where the log is."""
 
-    def base(self, snapshot: Snapshot) -> None:
+    def basing(self, snapshot: Snapshot) -> Work[None]:
         """All of the range is this, with the values of this moment."""
 
     def batch(self, batch: Batch) -> None:
@@ -86,6 +87,10 @@ class LoggedRanges:
                 self._writer.ended(range_id)
 
     def look(self) -> None:
+        """`looking`, at once."""
+        at_once(self.looking())
+
+    def looking(self) -> Work[None]:
         """What is served now is in the log, or gets there; to be called when more is served, when
         something is written, and now and then.
         """
@@ -99,7 +104,7 @@ class LoggedRanges:
             if range_id in primaries:
                 snapshot = self._output.base(range_id)
                 self._tenures[range_id] = snapshot.tenure
-                self._writer.base(snapshot)
+                yield from self._writer.basing(snapshot)
 
     def write(self, batch: Batch) -> None:
         """A batch was decided (LOG-4)."""

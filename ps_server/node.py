@@ -1,8 +1,8 @@
 """The server's thin edge: it feeds its machine and carries effects out, in order, on one event
 loop.
 
-One thread owns everything here, so there is no lock: an event and all its effects are one stretch
-without an await, and a read is answered between two updates, never in one.
+One thread owns everything here. An event and all its effects are one work (`works`): nothing else
+happens here before it is done, and a read is answered between two updates, never in one.
 
 Invariants:
     ND-2  An effect that fails ends the server (`ps_server.fail_stop`).
@@ -28,6 +28,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
+from ps_core.work import Work, at_once, pieces_of
 from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
 from ps_runtime.turns import Turns
@@ -64,6 +65,7 @@ from ps_server.streams import EntryStream
 from ps_server.sums import Total
 from ps_server.unread import UnreadAnswers
 from ps_server.update_log import UpdateLog
+from ps_server.works import Works
 
 _DRAIN_RETRY_MS = 500
 
@@ -113,6 +115,8 @@ class ParameterNode:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.turns = Turns()
+        self.works = Works(self.turns, lambda failure: self.health.failed(failure))
+        self._tick_waits = False
         self.unread = UnreadAnswers(now)
 
     def replicate(
@@ -125,6 +129,7 @@ class ParameterNode:
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
         self.replicas.do = self._do
+        self.replicas.log_has_room = self._log_has_room
         self.replicas.health = self.health
         return self.replicas
 
@@ -134,21 +139,26 @@ class ParameterNode:
         """A view is about to be observed: make what takes long, while others have their turns."""
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
+        await self.works.idle()
 
-    @decides
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
+        self.works.finish()
+        self.works.begin(self._observing(view))
+
+    @decides
+    def _observing(self, view: ClusterView) -> Work[None]:
         if self.replicas is None:
-            self._serve(view)
+            yield from self._serving(view)
         elif view.view_number >= self.machine.view_number:
             lost, effects = self.replicas.observe(view)
-            self._do(effects)
+            at_once(self._doing(effects))
             error = NotOwner(f"server {self.session.node_id} is not primary any more")
             for stream in self._streams.values() if lost else ():
                 stream.give_up(lost, error)
-            self._serve(self.replicas.serve())
+            yield from self._serving(self.replicas.serve())
 
-    def _serve(self, view: ClusterView) -> None:
+    def _serving(self, view: ClusterView) -> Work[None]:
         added = self.machine.observe(view)
         self.read_waits.observe(view)
         before = {node.node_id for node in self.sessions.gone}
@@ -170,21 +180,27 @@ class ParameterNode:
         for node in self.sessions.gone:
             if node.node_id not in before:
                 self._fence(node)
-        self.carry_out(self.machine.ended(view.ended_workers, self.now()))
-        self.carry_out(self.machine.settle(self.now()))
+        ended = yield from self.machine.ending(view.ended_workers, self.now())
+        yield from self._carrying_out(ended)
+        yield from self._carrying_out((yield from self.machine.settling(self.now())))
+        yield from self._telling()
+
+    def _telling(self) -> Work[None]:
+        """Tell the backups what was promised."""
         if self.replicas is not None:
-            self._do(self.replicas.settle())
+            yield from self._doing((yield from self.replicas.settling()))
         self._arm()
 
     @property
     def promises(self) -> tuple[Promise, ...]:
-        """What this server has promised, and would still hold if it died."""
+        """What this server has promised, and would still hold if it died. Between two works."""
         return self.machine.promises if self.replicas is None else self.replicas.promises
 
     # --- while the scheduler is not heard
 
     def go_on_alone(self) -> None:
         """The scheduler is not heard: hold nothing for what it proposed and nobody decided."""
+        self.works.finish()
         self._settled(self.machine.go_on_alone(self.now()))
 
     @property
@@ -199,6 +215,7 @@ class ParameterNode:
         Raises:
             TableNotFound, NotOwner: that range is not here.
         """
+        self.works.finish()
         if self.is_alone:
             self._settled(self.machine.asked(table_id, number, self.now()))
         if self.replicas is None:
@@ -207,6 +224,7 @@ class ParameterNode:
 
     def learn(self, doubt: Doubt, settled: Settled) -> None:
         """The range that decides has said what became of a change."""
+        self.works.finish()
         logs.info(
             "change_settled", table_id=doubt.table_id, number=doubt.number,
             outcome=settled.outcome.value, told_by=doubt.decided_by,
@@ -215,9 +233,8 @@ class ParameterNode:
 
     def _settled(self, effects: Sequence[Effect]) -> None:
         self.carry_out(effects)
-        if self.replicas is not None:
-            self._do(self.replicas.settle())
-        self._arm()
+        self.works.finish()  # few ranges have anything to tell
+        at_once(self._telling())
 
     def _fence(self, node: Node) -> None:
         """The worker was declared gone: its streams end with that."""
@@ -242,16 +259,25 @@ class ParameterNode:
             if not self._streams_of[incarnation]:
                 del self._streams_of[incarnation]
 
-    @decides
     def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
         """Entries arrived on `stream`."""
+        self.works.finish()
+        at_once(self._taking(stream, events))
+
+    async def take(self, stream: EntryStream, events: Sequence[EntryEvent]) -> None:
+        """As `entries`, where they may change many blocks: in as many turns as that takes."""
+        await self.works.done(self._taking(stream, events))
+
+    @decides
+    def _taking(self, stream: EntryStream, events: Iterable[EntryEvent]) -> Work[None]:
         now_s = self.now()
         effects: list[Effect] = []
         for event in events:
             place = event.place
             stream.expect((place.table_id, place.range_id, event.sequence), now_s)
             effects += self.machine.entry(event, now_s)
-        self.carry_out(effects)
+        yield
+        yield from self._carrying_out(effects)
         self._arm()
 
     def block_count(self, event: EntryEvent) -> int:
@@ -276,11 +302,13 @@ class ParameterNode:
     @decides
     def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
         """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
+        self.works.finish()
         return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
 
     @decides
     def end_cut(self, session: Session, table_id: TableId, cut: int) -> None:
         """Hold nothing for that cut any more."""
+        self.works.finish()
         cut_id = (session.incarnation, cut)
         self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
 
@@ -289,6 +317,7 @@ class ParameterNode:
         """Start a read of one range; `read.on_answer` is called now or later. Returns its
         number.
         """
+        self.works.finish()
         number = next(self._numbers)
         self._reads[number] = read
         incarnation = read.session.incarnation if read.session.role is Role.WORKER else None
@@ -326,6 +355,7 @@ class ParameterNode:
         """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
         between two updates. What is asynchronous then is answered as it is, and torn; whether so.
         """
+        self.works.finish()
         place = Place(*key, self.machine.assignment_epoch(key[1]))
         is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         deadline_s = self.now() + limits.CHECKPOINT_CUT_S
@@ -338,6 +368,7 @@ class ParameterNode:
         """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
         copies of what it was. What is asynchronous does not change at all.
         """
+        self.works.finish()
         is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
         self.machine.hold_copies(key, cut.checkpoint, clock, self.now() + deadline_s)
@@ -345,18 +376,21 @@ class ParameterNode:
     @decides
     def copied(self, key: tuple[TableId, RangeId], number: int) -> None:
         """There is room for copies of a range for that checkpoint, or nobody needs them."""
+        self.works.finish()
         self.carry_out(self.machine.copied(key, number, self.now()))
         self._arm()
 
     @decides
     def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
         """The values of a range that is restored are there."""
+        self.works.finish()
         self.carry_out(self.machine.loaded(key, versions, self.now()))
         self._arm()
 
     @decides
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> None:
         """Nothing of the table is served here any more, for the reason that `error` gives."""
+        self.works.finish()
         self.carry_out(self.machine.refuse_table(table_id, error))
 
     @property
@@ -381,16 +415,30 @@ class ParameterNode:
         """Reads that wait for this."""
         return sum(read.cause is cause for read in self._reads.values())
 
-    @decides
     def tick(self) -> None:
         """Reads whose deadline has passed are told whom they waited for; updates that gave slow
         workers time are formed; backups are heard and told.
         """
+        self.health.check()
+        if self.replicas is not None:
+            self.replicas.keep_up()
+        if not self._tick_waits:
+            self._tick_waits = True
+            self.works.begin(self._ticking())
+
+    @decides
+    def _ticking(self) -> Work[None]:
+        self._tick_waits = False
         if self.replicas is not None:
             if self.replicas.waits:
-                self._serve(self.replicas.serve())
-            self.replicas.tick()
-        self.carry_out(self.machine.tick(self.now()))
+                yield from self._serving(self.replicas.serve())
+            yield from self._doing((yield from self.replicas.going_on()))
+        yield from self._carrying_out(self.machine.tick(self.now()))
+        self._arm()
+
+    def _log_has_room(self) -> None:
+        if self.replicas is not None:
+            self.works.begin(self.replicas.looking_at_log())
 
     def _arm(self) -> None:
         """Tick when an update may form by time alone: it should not wait for `tick`'s next turn."""
@@ -402,7 +450,6 @@ class ParameterNode:
     def _wake(self) -> None:
         self._timer = None
         self.tick()
-        self._arm()
 
     def close(self) -> None:
         """Nothing happens here by time any more: it is a server's of a timeline that has ended."""
@@ -415,10 +462,24 @@ class ParameterNode:
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what the machine wants done, in order: what others must have first, when they do."""
-        self._do(effects if self.replicas is None else self.replicas.decide(effects))
+        self.works.begin(self._carrying_out(effects))
+
+    def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
+        deeds: Sequence[Deed] = effects
+        if self.replicas is not None:
+            deeds = yield from self._deciding(self.replicas, effects)
+        yield from self._doing(deeds)
 
     @carries_out
+    def _deciding(self, replicas: ReplicatedRanges, effects: Sequence[Effect]) -> Work[list[Deed]]:
+        return (yield from replicas.deciding(effects))
+
     def _do(self, deeds: Sequence[Deed]) -> None:
+        if deeds:
+            self.works.begin(self._doing(deeds))
+
+    @carries_out
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         """Do it now; then answer."""
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
@@ -427,38 +488,47 @@ class ParameterNode:
                 case ReplyTo():
                     replies.append(deed)
                 case Fold():
-                    self.shards.fold(deed)
+                    yield from self.shards.folding(deed)
                 case Apply():
-                    failure = self._apply(deed.record)
+                    failure = yield from self._applying(deed.record)
                     if failure is not None:
                         rest = [*replies, *_effects(deeds[done_count:])]
-                        self.carry_out(self._failed(deed.record, failure, rest))
+                        yield from self._carrying_out(self._failed(deed.record, failure, rest))
                         return
                 case Put():
-                    failure = self._apply(deed.record, deed.total)
+                    failure = yield from self._applying(deed.record, deed.total)
                     if failure is not None:
                         raise InvariantViolation("ND-1", f"a replicated update: {failure.message}")
                 case Reduce():
-                    reduced.append((deed.record, self.shards.reduce(deed.record)))
-                case Drop():
-                    self.shards.drop(deed.record)
-                    self._dropped(deed.record)
-                case Dropped():
-                    self._dropped(deed.record)
+                    squares = yield from self.shards.reducing(deed.record)
+                    reduced.append((deed.record, squares))
                 case Assign():
-                    self.shards.assign(deed)
+                    yield from self.shards.assigning(deed)
                 case Assigned():
-                    self.shards.assign(Assign(deed.record, deed.parts))
-                case AnswerPull():
-                    self._answer(deed)
-                case Forget():
-                    self.shards.forget(deed)
-                case RefusePull():
-                    self._refuse(deed)
-        for reply in replies:
-            self._reply(reply)
+                    yield from self.shards.assigning(Assign(deed.record, deed.parts))
+                case _:
+                    self._do_other(deed)
+        for some in pieces_of(replies):
+            for reply in some:
+                self._reply(reply)
+            yield
         for record, squares in reduced:
-            self.carry_out(self.machine.reduced(record, squares))
+            yield from self._carrying_out(self.machine.reduced(record, squares))
+
+    def _do_other(self, deed: Deed) -> None:
+        """What is done at once."""
+        match deed:
+            case Drop():
+                self.shards.drop(deed.record)
+                self._dropped(deed.record)
+            case Dropped():
+                self._dropped(deed.record)
+            case AnswerPull():
+                self._answer(deed)
+            case Forget():
+                self.shards.forget(deed)
+            case RefusePull():
+                self._refuse(deed)
 
     def _failed(
         self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
@@ -495,10 +565,10 @@ class ParameterNode:
             if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
-    def _apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
+    def _applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
         """Why the update could not be computed, if so; then nothing has changed."""
         begun_s = self.now()
-        failure = self.shards.apply(record, total)
+        failure = yield from self.shards.applying(record, total)
         self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
         self._updated_s = self.now()
         if failure is None:

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from ps_core.change import Settled
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.work import Work, at_once
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put
 from ps_server.events import (
     Apply,
@@ -53,7 +54,7 @@ class Sums(Protocol):
     def fold(self, effect: Fold) -> None:
         """One worker's step goes into the sum of its clock."""
 
-    def reduce(self, record: Record) -> tuple[float, ...]:
+    def reducing(self, record: Record) -> Work[tuple[float, ...]]:
         """The sum of the record's clock is whole: reduce it; the squares of its blocks."""
 
     def kept(self, record: Record) -> object:
@@ -103,6 +104,7 @@ class OutputCommit:
         sums: its sums.
         send: how a batch gets to a server.
         write: how a batch gets to the update log, where there is one.
+        encode: makes a batch ready for both, in steps.
     """
 
     def __init__(
@@ -112,12 +114,14 @@ class OutputCommit:
         sums: Sums,
         send: Callable[[NodeId, Batch], None],
         write: Callable[[Batch], None] | None = None,
+        encode: Callable[[Batch], Work[None]] | None = None,
     ) -> None:
         self._machine = machine
         self._replication = replication
         self._sums = sums
         self._send = send
         self._write = write
+        self._encode = encode
         self._told: dict[_Place, _Told] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
         self._untold: dict[_Place, Told] = {}
@@ -125,38 +129,44 @@ class OutputCommit:
         self._marks = itertools.count(1)
 
     def decide(self, effects: Iterable[Effect], now_s: float) -> list[Deed]:
+        """`deciding`, at once."""
+        return at_once(self.deciding(effects, now_s))
+
+    def deciding(self, effects: Iterable[Effect], now_s: float) -> Work[list[Deed]]:
         """Hold what must not be seen yet.
 
         Returns:
             What is to be done now, in order.
         """
-        at_once: list[Deed] = []
+        deeds: list[Deed] = []
         parts: dict[_Place, _Decided] = {}
         work = list(effects)
         for effect in work:  # grows by what follows from a sum
             place = _place_of(effect)
             if self._replication.decides_alone(place[1]):
-                at_once.append(effect)
+                deeds.append(effect)
             elif isinstance(effect, Fold):
-                self._sums.fold(effect)
+                for some in effect.pieces:
+                    self._sums.fold(some)
+                    yield
             elif isinstance(effect, Forget) or (
                 isinstance(effect, ReplyTo) and effect.ending is None
             ):
-                at_once.append(effect)
+                deeds.append(effect)
             else:
                 into = parts.get(place)
                 if into is None:
                     into = parts[place] = _Decided()
-                self._hold(effect, into, work)
+                yield from self._hold(effect, into, work)
         for place, decided in parts.items():
-            at_once += self._decide(place, decided)
-        return at_once + self.release(now_s, {range_id for _, range_id in parts})
+            deeds += yield from self._decide(place, decided)
+        return deeds + self.release(now_s, {range_id for _, range_id in parts})
 
-    def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> None:
+    def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> Work[None]:
         change: Change | None = None
         match effect:
             case Reduce(record):
-                squares = self._sums.reduce(record)
+                squares = yield from self._sums.reducing(record)
                 into.changes.append(Kept(record, self._sums.kept(record)))
                 self._kept.add(_key_of(record))
                 work += self._machine.reduced(record, squares)
@@ -182,7 +192,7 @@ class OutputCommit:
             into.effects.append(effect)
             into.held.append(effect)
 
-    def _decide(self, place: _Place, decided: _Decided) -> list[Deed]:
+    def _decide(self, place: _Place, decided: _Decided) -> Work[list[Deed]]:
         part = self._machine.parts.get(place)
         primary = self._replication.primaries.get(place[1])
         if part is None or primary is None:  # it was given up
@@ -197,6 +207,8 @@ class OutputCommit:
         batch = primary.log.decide(
             place[0], delta._replace(workers=news or ()), tuple(decided.changes), decided.held
         )
+        if self._encode is not None:
+            yield from self._encode(batch)
         for node_id in primary.holders:
             self._send(node_id, batch)
         if self._write is not None and primary.log.is_written:
@@ -220,13 +232,18 @@ class OutputCommit:
         return None if is_known else news
 
     def settle(self, now_s: float) -> list[Deed]:
+        """`settling`, at once."""
+        return at_once(self.settling(now_s))
+
+    def settling(self, now_s: float) -> Work[list[Deed]]:
         """Tell what changed without an effect: what is promised of a table, before anybody is told.
 
         Returns:
             As `decide`.
         """
         told: set[RangeId] = set()
-        for place, part in self._machine.parts.items():
+        for place, part in tuple(self._machine.parts.items()):
+            yield
             schedule = part.state.schedule
             promised = schedule.promised, schedule.hold_clock, schedule.taken
             if self._replication.decides_alone(place[1]):
@@ -242,7 +259,7 @@ class OutputCommit:
                 mark = Told(place, next(self._marks), promised if is_said else None)
                 self._untold[place] = mark
                 if is_said:
-                    self._decide(place, _Decided(held=[mark]))
+                    yield from self._decide(place, _Decided(held=[mark]))
                     told.add(place[1])
             elif not is_marked:
                 if marked is not None and marked.promised is None:  # it came with something else

@@ -257,6 +257,7 @@ async def _run(
         _watch(link, node, metrics, node_metrics)
         stack.callback(trim_often(node.shards.pool))
         finished, failed = asyncio.Event(), asyncio.Event()
+        waits: list[bool] = []  # whether what looks between works has its turn to come
         node.health.on_failure = partial(_note_failure, failed)
         promises = Promises(
             lambda promise: link.promise_change(
@@ -270,7 +271,7 @@ async def _run(
         link.before_view = node.prepare
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
-        link.on_view.append(lambda _: promises.stand(node.promises))
+        link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
@@ -286,6 +287,14 @@ async def _run(
 
         def tick() -> None:
             node.tick()
+            if not node.works.is_busy:
+                look()
+            elif not waits:
+                waits.append(True)
+                node.works.between(look)
+
+        def look() -> None:
+            waits.clear()
             silent_s = clock.now_s() - link.last_scheduler_contact_s
             doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
@@ -389,7 +398,7 @@ def _keep_checkpoints(
     """Load what is restored, and write what is cut."""
     restored = RestoredValues(node)
     stack.push_async_callback(restored.close)
-    link.on_view.append(restored.observe)
+    link.on_view.append(lambda view: node.works.between(partial(restored.observe, view)))
     rate_bytes_s = int(settings.checkpoint_rate_mb_s * 1e6)
     checkpoints = CheckpointParts(
         node,
@@ -398,7 +407,7 @@ def _keep_checkpoints(
         settings.checkpoint_buffer_mb * 2**20,
     )
     stack.push_async_callback(checkpoints.close)
-    link.on_view.append(checkpoints.observe)
+    link.on_view.append(lambda view: node.works.between(partial(checkpoints.observe, view)))
     return restored
 
 

@@ -354,6 +354,15 @@ class RangeState:
             push.payload = None
             self.room.release(Step(step.clock, worker.rank), push.byte_count)
 
+    def unstage_step(self, step: StepPart, worker: WorkerPart) -> None:
+        """No payload of the step is held any more."""
+        byte_count = 0
+        for push in step.pushes.values():
+            if push.payload is not None:
+                push.payload = None
+                byte_count += push.byte_count
+        self.room.release(Step(step.clock, worker.rank), byte_count)
+
     def add_to_sum(self, step: StepPart) -> None:
         """BSP: what was staged of the step is in the sum of its clock now."""
         summed = self._summed
@@ -388,6 +397,21 @@ class RangeState:
         worker.arrived(sequence)
         worker.ledger.end(sequence, ending)
         self.reply(out, sender, ReplyKind.COMMITTED, sequence, ending=ending)
+
+    def end_pushes(
+        self, worker: WorkerPart, pushes: Sequence[HeldPush], ending: Ending, out: list[Effect]
+    ) -> None:
+        """`end` for each, in this order; a step has thousands."""
+        held, table_id, range_id = worker.held, self.table.table_id, self.range_id
+        kind = ReplyKind.COMMITTED
+        worker.ledger.end_all([push.sequence for push in pushes], ending)
+        for push in pushes:
+            sequence = push.sequence
+            held.pop(sequence, None)
+            out.append(ReplyTo(push.sender, kind, table_id, range_id, sequence, ending))
+        for step in worker.steps.values():
+            for push in pushes if step.missing else ():
+                step.missing.pop(push.sequence, None)
 
     def reply(
         self,

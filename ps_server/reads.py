@@ -12,8 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ps_core import limits
@@ -82,10 +81,10 @@ class RangeAnswer:
         piece, self._refusal = self._refusal, []
         return piece
 
-    def keep(self) -> None:
-        """The range is about to change: what is missing is copied now."""
-        if self._source is not None:
-            self._source.keep()
+    def keep(self, blocks: Collection[int]) -> None:
+        """These blocks are about to change: what is missing of them is copied now."""
+        if self._source is not None and not self._source.is_done:
+            self._source.keep(blocks)
 
 
 def refused(range_id: int, error: PushpullError) -> RangeAnswer:
@@ -112,23 +111,24 @@ class _Source:
         self._codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
         self._codec_number = wire.codec_to_proto(self._codec)
         self._lent = shards.homes.lent_to(read.session, place, self._codec) if read.shared else None
-        self._blocks = iter(read.blocks or state.blocks)
-        self._kept: deque[AnswerPart | _Copy] = deque()
-        self._left_count = len(read.blocks or state.blocks)
+        self._blocks = read.blocks or state.blocks
+        self._at = 0  # the next that is to be taken
+        self._left: set[int] | None = None  # those behind that have not been copied, once any was
+        self._kept: dict[int, AnswerPart | _Copy] = {}
         spec = state.table.spec
         self._block_bytes = spec.block_elements * self._codec.element_bytes
 
     @property
     def is_done(self) -> bool:
         """Whether all of it has been made."""
-        return not self._left_count and not self._kept
+        return self._at >= len(self._blocks)
 
     @property
     def next_bytes(self) -> int:
         """The payload bytes of the next piece, or a few more; what is lent has none."""
         if self._lent is not None:
             return 0
-        count = min(self._left_count + len(self._kept), limits.SLICE_BLOCK_COUNT)
+        count = min(len(self._blocks) - self._at, limits.SLICE_BLOCK_COUNT)
         return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
 
     def piece(self) -> list[AnswerPart]:
@@ -137,7 +137,7 @@ class _Source:
         byte_count = 0
         try:
             while not self.is_done and len(piece) < limits.SLICE_BLOCK_COUNT:
-                found = self._kept.popleft() if self._kept else self._take()
+                found = self._next()
                 if isinstance(found, tuple):
                     byte_count += len(found[1])
                     found = self._part(*found)
@@ -149,29 +149,41 @@ class _Source:
         except InvariantViolation:
             raise
         except PushpullError as error:
-            self._left_count = 0
+            self._at = len(self._blocks)
             piece = [range_error(self._effect.range_id, error)]
         self._shards.sent_bytes += byte_count
         return piece
 
-    def keep(self) -> None:
-        """Copy what has not been taken."""
-        try:
-            while self._left_count:
-                found = self._take()
-                if isinstance(found, tuple):
-                    found = (found[0], bytes(found[1]), found[2])
-                self._kept.append(found)
-        except InvariantViolation:
-            raise
-        except PushpullError as error:
-            self._left_count = 0
-            self._kept.append(range_error(self._effect.range_id, error))
+    def keep(self, blocks: Collection[int]) -> None:
+        """Copy what has not been taken of these."""
+        if self._left is None:
+            self._left = set(self._blocks[self._at :])
+        for block in blocks:
+            if block not in self._left:
+                continue
+            self._left.discard(block)
+            try:
+                found = self._take(block)
+            except InvariantViolation:
+                raise
+            except PushpullError as error:
+                found = range_error(self._effect.range_id, error)
+            if isinstance(found, tuple):
+                found = (found[0], bytes(found[1]), found[2])
+            self._kept[block] = found
 
-    def _take(self) -> AnswerPart | _Copy:
-        """The next block as it is; its payload is good until anything happens."""
-        effect, block = self._effect, next(self._blocks)
-        self._left_count -= 1
+    def _next(self) -> AnswerPart | _Copy:
+        """The next block as it was."""
+        block = self._blocks[self._at]
+        found = self._kept.pop(block, None) or self._take(block)
+        self._at += 1
+        if self._left is not None:
+            self._left.discard(block)
+        return found
+
+    def _take(self, block: int) -> AnswerPart | _Copy:
+        """A block as it is; its payload is good until anything happens."""
+        effect = self._effect
         if block not in effect.versions:
             raise InvalidKeys(
                 f"block {block} of table '{self._name}' is not in range {effect.range_id}"

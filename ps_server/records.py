@@ -33,8 +33,7 @@ class Records:
         """The staged payloads of a step by block; they are staged no more."""
         pushes = sorted(step.pushes.values(), key=lambda push: push.block)
         parts = tuple([(push.block, push.payload) for push in pushes])
-        for push in pushes:
-            self._state.unstage(step, worker, push)
+        self._state.unstage_step(step, worker)
         return parts
 
     def fold(self, worker: WorkerPart, step: StepPart) -> Fold:
@@ -120,18 +119,26 @@ class Records:
     ) -> None:
         worker = self._state.workers[contributor.incarnation]
         step = worker.steps[record.clock]
+        alike: list[HeldPush] = []  # those before this one, with this ending
+        ending_alike = APPLIED
         for sequence in contributor.sequences:
             push = step.pushes.get(sequence)
             if push is None:
-                ending = Ending(Outcome.APPLIED, squares=squares) if squares else APPLIED
-                self._state.end(worker, step.sealed_by.sender, sequence, ending, out)
-                del worker.steps[record.clock]
                 continue
             ending = _SKIPPED
             if not contributor.skip:
                 staleness = self.staleness(worker, push)
                 ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else APPLIED
-            self._state.end(worker, push.sender, sequence, ending, out)
+            if ending is not ending_alike:
+                self._state.end_pushes(worker, alike, ending_alike, out)
+                alike, ending_alike = [], ending
+            alike.append(push)
+        self._state.end_pushes(worker, alike, ending_alike, out)
+        seal = contributor.sequences[-1]
+        if seal not in step.pushes:  # the seal itself, which is the last
+            ending = Ending(Outcome.APPLIED, squares=squares) if squares else APPLIED
+            self._state.end(worker, step.sealed_by.sender, seal, ending, out)
+            del worker.steps[record.clock]
 
     def staleness(self, worker: WorkerPart, push: HeldPush) -> int:
         """Updates of the block by others since the worker pulled it; 0 if it does not say."""

@@ -20,6 +20,7 @@ from ps_core.cluster_view import BackupWish, ClusterView, Session
 from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
+from ps_core.work import Work, at_once
 from ps_runtime import logs, wire
 from ps_runtime.http2.streams import Piece
 from ps_server.changes import Put
@@ -39,8 +40,8 @@ from ps_server.replication_wire import (
     Pieces,
     answers_from,
     batch_messages,
-    batch_pieces,
     beat_message,
+    cutting_batch,
 )
 from ps_server.server_machine import PartAdded, Promise, ServerMachine
 from ps_server.shards import Shards, fixed_for_backup, for_backup
@@ -70,6 +71,7 @@ class ReplicatedRanges:
 
     Attributes:
         do: called with what may be done when something came that others had to have first.
+        log_has_room: called when something was written to the log: `looking_at_log` may be called.
         health: of the server.
         wishes: what the scheduler is to be asked for.
     """
@@ -91,13 +93,16 @@ class ReplicatedRanges:
         write = self._write if has_log else None
         self._queues: PeerQueues[bytes] = PeerQueues()
         self._pacing = PeerPacing(self.replication, setting.lease_s, self._queues)
-        self.output = OutputCommit(machine, self.replication, shards, self._send, write)
+        self.output = OutputCommit(
+            machine, self.replication, shards, self._send, write, self._encoding
+        )
         self.update_log = update_log
         if update_log is not None:
             self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
         self.do: Callable[[Sequence[Deed]], None] = _nothing
+        self.log_has_room: Callable[[], None] = _nothing_to_do
         self.health = FailStop()
         self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
@@ -110,6 +115,7 @@ class ReplicatedRanges:
         self._tables: dict[TableId, Table] = {}
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
         self._encoded: tuple[Batch, Sequence[bytes]] | None = None
+        self._cut: tuple[Batch, Sequence[Pieces]] | None = None
         self._missing: tuple[RangeId, ...] = ()
 
     def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
@@ -186,39 +192,46 @@ class ReplicatedRanges:
 
     # --- what was decided
 
-    def decide(self, effects: Iterable[Effect]) -> list[Deed]:
-        """See `OutputCommit.decide`."""
-        return self.output.decide(effects, self._now())
+    def deciding(self, effects: Iterable[Effect]) -> Work[list[Deed]]:
+        """See `OutputCommit.deciding`."""
+        return self.output.deciding(effects, self._now())
 
-    def settle(self) -> list[Deed]:
+    def settling(self) -> Work[list[Deed]]:
         """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
         if self.update_log is not None:
-            self._logged.look()
-        return self.output.settle(self._now())
+            yield from self._logged.looking()
+        return (yield from self.output.settling(self._now()))
 
     @property
     def promises(self) -> tuple[Promise, ...]:
         """See `OutputCommit.promises`."""
         return self.output.promises
 
-    def tick(self) -> None:
-        """Ask for the lease, send again what was not acknowledged, and copy ranges for those who
-        join; to be called ten times a lease at least.
+    def keep_up(self) -> None:
+        """Ask for the lease, and send again what was not acknowledged; to be called ten times a
+        lease at least, whatever is under way.
         """
         now_s = self._now()
         self._send_all(self._pacing.late(now_s))
         beats = self._pacing.beats(now_s)
         if beats is not None:
             self._beat(beats)
-        self._give_snapshots(now_s)
-        if self.update_log is not None:
-            self._look_at(self.update_log)
-        self.do(self.output.release(now_s, self.replication.primaries))
 
-    def _look_at(self, log: UpdateLog) -> None:
+    def going_on(self) -> Work[list[Deed]]:
+        """Copy ranges for those who join, and look at the log; what may be done now."""
+        yield from self._giving_snapshots()
+        if self.update_log is not None:
+            yield from self._looking_at(self.update_log)
+        return self.output.release(self._now(), self.replication.primaries)
+
+    def looking_at_log(self) -> Work[None]:
+        """What is served now is in the log, or gets there."""
+        yield from self._logged.looking()
+
+    def _looking_at(self, log: UpdateLog) -> Work[None]:
         if log.failure is not None:
             raise log.failure
-        self._logged.look()
+        yield from self._logged.looking()
         log.turn(self._shards.state_bytes)
 
     def _write(self, batch: Batch) -> None:
@@ -242,7 +255,21 @@ class ReplicatedRanges:
     def _written(self, written: Written) -> None:
         """More is in the update log."""
         self.do(self.output.release(self._now(), self._logged.written(written.numbers)))
-        self._logged.look()
+        self.log_has_room()
+
+    def _encoding(self, batch: Batch) -> Work[None]:
+        """Have a batch ready for who is told it: as messages for servers, else in pieces."""
+        primary = self.replication.primaries.get(batch.range_id)
+        if primary is None or not primary.holders:
+            if self.update_log is not None:
+                self._cut = batch, (yield from self._cutting(batch))
+            return
+        told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
+        messages = []
+        for pieces in (yield from cutting_batch(told)):
+            messages.append(b"".join(pieces))
+            yield
+        self._encoded = batch, messages
 
     def _messages(self, batch: Batch) -> Sequence[bytes]:
         if self._encoded is None or self._encoded[0] is not batch:
@@ -256,11 +283,18 @@ class ReplicatedRanges:
         """
         if self._encoded is not None and self._encoded[0] is batch:
             return [(message,) for message in self._encoded[1]]
-        told = tuple(
-            for_backup(change) if isinstance(change, Put) else fixed_for_backup(change)
-            for change in batch.changes
-        )
-        return batch_pieces(batch._replace(changes=told))
+        cut, self._cut = self._cut, None
+        if cut is not None and cut[0] is batch:
+            return cut[1]
+        return at_once(self._cutting(batch))
+
+    def _cutting(self, batch: Batch) -> Work[Sequence[Pieces]]:
+        told = []
+        for change in batch.changes:
+            is_put = isinstance(change, Put)
+            told.append(for_backup(change) if is_put else fixed_for_backup(change))
+            yield
+        return (yield from cutting_batch(batch._replace(changes=tuple(told))))
 
     # --- values that are loaded
 
@@ -299,11 +333,16 @@ class ReplicatedRanges:
         """Bytes that wait to be written to other servers."""
         return self._queues.queued_bytes
 
-    def _give_snapshots(self, now_s: float) -> None:
-        for peer, snapshot in self.output.snapshots(now_s, self._has_room):
+    def _giving_snapshots(self) -> Work[None]:
+        for peer, snapshot in self.output.snapshots(self._now(), self._has_room):
+            copy = yield from self._shards.copying(snapshot)
+            messages = []
+            for message in snapshot_messages(copy):
+                messages.append(message)
+                yield
             link = self._links.find(peer)
             if link is not None:
-                link.send(snapshot_messages(self._shards.copy(snapshot)))
+                link.send(messages)
 
     def _has_room(self, peer: NodeId) -> bool:
         link = self._links.find(peer)
@@ -338,13 +377,17 @@ class ReplicatedRanges:
 
     # --- what this server says of others'
 
-    @decides
     def take(self, batch: Batch) -> Ack | None:
+        """`taking`, at once."""
+        return at_once(self.taking(batch))
+
+    @decides
+    def taking(self, batch: Batch) -> Work[Ack | None]:
         """A batch of a primary came."""
         try:
             is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
             for change in batch.changes if is_taken else ():
-                self._shards.make(change)
+                yield from self._shards.making(change)
         except Exception as error:  # noqa: BLE001 - whatever it is, not all of the batch is here
             self._lost_track(batch.range_id, error)
             return None
@@ -360,8 +403,12 @@ class ReplicatedRanges:
                     self._view_came.clear()
                     await self._view_came.wait()
 
-    @decides
     def join(self, copy: RangeCopy) -> Ack | None:
+        """`joining`, at once."""
+        return at_once(self.joining(copy))
+
+    @decides
+    def joining(self, copy: RangeCopy) -> Work[Ack | None]:
         """All of a range came from its primary."""
         range_id = copy.snapshot.range_id
         before = self.replication.replicas.get(range_id)
@@ -369,7 +416,7 @@ class ReplicatedRanges:
         if ack is None or self.replication.replicas.get(range_id) is before:
             return ack
         try:
-            self._shards.restore(copy)
+            yield from self._shards.restoring(copy)
         except Exception as error:  # noqa: BLE001 - as in `take`
             self._lost_track(range_id, error)
             return None
@@ -401,6 +448,10 @@ class ReplicatedRanges:
         await self._links.close()
         if self.update_log is not None:
             await self.update_log.close()
+
+
+def _nothing_to_do() -> None:
+    """Nobody keeps a log."""
 
 
 def _nothing(deeds: Sequence[Deed]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ps_core.cluster_view import Session
 from ps_core.errors import InvalidConfig, NotOwner, Recovering
 from ps_runtime.errors import translated
 from ps_server.node import ParameterNode
@@ -27,6 +26,7 @@ from ps_server.replication_messages import Ack, Batch, Beat, Grant
 from ps_server.replication_reader import Came, ReplicationReader
 from ps_server.replication_wire import answers_message, greeting_message
 from ps_server.store_copy import RangeCopy
+from ps_server.works import Works
 from pushpull.v1 import replication_pb2, replication_pb2_grpc
 
 SERVICE = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full_name
@@ -86,10 +86,10 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         """See replication.proto."""
         reader = ReplicationReader()
         header = reader.read(await anext(aiter(request_iterator), b""))
-        session, replicas = self._admitted(header)
-        yield greeting_message(session, self.stream_port)
+        node, replicas = self._admitted(header)
+        yield greeting_message(node.session, self.stream_port)
         answers = _Answers()
-        taking = asyncio.create_task(_take(replicas, reader, request_iterator, answers))
+        taking = asyncio.create_task(_take(node.works, replicas, reader, request_iterator, answers))
         try:
             async for message in answers.messages():
                 yield message
@@ -98,8 +98,8 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
             with contextlib.suppress(asyncio.CancelledError):
                 await taking
 
-    def _admitted(self, header: Came | None) -> tuple[Session, ReplicatedRanges]:
-        """This server's own session and its replicas, for a caller that may speak here."""
+    def _admitted(self, header: Came | None) -> tuple[ParameterNode, ReplicatedRanges]:
+        """This server and its replicas, for a caller that may speak here."""
         if self._node is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)
         if header is None or isinstance(header, Batch | Beat | RangeCopy):
@@ -112,10 +112,11 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         self._node.sessions.admit(header.session, "Replicate")
         if self._node.replicas is None:
             raise InvalidConfig("this cluster does not replicate its ranges")
-        return own, self._node.replicas
+        return self._node, self._node.replicas
 
 
 async def _take(
+    works: Works,
     replicas: ReplicatedRanges,
     reader: ReplicationReader,
     messages: AsyncIterator[bytes],
@@ -125,12 +126,12 @@ async def _take(
         async for raw in messages:
             match reader.read(raw):
                 case Batch() as batch:
-                    answers.put(replicas.take(batch))
+                    answers.put(await works.done(replicas.taking(batch)))
                 case Beat() as beat:
                     answers.put(replicas.grant(beat))
                 case RangeCopy() as copy:
                     await replicas.view_of(copy.snapshot)
-                    answers.put(replicas.join(copy))
+                    answers.put(await works.done(replicas.joining(copy)))
     except asyncio.CancelledError:
         raise
     except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again

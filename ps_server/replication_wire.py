@@ -27,6 +27,7 @@ from ps_core.cluster_view import Session
 from ps_core.envelope import join, pieces_of_several, split, split_several, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, InvariantViolation
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.work import Work, at_once, pieces_of
 from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
 from ps_server.decision_wire import (
     RecordTable,
@@ -139,8 +140,16 @@ def batch_messages(batch: Batch) -> list[bytes]:
 
 def batch_pieces(batch: Batch) -> list[Pieces]:
     """As `batch_messages`, each in pieces: those that are payloads are views of them."""
+    return at_once(cutting_batch(batch))
+
+
+def cutting_batch(batch: Batch) -> Work[list[Pieces]]:
+    """`batch_pieces`, in steps."""
     head, blocks = _head(batch)
-    parts = [(_beside(block), block.payload) for block in blocks]
+    parts = []
+    for some in pieces_of(blocks):
+        parts += [(_beside(block), block.payload) for block in some]
+        yield
     rest = wrap(_HEAD, head.SerializeToString())
     messages: list[Pieces] = []
     begin = size = 0
@@ -150,6 +159,7 @@ def batch_pieces(batch: Batch) -> list[Pieces]:
         if end > begin and size > limits.REPLICATION_MESSAGE_BYTES:
             messages.append(_around(_MORE_FOLLOW, parts[begin:end]))
             begin, size = end, length
+            yield
     if begin < len(parts) and size + len(rest) + _FRAME_BYTES > limits.MAX_MESSAGE_BYTES:
         messages.append(_around(_MORE_FOLLOW, parts[begin:]))
         begin = len(parts)

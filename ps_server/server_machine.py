@@ -37,6 +37,7 @@ from ps_core.errors import (
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
+from ps_core.work import Work, at_once
 from ps_server.events import (
     Effect,
     EntryEvent,
@@ -168,6 +169,10 @@ class ServerMachine:
         return PartAdded(table, range_id, blocks)
 
     def ended(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
+        """`ending`, at once."""
+        return at_once(self.ending(workers, now_s))
+
+    def ending(self, workers: Sequence[Node], now_s: float) -> Work[list[Effect]]:
         """The membership of these workers has ended, by the view that was observed last: they have
         left, or were declared gone. To be said after each view: a part that was added since learns
         of all of them, the others of those who are new.
@@ -177,12 +182,14 @@ class ServerMachine:
         for part in added:
             for node in self._ended.values():
                 effects += part.ended(node, now_s)
+                yield
         for node in workers:
             if node.incarnation in self._ended:
                 continue
             self._ended[node.incarnation] = node
             for part in self._parts.values():
                 effects += part.ended(node, now_s)
+                yield
             for room in self._rooms.values():
                 room.forget(node)
                 room.credits(effects)
@@ -190,6 +197,10 @@ class ServerMachine:
         return effects
 
     def settle(self, now_s: float) -> list[Effect]:
+        """`settling`, at once."""
+        return at_once(self.settling(now_s))
+
+    def settling(self, now_s: float) -> Work[list[Effect]]:
         """Changes of tables' consistency that were proposed, withdrawn or committed by the view
         that was observed last; to be said again when parts were added.
         """
@@ -198,6 +209,7 @@ class ServerMachine:
             table = self._tables[table_id]
             decides = range_id == table.deciding_range(self.total_range_count)
             effects += part.observe(table, now_s, decides=decides)
+            yield
             for join in table.joins:
                 if join.incarnation in self._ended:  # who joined may have gone already
                     effects += part.ended(self._ended[join.incarnation], now_s)

@@ -148,6 +148,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         if not request.cut:
             raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
         lasts_s = min(request.deadline_ms / 1000 or limits.DEFAULT_CUT_S, limits.MAX_CUT_S)
+        await self._node.works.idle()
         clock = self._node.begin_cut(session, TableId(request.table_id), request.cut, lasts_s)
         return parameters_pb2.BeginCutResponse(clock=clock)
 
@@ -157,6 +158,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.EndCutResponse:
         """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "EndCut")
+        await self._node.works.idle()
         self._node.end_cut(session, TableId(request.table_id), request.cut)
         return parameters_pb2.EndCutResponse()
 
@@ -166,6 +168,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.SettleChangeResponse:
         """See parameters.proto."""
         self._node.sessions.admit(request.session, "SettleChange")
+        await self._node.works.idle()
         settled = self._node.settle_change(TableId(request.table_id), request.number)
         return parameters_pb2.SettleChangeResponse(
             outcome=change_outcome_to_proto(None if settled is None else settled.outcome),
@@ -236,22 +239,27 @@ async def _take_entries(
 ) -> None:
     """Do what the entries of a message say."""
     events = intake.entry_events(message, sender, node.shards)
-    turn = _turn(node, events)
+    turn, block_count = _turn(node, events)
     while turn:
-        node.entries(stream, turn)
-        turn = _turn(node, events)
+        if block_count > _TURN_BLOCK_COUNT:
+            await node.take(stream, turn)
+        else:
+            if node.works.is_busy:
+                await node.works.idle()
+            node.entries(stream, turn)
+        turn, block_count = _turn(node, events)
         if turn:
             await asyncio.sleep(0)  # let others in, and what is answered out
 
 
-def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> list[EntryEvent]:
-    """The next that are done in one stretch: entries of so many blocks, or one."""
+def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[EntryEvent], int]:
+    """The next that are done in one stretch, entries of so many blocks, or one; and how many."""
     turn: list[EntryEvent] = []
     block_count = 0
     while block_count < _TURN_BLOCK_COUNT and (event := next(events, None)) is not None:
         turn.append(event)
         block_count += node.block_count(event)
-    return turn
+    return turn, block_count
 
 
 async def _begin_read(
@@ -264,7 +272,10 @@ async def _begin_read(
         return
     reading = Reading(node, request, stream.session, stream.call)
     may_be_at_once = (
-        number and stream.has_part_room and node.unread.has_room(limits.STREAM_READ_BYTES)
+        number
+        and not node.works.is_busy
+        and stream.has_part_room
+        and node.unread.has_room(limits.STREAM_READ_BYTES)
     )
     answer = reading.at_once() if may_be_at_once else None
     if answer is None:

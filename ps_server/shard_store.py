@@ -30,12 +30,20 @@ What it deliberately does not do: sequence, wait, decide who contributes, know p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation
+from ps_core.errors import (
+    InvalidConfig,
+    InvalidKeys,
+    InvalidTensor,
+    InvariantViolation,
+    UpdateFailed,
+)
 from ps_core.keys import Incarnation
 from ps_core.tables import (
     NATIVE_CODEC,
@@ -43,6 +51,7 @@ from ps_core.tables import (
     Hyperparameters,
     Table,
 )
+from ps_core.work import Work, at_once, pieces_of
 from ps_server import contributions, delay
 from ps_server.block_values import (
     ReadyBlock,
@@ -70,6 +79,20 @@ from ps_server.store_copy import (
 )
 from ps_server.sums import KeptSums, Total
 from ps_server.update_arithmetic import UpdateArithmetic
+
+
+class Changes(NamedTuple):
+    """Who is told of blocks before they change and after."""
+
+    begin: Callable[[Sequence[int]], None]
+    end: Callable[[Sequence[int]], None]
+
+
+def _nobody(blocks: Sequence[int]) -> None:
+    del blocks
+
+
+NOBODY_LOOKS = Changes(_nobody, _nobody)
 
 
 class ShardStore:
@@ -242,6 +265,10 @@ class ShardStore:
             total.add(part, self._pool)
 
     def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
+        """`reducing`, at once."""
+        return at_once(self.reducing(clock, contributor_count))
+
+    def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
         """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
 
         Args:
@@ -253,8 +280,8 @@ class ShardStore:
             in float64; absent tensors count as zeros.
         """
         total = self._forming_total(clock)
-        self._arithmetic.reduce(total, contributor_count)
-        return total.squares(self._states, self._pool)
+        yield from self._arithmetic.reducing(total, contributor_count)
+        return (yield from total.squaring(self._states, self._pool))
 
     def apply(
         self,
@@ -263,12 +290,13 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """Form update `clock` from what was folded and apply it: `take` and `apply_total` in one.
+        """Form update `clock` from what was folded and apply it: `take` and `applying` in one.
 
-        Args, Raises: as `apply_total`; what was folded is still there after an InvalidConfig.
+        Args, Raises: as `applying`; what was folded is still there after an InvalidConfig.
         """
-        numbers = self._arithmetic.numbers(hyperparameters)
-        return self._apply(clock, self.take(clock), numbers, contributor_count, update_scale)
+        self._arithmetic.numbers(hyperparameters)
+        total = self.take(clock)
+        return self.apply_total(clock, total, hyperparameters, contributor_count, update_scale)
 
     def apply_total(
         self,
@@ -278,7 +306,20 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """Apply a sum that was taken, or came from another server; the blocks touched, ascending.
+        """`applying`, at once."""
+        terms = hyperparameters, contributor_count, update_scale
+        return at_once(self.applying(clock, total, *terms))
+
+    def applying(
+        self,
+        clock: int,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+        changes: Changes = NOBODY_LOOKS,
+    ) -> Work[tuple[int, ...]]:
+        """Apply a sum that was taken, or came from another server, some blocks after others.
 
         Args:
             clock: the update.
@@ -286,13 +327,49 @@ class ShardStore:
             hyperparameters: put over the table's own; empty means those.
             contributor_count: the workers that took part, with or without gradients.
             update_scale: what the reduced gradient is multiplied by.
+            changes: who is told of blocks before they change and after.
+
+        Returns:
+            The blocks touched, ascending.
 
         Raises:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
             UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
-        numbers = self._arithmetic.numbers(hyperparameters)
-        return self._apply(clock, total, numbers, contributor_count, update_scale)
+        arithmetic = self._arithmetic
+        numbers = arithmetic.numbers(hyperparameters)
+        blocks = tuple(sorted(total.parts))
+        terms = total, numbers, contributor_count, update_scale
+        if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
+            for some in pieces_of(tuple(self._states)):
+                changes.begin(some)
+                changes.end(some)
+                yield
+        if arithmetic.is_whole:
+            self._change(
+                blocks, changes, lambda: arithmetic.apply_whole(self._states, clock, *terms)
+            )
+        else:
+            for some in pieces_of(blocks):
+                self._change(some, changes, partial(arithmetic.apply, self._states, some, *terms))
+                yield
+        total.is_reduced = True
+        if arithmetic.is_aggregate:
+            self._sums.keep(clock, total)
+        return blocks
+
+    def _change(self, blocks: Sequence[int], changes: Changes, change: Callable[[], None]) -> None:
+        before = self._bytes_of(blocks)
+        changes.begin(blocks)
+        try:
+            change()
+        except UpdateFailed:
+            changes.end(blocks)
+            raise
+        changes.end(blocks)  # what else is raised leaves blocks marked: nobody takes a part
+        self._block_bytes += self._bytes_of(blocks) - before
+        for block in blocks:
+            self._versions[block] += 1
 
     def take(self, clock: int) -> Total:
         """What was folded for `clock`, for `apply_total`: the caller's from now on. What is folded
@@ -310,6 +387,10 @@ class ShardStore:
         self._forming[clock] = total
 
     def received(self, sent: SentTotal) -> Total:
+        """`receiving`, at once."""
+        return at_once(self.receiving(sent))
+
+    def receiving(self, sent: SentTotal) -> Work[Total]:
         """A sum that came from another server, checked. Changes nothing.
 
         Shapes:
@@ -321,9 +402,10 @@ class ShardStore:
                 length.
             InvalidTensor: a payload has the wrong length.
         """
-        parts = {
-            each.block: received(self._table, self._state(each.block), each) for each in sent.blocks
-        }
+        parts = {}
+        for each in sent.blocks:
+            parts[each.block] = received(self._table, self._state(each.block), each)
+            yield
         if len(parts) != len(sent.blocks):
             raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
         return Total(parts, sent.is_reduced)
@@ -335,13 +417,17 @@ class ShardStore:
             total.release(self._pool)
 
     def snapshot(self) -> StoreCopy:
+        """`copying`, at once."""
+        return at_once(self.copying())
+
+    def copying(self) -> Work[StoreCopy]:
         """All that is here for good: values, optimizer state, versions, kept sums, sums that wait
         for their scale. Shares nothing with the store.
         """
-        blocks = [
-            copy_of_block(block, self._versions[block], state)
-            for block, state in self._states.items()
-        ]
+        blocks = []
+        for block, state in self._states.items():
+            blocks.append(copy_of_block(block, self._versions[block], state))
+            yield
         sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]
         for clock, total in self._forming.items():
             if total.is_reduced:
@@ -368,6 +454,10 @@ class ShardStore:
         return room
 
     def check(self, copy: StoreCopy) -> None:
+        """`checking`, at once."""
+        at_once(self.checking(copy))
+
+    def checking(self, copy: StoreCopy) -> Work[None]:
         """Refuse a copy of anything else than these blocks. Changes nothing.
 
         Raises:
@@ -382,23 +472,34 @@ class ShardStore:
             )
         for each in copy.blocks:
             check_block(f"block {each.block} of '{self._name}'", each, self._states[each.block])
+            yield
         for kept in copy.sums:
-            self.received(kept.total)
+            yield from self.receiving(kept.total)
 
     def restore(self, copy: StoreCopy) -> None:
+        """`restoring`, at once."""
+        at_once(self.restoring(copy))
+
+    def restoring(self, copy: StoreCopy, changes: Changes = NOBODY_LOOKS) -> Work[None]:
         """Become what `copy` says, in the memory that the values have: of what was here before,
         nothing is left. Sums stay in the memory of `copy`.
 
         Raises:
             As `check`; then nothing has changed.
         """
-        self.check(copy)
+        yield from self.checking(copy)
         self.abandon()
         self.lineage = object()
         for block in copy.blocks:
+            changes.begin((block.block,))
             restore_block(block, self._states[block.block])
             self._versions[block.block] = block.version
-        sums = [(each, self.received(each.total)) for each in copy.sums]
+            changes.end((block.block,))
+            yield
+        sums: list[tuple[SumCopy, Total]] = []
+        for kept in copy.sums:
+            total = yield from self.receiving(kept.total)
+            sums.append((kept, total))
         self._block_bytes = self._bytes_of(self._states)
         self._sums.restore({each.clock: total for each, total in sums if not each.waits})
         self._forming.update((each.clock, total) for each, total in sums if each.waits)
@@ -451,6 +552,11 @@ class ShardStore:
             return encoded(state.values, state.length, codec, self._pool), b""
         return self._sums.read(state, block, codec, clock)
 
+    @property
+    def blocks(self) -> Collection[int]:
+        """Its blocks, ascending."""
+        return self._states.keys()
+
     def version(self, block: int) -> int:
         """Updates that have touched the block.
 
@@ -498,23 +604,3 @@ class ShardStore:
         if total is None:
             total = self._forming[clock] = Total()
         return total
-
-    def _apply(
-        self,
-        clock: int,
-        total: Total,
-        numbers: dict[str, float],
-        contributor_count: int,
-        update_scale: float,
-    ) -> tuple[int, ...]:
-        touched = list(total.parts)
-        before = self._bytes_of(touched)
-        blocks = self._arithmetic.apply(
-            self._states, clock, total, numbers, contributor_count, update_scale
-        )
-        self._block_bytes += self._bytes_of(touched) - before
-        for block in blocks:
-            self._versions[block] += 1
-        if self._arithmetic.is_aggregate:
-            self._sums.keep(clock, total)
-        return blocks

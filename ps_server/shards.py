@@ -23,6 +23,7 @@ from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Codec, Table
+from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.turns import Turns
 from ps_server import contributions
 from ps_server.block_values import ReadyBlock, ready_block
@@ -36,7 +37,7 @@ from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
-from ps_server.shard_store import ShardStore
+from ps_server.shard_store import Changes, ShardStore
 from ps_server.store_copy import RangeCopy
 from ps_server.sums import Total
 from ps_server.value_homes import ValueHomes, held_ranges
@@ -61,8 +62,8 @@ class _Ready:
 class HeldAnswer(Protocol):
     """An answer that is made of a range piece by piece."""
 
-    def keep(self) -> None:
-        """The range is about to change."""
+    def keep(self, blocks: Collection[int]) -> None:
+        """These blocks of the range are about to change."""
 
 
 class Shards:
@@ -171,8 +172,9 @@ class Shards:
     def remove(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more, of any table."""
         for key in [key for key in self.stores if key[1] == range_id]:
-            self._keep_held(key)
+            self._keep_held(key, self.stores[key].blocks)
             del self.stores[key]
+            self._held.pop(key, None)
         self.homes.remove(range_id)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
@@ -213,14 +215,20 @@ class Shards:
         parts = _contributions(effect.parts)
         store.fold(effect.clock, parts, effect.scale, effect.compensation)
 
-    def reduce(self, record: Record) -> tuple[float, ...]:
+    def folding(self, effect: Fold) -> Work[None]:
+        """`fold`, a few blocks at a time."""
+        for some in effect.pieces:
+            self.fold(some)
+            yield
+
+    def reducing(self, record: Record) -> Work[tuple[float, ...]]:
         """The sum of the record's clock is whole: reduce it, and say how large it is.
 
         Returns:
             As `ShardStore.reduce`.
         """
         store = self.stores[record.table_id, record.range_id]
-        return store.reduce(record.clock, record.contributor_count)
+        return store.reducing(record.clock, record.contributor_count)
 
     def take(self, record: Record) -> Total:
         """The sum of the record's clock, for `apply`: what is folded for it later is another."""
@@ -231,64 +239,82 @@ class Shards:
         return self.stores[record.table_id, record.range_id].kept_total(record.clock)
 
     def apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
+        """`applying`, at once."""
+        return at_once(self.applying(record, total))
+
+    def applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
         """Why the update could not be computed, if so; then nothing has changed.
 
         Args:
             record: the decision.
             total: the sum, which is used up; None means what was folded for its clock.
         """
-        failure = None
         key = record.table_id, record.range_id
-        store, lent = self.stores[key], self.homes.find(key)
+        store = self.stores[key]
         if total is None:
             total = store.take(record.clock)
-        self._begin_change(key, record.blocks)
         try:
-            store.apply_total(
+            yield from store.applying(
                 record.clock,
                 total,
                 record.hyperparameters,
                 record.contributor_count,
                 record.update_scale,
+                self._changes(key),
             )
         except UpdateFailed as error:  # a new one: this one's frames hold the gradients
-            failure = UpdateFailed(f"{error.message} (range {record.range_id})")
-        if lent is not None:  # what else may be raised leaves blocks marked: nobody takes a part
-            lent.end_change(record.blocks)
-        return failure
+            return UpdateFailed(f"{error.message} (range {record.range_id})")
+        return None
 
     def assign(self, effect: Assign) -> None:
-        """Initial values."""
-        record = effect.record
-        key = record.table_id, record.range_id
-        lent = self.homes.find(key)
-        self._begin_change(key, record.blocks)
-        self.stores[key].assign(_contributions(effect.parts))
-        if lent is not None:
-            lent.end_change(record.blocks)
+        """`assigning`, at once."""
+        at_once(self.assigning(effect))
 
-    def _begin_change(self, key: _Key, blocks: Sequence[int]) -> None:
-        """These blocks are about to change."""
-        self._keep_held(key)
-        if self.captures is not None:
-            self.captures.before_change(key, blocks)
+    def assigning(self, effect: Assign) -> Work[None]:
+        """Initial values."""
+        key = effect.record.table_id, effect.record.range_id
+        changes = self._changes(key)
+        for some in pieces_of(effect.parts):
+            blocks = [block for block, _ in some]
+            changes.begin(blocks)
+            self.stores[key].assign(_contributions(some))
+            changes.end(blocks)
+            yield
+
+    def _changes(self, key: _Key) -> Changes:
+        """Who is told of what changes in a range."""
         lent = self.homes.find(key)
-        if lent is not None:
-            lent.begin_change(blocks)
+
+        def begin(blocks: Sequence[int]) -> None:
+            self._keep_held(key, blocks)
+            if self.captures is not None:
+                self.captures.before_change(key, blocks)
+            if lent is not None:
+                lent.begin_change(blocks)
+
+        def end(blocks: Sequence[int]) -> None:
+            if lent is not None:
+                lent.end_change(blocks)
+
+        return Changes(begin, end)
 
     def hold(self, key: _Key, answer: HeldAnswer) -> None:
         """This answer is not all made: before the range changes it is told, if anybody has it."""
         self._held.setdefault(key, WeakSet()).add(answer)
 
-    def _keep_held(self, key: _Key) -> None:
-        for answer in self._held.pop(key, ()):
-            answer.keep()
+    def _keep_held(self, key: _Key, blocks: Collection[int]) -> None:
+        for answer in tuple(self._held.get(key, ())):
+            answer.keep(blocks)
 
     def drop(self, record: Record) -> None:
         """Nothing comes of the sum of the record's clock."""
         self.stores[record.table_id, record.range_id].drop(record.clock)
 
     def make(self, change: Change) -> UpdateFailed | None:
+        """`making`, at once."""
+        return at_once(self.making(change))
+
+    def making(self, change: Change) -> Work[UpdateFailed | None]:
         """A backup does to values what its primary has decided, as the primary does it.
 
         Returns:
@@ -303,34 +329,45 @@ class Shards:
         match change:
             case Put():
                 if change.total is None:
-                    return self.apply(record)
-                total = _received(store, record, change.total)
+                    return (yield from self.applying(record))
+                total = yield from _receiving(store, record, change.total)
                 store.drop(record.clock)  # a primary that took over sends what it was told was kept
-                return self.apply(record, total)
+                return (yield from self.applying(record, total))
             case Kept():
                 sent = change.total._replace(is_reduced=True)
-                store.put_total(record.clock, _received(store, record, sent))
+                store.put_total(record.clock, (yield from _receiving(store, record, sent)))
             case Dropped():
                 store.drop(record.clock)
             case Assigned():
-                values = _received(store, record, SentTotal(change.parts))
-                self.assign(Assign(record, tuple(values.parts.items())))
+                values = yield from _receiving(store, record, SentTotal(change.parts))
+                yield from self.assigning(Assign(record, tuple(values.parts.items())))
         return None
 
     # --- for servers that join
 
     def copy(self, snapshot: Snapshot) -> RangeCopy:
+        """`copying`, at once."""
+        return at_once(self.copying(snapshot))
+
+    def copying(self, snapshot: Snapshot) -> Work[RangeCopy]:
         """The values of a range as they are now, beside what `snapshot` knows; shares nothing with
         them.
         """
         range_id = snapshot.range_id
-        held = tuple(fixed_for_backup(change) for change in snapshot.held)
-        stores = {
-            table_id: self.stores[table_id, range_id].snapshot() for table_id in snapshot.copies
-        }
-        return RangeCopy(snapshot._replace(held=held), stores)
+        held = []
+        for change in snapshot.held:
+            held.append(fixed_for_backup(change))
+            yield
+        stores = {}
+        for table_id in snapshot.copies:
+            stores[table_id] = yield from self.stores[table_id, range_id].copying()
+        return RangeCopy(snapshot._replace(held=tuple(held)), stores)
 
     def restore(self, copy: RangeCopy) -> None:
+        """`restoring`, at once."""
+        at_once(self.restoring(copy))
+
+    def restoring(self, copy: RangeCopy) -> Work[None]:
         """Make the stores of a range, which are here, what the copy says.
 
         Raises:
@@ -339,16 +376,12 @@ class Shards:
         """
         range_id = copy.snapshot.range_id
         for table_id, each in copy.stores.items():
-            self._store(table_id, range_id).check(each)
+            yield from self._store(table_id, range_id).checking(each)
         for table_id, each in copy.stores.items():
-            lent = self.homes.find((table_id, range_id))
-            blocks = [block.block for block in each.blocks]
-            self._begin_change((table_id, range_id), blocks)
-            self.stores[table_id, range_id].restore(each)
-            if lent is not None:
-                lent.end_change(blocks)
+            key = table_id, range_id
+            yield from self.stores[key].restoring(each, self._changes(key))
         for change in copy.snapshot.held:
-            self.make(change)
+            yield from self.making(change)
 
     def forget(self, effect: Forget) -> None:
         """What was kept for a reader is of no use any more."""
@@ -393,8 +426,8 @@ def fixed_for_backup(change: Change) -> Change:
     return change
 
 
-def _received(store: ShardStore, record: Record, sent: SentTotal) -> Total:
-    total = store.received(sent)
+def _receiving(store: ShardStore, record: Record, sent: SentTotal) -> Work[Total]:
+    total = yield from store.receiving(sent)
     beyond = total.parts.keys() - set(record.blocks)
     if beyond:
         raise InvalidKeys(

@@ -18,6 +18,7 @@ import torch
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Codec, presence_bytes
+from ps_core.work import Work
 from ps_server import contributions
 from ps_server.block_values import encoded
 from ps_server.buffer_pool import BufferPool
@@ -48,18 +49,20 @@ class Total:
             part if sum_before is None else contributions.added(sum_before, part, pool)
         )
 
-    def average(self, contributor_count: int, pool: BufferPool) -> None:
+    def averaging(self, contributor_count: int, pool: BufferPool) -> Work[None]:
         """Make a mean of every sum."""
         for block, part in self.parts.items():
             self.parts[block] = contributions.averaged(part, contributor_count, pool)
+            yield
 
-    def squares(self, blocks: Iterable[int], pool: BufferPool) -> tuple[float, ...]:
+    def squaring(self, blocks: Iterable[int], pool: BufferPool) -> Work[tuple[float, ...]]:
         """Of each of `blocks`, the sum of the squares, in float64; what is absent counts as 0."""
-        parts = self.parts
-        return tuple(
-            contributions.square_sum(parts[block], pool) if block in parts else 0.0
-            for block in blocks
-        )
+        parts, found = self.parts, []
+        for block in blocks:
+            part = parts.get(block)
+            found.append(0.0 if part is None else contributions.square_sum(part, pool))
+            yield
+        return tuple(found)
 
     def release(self, pool: BufferPool) -> None:
         """Nothing comes of it."""

@@ -10,10 +10,11 @@ What it deliberately does not do: form sums (`ps_server.sums`), or hold blocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ps_core.errors import check
 from ps_core.tables import Hyperparameters, OptimizerKind, Reduction, Table
+from ps_core.work import Work
 from ps_server import contributions
 from ps_server.buffer_pool import BufferPool
 from ps_server.contributions import Contribution
@@ -63,14 +64,39 @@ class UpdateArithmetic:
         """
         return dict(self._table.numbers.merged(hyperparameters))
 
-    def reduce(self, total: Total, contributor_count: int) -> None:
+    def reducing(self, total: Total, contributor_count: int) -> Work[None]:
         """Make of the sums what is only to be scaled."""
         check(contributor_count >= 1 or not total.parts, "STO-3", "a sum without contributors")
-        total.is_reduced = True
         if self._is_mean:
-            total.average(contributor_count, self._pool)
+            yield from total.averaging(contributor_count, self._pool)
+        total.is_reduced = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an update is of all its blocks at once, or of none."""
+        return self._custom is not None
 
     def apply(
+        self,
+        states: Mapping[int, BlockState],
+        blocks: Sequence[int],
+        total: Total,
+        numbers: dict[str, float],
+        contributor_count: int,
+        update_scale: float,
+    ) -> None:
+        """Update some of the total's blocks, and use up their sums."""
+        parts = total.parts
+        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
+        for block in blocks:
+            part = self._scaled(parts[block], total, contributor_count, update_scale)
+            if self.is_aggregate:
+                parts[block] = part
+            else:
+                del parts[block]
+                self._apply_block(states[block], part, numbers)
+
+    def apply_whole(
         self,
         states: Mapping[int, BlockState],
         clock: int,
@@ -78,35 +104,30 @@ class UpdateArithmetic:
         numbers: dict[str, float],
         contributor_count: int,
         update_scale: float,
-    ) -> tuple[int, ...]:
-        """Update the blocks, and use up the total; the blocks touched, ascending.
+    ) -> None:
+        """Update all of the total's blocks, where `is_whole`, and use it up.
 
         Raises:
             UpdateFailed: the custom update failed; values and state are as they were.
         """
         parts = total.parts
         check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
-        blocks = tuple(sorted(parts))
-        is_whole = self.is_aggregate or self._custom is not None
-        for block in blocks:
-            part = parts[block]
-            if self._is_mean and not total.is_reduced:
-                part = contributions.averaged(part, contributor_count, self._pool)
-            part = contributions.scaled(part, update_scale, self._pool)
-            if is_whole:
-                parts[block] = part
-            else:
-                self._apply_block(states[block], part, numbers)
-        if self._custom is not None:
-            try:
+        blocks = sorted(parts)
+        try:
+            for block in blocks:
+                parts[block] = self._scaled(parts[block], total, contributor_count, update_scale)
+            if self._custom is not None:
                 changed = [(states[block], parts[block]) for block in blocks]
                 self._custom.apply(clock, changed, numbers)
-            finally:
-                total.release(self._pool)
-        total.is_reduced = True
-        if not self.is_aggregate:
-            parts.clear()
-        return blocks
+        finally:
+            total.release(self._pool)
+
+    def _scaled(
+        self, part: Contribution, total: Total, contributor_count: int, update_scale: float
+    ) -> Contribution:
+        if self._is_mean and not total.is_reduced:
+            part = contributions.averaged(part, contributor_count, self._pool)
+        return contributions.scaled(part, update_scale, self._pool)
 
     def _apply_block(
         self, state: BlockState, total: Contribution, numbers: dict[str, float]

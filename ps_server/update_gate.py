@@ -171,12 +171,11 @@ class UpdateGate:
             if step.seal is not None:
                 seal = step.seal
                 self._state.end(worker, seal.sender, seal.sequence, Ending(Outcome.WITHDRAWN), out)
-            for sequence in sorted([*step.pushes, *step.missing]):
-                push = step.pushes.get(sequence)
-                sender = push.sender if push is not None else step.missing[sequence]
-                if push is not None:
-                    self._state.unstage(step, worker, push)
-                    del worker.held[sequence]
+            pushes = [step.pushes[sequence] for sequence in sorted(step.pushes)]
+            self._state.unstage_step(step, worker)
+            self._state.end_pushes(worker, pushes, Ending(Outcome.WITHDRAWN), out)
+            for sequence in sorted(step.missing):
+                sender = step.missing[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
     def ended(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:

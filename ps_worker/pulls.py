@@ -395,7 +395,9 @@ def _target(order: ReadOrder, block: int, length: int) -> tuple[Raw, int]:
 def _request(
     reading: _Reading, view: ClusterView, ranges: list[RangeId], wait_s: float
 ) -> parameters_pb2.PullRequest:
-    """What is still wanted of `ranges`; one that is wanted whole is named without its blocks."""
+    """What is still wanted of `ranges`; one that is wanted whole is named without its blocks, and
+    so are those with the most, where the others have too many to name.
+    """
     table = reading.order.table
     request = parameters_pb2.PullRequest(
         table_id=table.table_id,
@@ -405,12 +407,32 @@ def _request(
         consistent=reading.order.consistent,
         cut=reading.order.cut,
     )
+    named = named_by_block(
+        {range_id: len(reading.wanted[range_id]) for range_id in ranges}, reading.whole_counts
+    )
     for range_id in ranges:
-        wanted = reading.wanted[range_id]
-        is_whole = len(wanted) == reading.whole_counts.get(range_id)
         request.ranges.add(
             range_id=range_id,
             assignment_epoch=view.ranges[range_id].assignment_epoch,
-            blocks=[] if is_whole else sorted(wanted),
+            blocks=sorted(reading.wanted[range_id]) if range_id in named else [],
         )
     return request
+
+
+def named_by_block(
+    counts: Mapping[RangeId, int], whole_counts: Mapping[RangeId, int]
+) -> set[RangeId]:
+    """The ranges whose blocks a request names one by one: those of which not all are wanted, the
+    fewest first, as many as it has room for.
+
+    Args:
+        counts: blocks that are wanted, by range.
+        whole_counts: blocks that there are.
+    """
+    room = limits.MAX_NAMED_BLOCK_COUNT
+    named: set[RangeId] = set()
+    for range_id, count in sorted(counts.items(), key=lambda item: item[1]):
+        if count != whole_counts.get(range_id) and count <= room:
+            named.add(range_id)
+            room -= count
+    return named

@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ps_core import limits
@@ -19,13 +20,13 @@ from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import LOOPBACK, NodeServer
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
-from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pushpull.v1 import scheduler_pb2
 from scheduler.checkpointing import CheckpointPolicy
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
 from scheduler.placement import range_count_for
 from scheduler.restoring import checkpoints_under, restored_from
-from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
 
 SERVERS_LEAVE_WITHIN_S = 5.0
 """How long a cluster that is done waits for its servers to say goodbye."""
@@ -228,15 +229,12 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         CheckpointRoots((cluster.checkpoint_url, settings.resume, *settings.checkpoint_roots)),
     )
 
-    def add_to_server(server: object) -> None:
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)
-
     try:
         node = await NodeServer.start(
             settings.listen,
             advertise=settings.advertise,
             http_listen=settings.http_listen,
-            services=[(SERVICE_NAME, add_to_server)],
+            services=[(SERVICE_NAME, partial(add_to_server, servicer))],
             registry=registry,
         )
     except BaseException:

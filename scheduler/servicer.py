@@ -10,25 +10,38 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ps_core import limits, rights
 from ps_core.change import Change
 from ps_core.cluster_view import NodeState, Role, Session
-from ps_core.errors import Draining, InvalidConfig, PushpullError, Unauthenticated, WaitExpired
+from ps_core.envelope import has_few
+from ps_core.errors import (
+    Draining,
+    InvalidConfig,
+    InvalidTensor,
+    PushpullError,
+    Unauthenticated,
+    WaitExpired,
+)
 from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import TableSpec
+from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.errors import translated
 from ps_runtime.join_secret import joiner
 from ps_runtime.metrics import SchedulerMetrics
+from ps_runtime.requests import RequestReader
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler import view_size
 from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
@@ -228,12 +241,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @translated
     async def CreateTable(
-        self, request: scheduler_pb2.CreateTableRequest, context: Context
+        self, request: scheduler_pb2.CreateTableRequest | bytes, context: Context
     ) -> scheduler_pb2.CreateTableResponse:
         """Creates a table or finds the identical one; parks until there are servers for it."""
         waits_s = _answer_within_s(context.time_remaining())
         with self._refusals_counted():
-            created = await self._created(request, clock.now_s() + waits_s)
+            created = await self._created(await _read(request), clock.now_s() + waits_s)
         return scheduler_pb2.CreateTableResponse(
             table=wire.table_to_proto(created.table), view_number=created.view_number
         )
@@ -372,7 +385,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> Created:
         """What became of the request by `deadline_s`, which is a moment of the clock."""
         session = self._caller(request.session, "CreateTable")
-        spec = await _spec_of(request.spec)
+        spec = await _spec_of(request.spec, self._cluster.view.tables)
         is_told = False
         while True:
             changed = self._changed
@@ -563,16 +576,90 @@ def _fitted(
     return response
 
 
-async def _spec_of(message: types_pb2.TableSpec) -> TableSpec:
+async def _read(
+    request: scheduler_pb2.CreateTableRequest | bytes,
+) -> scheduler_pb2.CreateTableRequest:
+    """The request; a long one is parsed beside the loop.
+
+    Raises:
+        InvalidConfig: it is none, or has too many tensors.
+    """
+    if not isinstance(request, bytes):
+        return request
+    raw = request
+
+    def read() -> scheduler_pb2.CreateTableRequest:
+        fields = types_pb2.TableSpec
+        try:
+            if has_few(
+                raw,
+                scheduler_pb2.CreateTableRequest.SPEC_FIELD_NUMBER,
+                fields.TENSORS_FIELD_NUMBER,
+                limits.MAX_TENSOR_COUNT,
+                fields.INITIALIZER_FIELD_NUMBER,
+            ):
+                return scheduler_pb2.CreateTableRequest.FromString(raw)
+        except (InvalidTensor, DecodeError):
+            pass
+        raise InvalidConfig(
+            f"a request of {len(raw)} bytes is no table's, or has over {limits.MAX_TENSOR_COUNT} "
+            f"tensors, or over {limits.MAX_ENTRY_BYTES} bytes beside them"
+        )
+
+    return await asyncio.to_thread(read)
+
+
+async def _spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> TableSpec:
     """The description that a message has. A long one is read beside the loop, and made the message
-    that views will have.
+    that views will have; what the loop is going to ask of its layout is found there, too.
     """
     if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
         return wire.spec_from_proto(message)
 
     def read() -> TableSpec:
         spec = wire.spec_from_proto(message)
+        found = next((table for table in known if table.spec.name == spec.name), None)
+        if found is not None and found.spec.tensors == spec.tensors:
+            spec = replace(spec, tensors=found.spec.tensors)
         wire.spec_to_proto(spec)
+        view_size.table_bytes(spec)
+        with contextlib.suppress(InvalidConfig):  # which the cluster says to who asks
+            spec.validated()
         return spec
 
     return await asyncio.to_thread(read)
+
+
+_PARSED_BYTES = limits.MESSAGE_OVERHEAD_BYTES
+"""Tables of up to so many are parsed where they come in."""
+
+_MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
+"""Of all other requests: what a node may say of itself, and who it is."""
+
+
+def _create_table_reader(raw: bytes) -> scheduler_pb2.CreateTableRequest | bytes:
+    return raw if len(raw) > _PARSED_BYTES else scheduler_pb2.CreateTableRequest.FromString(raw)
+
+
+def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's methods by their short names; what is too long is not parsed."""
+    handlers = {}
+    for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods:
+        is_stream = method.server_streaming
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if is_stream
+            else grpc.unary_unary_rpc_method_handler
+        )
+        read: Any = RequestReader(getattr(scheduler_pb2, method.input_type.name), _MOST_BYTES)
+        if method.name == "CreateTable":
+            read = _create_table_reader
+        write = getattr(scheduler_pb2, method.output_type.name).SerializeToString
+        handlers[method.name] = make(getattr(servicer, method.name), read, write)
+    return handlers
+
+
+def add_to_server(servicer: SchedulerServicer, server: grpc.aio.Server) -> None:
+    """As the generated function of that name."""
+    handlers = handlers_of(servicer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from ps_core import limits
 from ps_core.cluster_view import Node
+from ps_core.remembered import Remembered
 from ps_core.tables import TableSpec
 from scheduler.cluster_state import ClusterSettings, ClusterState
 
@@ -41,6 +42,8 @@ CUT_BYTES = 2 * _LENGTH_BYTES + 3 * _FIELD_BYTES
 JOIN_BYTES = 32
 """Who has a rank that was given anew, or is beyond the first, in one table."""
 
+_LAYOUT_BYTES = Remembered[int]()
+
 
 def table_bytes(spec: TableSpec) -> int:
     """The most bytes that a table takes of a view; `spec` is validated."""
@@ -50,10 +53,13 @@ def table_bytes(spec: TableSpec) -> int:
     numbers += sum(
         _NAMED_NUMBER_BYTES + len(name.encode()) for name, _ in optimizer.hyperparameters
     )
-    tensors = sum(
-        4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
-        for t in spec.tensors
-    )
+    tensors = _LAYOUT_BYTES.find(spec.tensors)
+    if tensors is None:
+        tensors = sum(
+            4 * _LENGTH_BYTES + _FIELD_BYTES * (1 + len(t.shape)) + len(t.name.encode())
+            for t in spec.tensors
+        )
+        _LAYOUT_BYTES.put(spec.tensors, tensors)
     return fixed + numbers + tensors
 
 

@@ -18,6 +18,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, 
 from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
+from ps_core.work import at_once
 from ps_runtime import wire
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
@@ -234,6 +235,11 @@ class Primary:
         delta = Delta(facts, (), (), ())
         self.ranges.replication.primaries[range_id].log.decide(TableId(1), delta, (), [])
 
+    def tick(self) -> None:
+        """Time has passed."""
+        self.ranges.keep_up()
+        at_once(self.ranges.going_on())
+
     def hear(self, range_id: RangeId, number: int) -> None:
         self.ranges.peer_said(TWO, answers_message([Ack(range_id, number, PLACED_EPOCH)]))
 
@@ -242,7 +248,7 @@ async def _opened(primary: Primary) -> None:
     """Until there is a stream: what is sent before is lost."""
     for _ in range(500):
         primary.now_s += LEASE_S / 9
-        primary.ranges.tick()
+        primary.tick()
         with contextlib.suppress(TimeoutError):
             await primary.peer.next_beat(within_s=0.02)
             return
@@ -278,7 +284,7 @@ def test_what_a_backup_lacks_of_one_range_is_sent_again_whatever_it_says_of_othe
             primary.decide(RangeId(1))
             primary.hear(RangeId(1), number)
             primary.now_s += LEASE_S / 9
-            primary.ranges.tick()
+            primary.tick()
             await primary.peer.next_beat()
         again = await primary.peer.next_batch()
         assert (again.range_id, again.number) == (RANGE, 1)

@@ -104,6 +104,28 @@ def test_an_ending_says_nothing_beside_its_outcome_unless_told() -> None:
     assert (ending.error, ending.staleness, ending.squares) == (None, 0, ())
 
 
+@given(st.lists(ACTIONS, max_size=20), st.sets(st.integers(1, 40)), ENDINGS)
+def test_many_that_end_alike_end_as_one_after_the_other(
+    before: list[tuple[str, int, Ending]], sequences: set[int], ending: Ending
+) -> None:
+    ledger, twin = course(before), course(before)
+    fresh = [sequence for sequence in sequences if not ledger.has_ended(sequence)]
+    ledger.end_all(fresh, ending)
+    for sequence in fresh:
+        twin.end(sequence, ending)
+    assert everything(ledger) == everything(twin)
+    for again in fresh[:1]:
+        with pytest.raises(InvariantViolation, match=f"LED-1.*sequence {again} ends twice"):
+            ledger.end_all([again], ending)
+
+
+def test_of_many_outcomes_as_few_are_kept_as_of_single_ones() -> None:
+    ledger = Ledger()
+    ledger.end_all(range(1, MAX_LEDGER_GAP_COUNT + 11), Ending(Outcome.APPLIED))
+    assert ledger.kept_count == MAX_LEDGER_GAP_COUNT
+    assert (ledger.low_water, ledger.confirmed) == (MAX_LEDGER_GAP_COUNT + 10, 10)
+
+
 # --- ledgers of other servers
 
 

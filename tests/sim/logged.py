@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table
+from ps_core.work import Work
 from ps_server.log_segments import LogSegments
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
@@ -77,7 +78,8 @@ class SimLog:
     def taken_over(self, log: RangeLog) -> None:
         self._append("taken over", log.range_id, log.tenure, log.assignment_epoch, log.released)
 
-    def base(self, snapshot: Snapshot) -> None:
+    def basing(self, snapshot: Snapshot) -> Work[None]:
+        yield from ()
         assert self.writer is not None
         copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
         what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))

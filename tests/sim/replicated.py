@@ -12,6 +12,7 @@ from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
+from ps_core.work import Work
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put
 from ps_server.events import (
     AnswerPull,
@@ -428,7 +429,8 @@ class ReplicatedServer(SimServer):
         """See `Sums`, as all of these."""
         super().carry_out([effect])
 
-    def reduce(self, record: Record) -> tuple[float, ...]:
+    def reducing(self, record: Record) -> Work[tuple[float, ...]]:
+        yield from ()
         return self._squares(record)
 
     def kept(self, record: Record) -> object:

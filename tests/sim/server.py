@@ -12,6 +12,7 @@ from ps_core.consistency import Mode, StalePolicy
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind, Table
+from ps_core.work import at_once
 from ps_server.changes import Assigned
 from ps_server.events import (
     AnswerPull,
@@ -274,7 +275,7 @@ class SimServer:
     def _squares(self, record: Record) -> tuple[float, ...]:
         key = (record.table_id, record.range_id, record.clock)
         self.reduced[key] = record
-        self.held(key[:2]).shards.reduce(record)
+        at_once(self.held(key[:2]).shards.reducing(record))
         found = dict.fromkeys(self.machine.parts[key[:2]].state.blocks, 0.0)
         for grad in self.sums[key]:
             found[grad.block] += square(grad)

@@ -138,6 +138,7 @@ EDGE_MODULES = {
     "ps_server.update_log",
     "ps_server.update_log_directory",
     "ps_server.update_log_reader",
+    "ps_server.works",
     "ps_server.written_blocks",
     "ps_worker",
     "ps_worker.buffers",

@@ -103,6 +103,7 @@ class LoggedServer:
 
     def _written(self, written: Written) -> None:
         self._release(written)
+        self.node.works.finish()
         for reply in self.stream._replies.values():
             self._note(reply)
         self.stream._replies.clear()

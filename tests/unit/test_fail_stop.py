@@ -86,7 +86,7 @@ def test_whatever_an_effect_raises_is_the_end_and_nothing_is_begun_after_it() ->
 class FrailShards(Shards):
     """Values that cannot be changed."""
 
-    def apply(self, record: Any, total: Any = None) -> Any:
+    def applying(self, record: Any, total: Any = None) -> Any:
         """Nothing."""
         del record, total
         raise ZeroDivisionError

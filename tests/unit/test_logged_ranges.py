@@ -9,6 +9,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from ps_core.work import Work
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import OutputCommit
 from ps_server.range_log import RangeLog
@@ -37,7 +38,8 @@ class Paper:
     def taken_over(self, log: RangeLog) -> None:
         self.lines.append(("taken over", log.range_id, log.released))
 
-    def base(self, snapshot: Snapshot) -> None:
+    def basing(self, snapshot: Snapshot) -> Work[None]:
+        yield from ()
         self.lines.append(("base", snapshot.range_id, snapshot.number))
 
     def batch(self, batch: Batch) -> None:

@@ -19,9 +19,10 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime import wire
 from ps_runtime.metrics import ServerMetrics
+from ps_runtime.requests import RequestReader
 from ps_runtime.turns import TurnMeter, Turns
 from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.frames import Entry, entry_reader, request_reader
+from ps_server.frames import Entry, entry_reader
 from ps_server.node import ParameterNode
 from ps_server.readings import Reading
 from ps_server.reads import AnswerPart, RangeAnswer, Read
@@ -284,7 +285,7 @@ def test_a_read_that_names_too_much_is_refused_in_a_short_turn(raw: bytes) -> No
     answers: list[bytes] = []
 
     async def read() -> None:
-        request = request_reader(parameters_pb2.PullRequest)(raw)
+        request = RequestReader(parameters_pb2.PullRequest)(raw)
         answers.extend([part async for part in Reading(node, request, WORKER).parts()])
 
     assert turns_of(read())[0] < limits.MAX_TURN_S

@@ -67,7 +67,7 @@ def test_a_table_that_does_not_fit_is_refused_with_the_figures_and_leaves_nothin
     cluster = with_servers(ServerMemory(2 * size))
     worker = cluster.join(Role.WORKER)
     before = cluster.cluster.view
-    huge = replace(SPEC, name="huge", element_count=2**36, block_elements=2**19)
+    huge = replace(SPEC, name="huge", element_count=2**35, block_elements=2**19)
     with pytest.raises(InvalidConfig, match=f"'huge' needs .* may take {2 * size} and 0 of these"):
         cluster.create(worker, huge)
     assert cluster.cluster.view == before

@@ -1,0 +1,141 @@
+"""Works: one event after the other, however long each takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ps_core import limits
+from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
+from ps_runtime.turns import Turns
+from ps_server.works import FEW_STEPS, Works
+
+
+class Bench:
+    """Works that take all of a slice with each step."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.failures: list[Exception] = []
+        self.now_s = 0.0
+        self.works = Works(Turns(self.now), self.failures.append, self.now)
+
+    def now(self) -> float:
+        return self.now_s
+
+    def work(self, name: str, steps: int, failure: Exception | None = None) -> Work[str]:
+        for step in range(steps):
+            self.lines.append(f"{name}{step}")
+            self.now_s += 2 * limits.SLICE_S
+            yield
+        if failure is not None:
+            raise failure
+        self.lines.append(f"{name} ends")
+        return name
+
+    def begin(self, name: str, steps: int, failure: Exception | None = None) -> None:
+        def unheard() -> Work[None]:
+            yield from self.work(name, steps, failure)
+
+        self.works.begin(unheard())
+
+
+def test_without_a_loop_all_is_done_at_once() -> None:
+    bench = Bench()
+    bench.begin("a", 100)
+    assert bench.lines[-1] == "a ends"
+    assert not bench.works.is_busy
+
+
+def test_a_long_work_goes_on_in_other_turns_and_who_comes_waits() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        bench.begin("a", FEW_STEPS - 1)
+        assert bench.lines[-1] == "a ends"
+        bench.begin("b", FEW_STEPS + 2)
+        assert bench.lines[-1] == f"b{FEW_STEPS - 1}"
+        assert bench.works.is_busy
+        done = asyncio.create_task(bench.works.done(bench.work("c", 1)))
+        bench.works.between(lambda: bench.lines.append("between"))
+        await bench.works.idle()
+        assert await done == "c"
+        behind = bench.lines[bench.lines.index(f"b{FEW_STEPS}") :]
+        assert behind == [
+            f"b{FEW_STEPS}", f"b{FEW_STEPS + 1}", "b ends", "between", "c0", "c ends",
+        ]  # fmt: skip
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_others_have_their_turns_between_two_steps() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        loop = asyncio.get_running_loop()
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.append(len(bench.lines))
+            if bench.works.is_busy:
+                loop.call_soon(look)
+
+        bench.begin("a", FEW_STEPS + 5)
+        look()
+        await bench.works.idle()
+        assert {*range(FEW_STEPS, FEW_STEPS + 5)} <= {*seen}
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_what_cannot_wait_lets_all_be_done_first() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        bench.begin("a", FEW_STEPS + 5)
+        done = asyncio.create_task(bench.works.done(bench.work("b", 3)))
+        await asyncio.wait([done], timeout=0)
+        bench.works.finish()
+        assert bench.lines[-1] == "b ends"
+        assert await done == "b"
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_a_failure_is_raised_where_somebody_waits_and_said_where_nobody_does() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        failures = [ValueError("0"), ValueError("1"), ValueError("2")]
+        with pytest.raises(ValueError, match="0"):
+            bench.begin("a", 1, failures[0])
+        bench.begin("b", FEW_STEPS + 1, failures[1])
+        with pytest.raises(ValueError, match="2"):
+            await bench.works.done(bench.work("c", 1, failures[2]))
+        assert bench.failures == [failures[1]]
+        assert not bench.works.is_busy
+        bench.begin("d", 1)
+        assert bench.lines[-1] == "d ends"
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_who_does_not_wait_any_more_changes_nothing() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        bench.begin("a", FEW_STEPS + 1)
+        gone = [asyncio.create_task(bench.works.done(bench.work("b", 1)))]
+        gone.append(asyncio.create_task(bench.works.idle()))  # type: ignore[arg-type]
+        await asyncio.wait(gone, timeout=0)
+        for task in gone:
+            task.cancel()
+        await bench.works.idle()
+        assert bench.lines[-1] == "b ends"
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_pieces_are_all_of_it_a_few_at_a_time() -> None:
+    items = tuple(range(2 * PIECE_COUNT + 1))
+    pieces = [list(piece) for piece in pieces_of(items)]
+    assert [len(piece) for piece in pieces] == [PIECE_COUNT, PIECE_COUNT, 1]
+    assert [item for piece in pieces for item in piece] == list(items)
+    assert list(pieces_of(())) == []
+    assert at_once(Bench().work("a", 3)) == "a"
