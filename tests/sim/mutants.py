@@ -129,8 +129,7 @@ _ONE_TABLE = (
         "ps_worker/steps.py",
         "    return (count,) * len(missed_counts)",
         "    return tuple(max(count, missed) for missed in missed_counts)",
-        _FAILOVER,
-        first_seed=475,
+        ("changes", "failover"),
     ),
     Mutant(
         "room goes to who came first",

@@ -60,6 +60,7 @@ def _leave_out(
     for table_id, count in zip(newest, counts, strict=True):
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
+    assert len(set(clocks.values())) == 1, f"S7: worker {worker.rank} is at {clocks}"
 
 
 def _begin_where_the_others_are(
