@@ -57,7 +57,7 @@ class RecordingDisk(Disk):
         self.operations.append(Operation("write", path, payload=bytes(payload), offset=offset))
 
     def fail_to_sync(self, descriptor: int) -> None:
-        """What was written is lost, and the system takes it for written."""
+        """What was written is lost in part, and the system takes it for written."""
         self.operations.append(Operation("failed sync", self._paths[descriptor]))
 
     def sync(self, descriptor: int) -> None:
@@ -134,7 +134,9 @@ class _Model:
             inode.durable = inode.after(random.Random(0), survival=1)
             inode.pending.clear()
         elif operation.kind == "failed sync":
-            self.now[path].pending.clear()
+            inode = self.now[path]
+            inode.durable = inode.after(random.Random(0), survival=0.5)
+            inode.pending.clear()
         elif operation.kind == "rename":
             assert operation.target is not None
             self._name(operation.target, self.now[path])
