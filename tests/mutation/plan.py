@@ -29,6 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.manifest": ("tests/unit/test_manifest.py", "tests/unit/test_manifest_places.py"),
     "ps_core.part_report": ("tests/unit/test_manifest_places.py",),
     "ps_core.rights": ("tests/unit/test_joining.py",),
+    "ps_core.stamps": ("tests/unit/test_stamps.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
