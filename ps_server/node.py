@@ -128,7 +128,7 @@ class ParameterNode:
         self.replicas = ReplicatedRanges(
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
-        self.replicas.do = self._do
+        self.replicas.release = self._release
         self.replicas.log_has_room = self._log_has_room
         self.replicas.health = self.health
         return self.replicas
@@ -474,9 +474,13 @@ class ParameterNode:
     def _deciding(self, replicas: ReplicatedRanges, effects: Sequence[Effect]) -> Work[list[Deed]]:
         return (yield from replicas.deciding(effects))
 
-    def _do(self, deeds: Sequence[Deed]) -> None:
-        if deeds:
-            self.works.begin(self._doing(deeds))
+    def _release(self, range_ids: Iterable[RangeId]) -> None:
+        self.works.begin(self._releasing(list(range_ids)))
+
+    @decides
+    def _releasing(self, range_ids: Sequence[RangeId]) -> Work[None]:
+        if self.replicas is not None:
+            yield from self._doing(self.replicas.released(range_ids))
 
     @carries_out
     def _doing(self, deeds: Sequence[Deed]) -> Work[None]:

@@ -70,7 +70,9 @@ class ReplicatedRanges:
         update_log: where what is decided has to be too, if anywhere.
 
     Attributes:
-        do: called with what may be done when something came that others had to have first.
+        release: called with the ranges of which more may be done, since others have what they had
+            to have first: `released` is to be called between two works, else what is under way
+            would do what was decided later before it (OC-1).
         log_has_room: called when something was written to the log: `looking_at_log` may be called.
         health: of the server.
         wishes: what the scheduler is to be asked for.
@@ -101,7 +103,7 @@ class ReplicatedRanges:
             self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
-        self.do: Callable[[Sequence[Deed]], None] = _nothing
+        self.release: Callable[[Iterable[RangeId]], None] = self._release
         self.log_has_room: Callable[[], None] = _nothing_to_do
         self.health = FailStop()
         self.wishes: Sequence[BackupWish] = ()
@@ -224,6 +226,13 @@ class ReplicatedRanges:
             yield from self._looking_at(self.update_log)
         return self.output.release(self._now(), self.replication.primaries)
 
+    def released(self, range_ids: Iterable[RangeId]) -> list[Deed]:
+        """What may be done now of these ranges."""
+        return self.output.release(self._now(), range_ids)
+
+    def _release(self, range_ids: Iterable[RangeId]) -> None:
+        self.released(range_ids)
+
     def looking_at_log(self) -> Work[None]:
         """What is served now is in the log, or gets there."""
         yield from self._logged.looking()
@@ -254,7 +263,7 @@ class ReplicatedRanges:
     @decides
     def _written(self, written: Written) -> None:
         """More is in the update log."""
-        self.do(self.output.release(self._now(), self._logged.written(written.numbers)))
+        self.release(self._logged.written(written.numbers))
         self.log_has_room()
 
     def _encoding(self, batch: Batch) -> Work[None]:
@@ -373,7 +382,7 @@ class ReplicatedRanges:
             else:
                 self.replication.granted(peer, answer, now_s)
                 freed |= dict.fromkeys(answer.range_ids)
-        self.do(self.output.release(now_s, freed))
+        self.release(freed)
 
     # --- what this server says of others'
 
@@ -452,7 +461,3 @@ class ReplicatedRanges:
 
 def _nothing_to_do() -> None:
     """Nobody keeps a log."""
-
-
-def _nothing(deeds: Sequence[Deed]) -> None:
-    del deeds
