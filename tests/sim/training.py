@@ -43,7 +43,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             answers = worker.reads.answers.values()  # with backup workers, others go on without it
             clocks[table.table_id] = clock
             newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
-        _leave_out(worker, clocks, newest)
+        _leave_out(worker, truth, clocks, newest)
     for table in () if leaves_by_its_step else worker.layout.tables:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
@@ -53,14 +53,17 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
 
 
 def _leave_out(
-    worker: SimWorker, clocks: dict[TableId, int], newest: Mapping[TableId, int]
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int], newest: Mapping[TableId, int]
 ) -> None:
-    """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7)."""
+    """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7). They are
+    as far apart as a checkpoint had them.
+    """
     counts = left_out([clock - clocks[table_id] for table_id, clock in newest.items()])
     for table_id, count in zip(newest, counts, strict=True):
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
-    assert len(set(clocks.values())) == 1, f"S7: worker {worker.rank} is at {clocks}"
+    taken = {clock - truth.restored.get(table_id, 0) for table_id, clock in clocks.items()}
+    assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
 
 
 def _begin_where_the_others_are(
