@@ -14,6 +14,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, 
 from ps_core.errors import Draining, InvalidConfig, InvariantViolation, NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.work import Work
 from ps_runtime.metrics import ServerMetrics
 from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
 from ps_server.fail_stop import FailStop, carries_out, decides
@@ -158,6 +159,36 @@ def test_an_update_that_fails_when_a_backup_has_it_ends_the_server_too() -> None
         assert isinstance(node.health.failure, ZeroDivisionError)
         with pytest.raises(Draining):
             node.replicas.peer_said(backup, said)
+        await node.replicas.close()
+        node.lanes.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_backup_has_is_released_between_two_works() -> None:
+    """Else what is under way would do what was decided later before it (OC-1)."""
+
+    async def scenario() -> None:
+        backup, is_over = NodeId(7), list[bool]()
+        node = _node(Shards(SharedLanes(), {}), backups=[backup])
+        assert node.replicas is not None
+        stream = node.open_stream(WORKER)
+        node.entries(stream, _step(node, stream.origin))
+        log = node.replicas.replication.primaries[RANGE].log
+        log.granted(backup, 5.0)
+        held_count = log.held_count
+
+        def long() -> Work[None]:
+            while not is_over:
+                yield
+
+        node.works.begin(long())
+        node.replicas.peer_said(backup, answers_message([Ack(RANGE, log.number, EPOCH)]))
+        assert log.held_count == held_count > 0
+        is_over.append(True)
+        await node.works.idle()
+        assert log.held_count == 0
+        assert node.applied_count == 1
         await node.replicas.close()
         node.lanes.close()
 
