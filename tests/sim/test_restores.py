@@ -362,6 +362,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
 
     def _check_end(self) -> None:
         if self.following is None:
+            self.restores = False
             super()._check_end()
             return
         newest = self.newest
@@ -615,6 +616,7 @@ class RestoredSimulation(RestoreSimulation):
 
     def _check_end(self) -> None:
         if self.following is None:
+            self.restores = False  # a checkpoint may come to be complete while it is looked at
             self.calamities.calm()
             heard = self.world.run(self._have_heard, self.world.now_s + HEARD_S)
             assert heard, f"LIVE: {self._unheard()} never heard that their timeline has ended"
