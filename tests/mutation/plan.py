@@ -28,6 +28,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.losses": ("tests/unit/test_losses.py",),
     "ps_core.manifest": ("tests/unit/test_manifest.py", "tests/unit/test_manifest_places.py"),
     "ps_core.part_report": ("tests/unit/test_manifest_places.py",),
+    "ps_core.remembered": ("tests/unit/test_table_requests.py",),
     "ps_core.rights": ("tests/unit/test_joining.py",),
     "ps_core.stamps": ("tests/unit/test_stamps.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
@@ -36,6 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/property/test_keys_and_tables.py",
     ),
     "ps_core.update_offer": ("tests/unit/test_update_offer_rules.py",),
+    "ps_core.work": ("tests/unit/test_works.py",),
 }  # fmt: skip
 """Those that are run against a module's mutants; they fail fast, so the most telling come first."""
 
