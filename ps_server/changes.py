@@ -37,14 +37,22 @@ def fixed_elements(blocks: tuple[Elements, ...]) -> tuple[Elements, ...]:
 
 
 class SentTotal(NamedTuple):
-    """A total on its way to a backup, block by block; `is_reduced`: it is only to be scaled."""
+    """A total on its way to a backup, block by block.
+
+    Attributes:
+        blocks: the sums.
+        is_reduced: it is only to be scaled.
+        means: what the running mean of delay compensation becomes (`ps_server.delay`), of those
+            blocks that have one.
+    """
 
     blocks: tuple[Elements, ...]
     is_reduced: bool = False
+    means: tuple[Elements, ...] = ()
 
     def fixed(self) -> SentTotal:
         """The same, in memory that does not change."""
-        return self._replace(blocks=fixed_elements(self.blocks))
+        return self._replace(blocks=fixed_elements(self.blocks), means=fixed_elements(self.means))
 
 
 class Put(NamedTuple):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ps_core.keys import Incarnation
 from ps_server.buffer_pool import BufferPool
-from ps_server.contributions import Contribution, element_mask, head
-from ps_server.events import Compensation
+from ps_server.contributions import Contribution, element_mask, head, take_padded
 from ps_server.optimizers import BlockState
 
 MEAN_SQUARE = "delay_mean_square"
-"""The optimizer state that the adaptive form adds to a block."""
+"""The optimizer state that the adaptive form adds to a block: of the updates that are in it."""
 
 MEAN_DECAY = 0.95
 EPSILON = 1e-7
@@ -67,16 +66,18 @@ def compensate(
     part: Contribution,
     state: BlockState,
     kept: Tensor,
-    setting: Compensation,
+    strength: float,
+    mean: Contribution | None,
     scratch: Tensor,
 ) -> None:
     """Correct `part` in place.
 
     Args:
         part: the gradient; owned.
-        state: the block's values; the adaptive form updates its running mean.
+        state: the block's values.
         kept: the values that the gradient was computed at.
-        setting: lambda, and whether it is adaptive.
+        strength: lambda.
+        mean: the adaptive form: the running mean, with this gradient in it.
         scratch: working memory.
 
     Shapes:
@@ -86,23 +87,29 @@ def compensate(
     gradient, change = head(part.values, length), head(scratch, length)
     torch.sub(head(state.values, length), head(kept, length), out=change)
     change.mul_(gradient)
-    if setting.adaptive:
-        change.div_(_root_mean_square(part, state, gradient))
+    if mean is not None:
+        change.div_(head(mean.values, length).add(EPSILON).sqrt_())
     if part.present is not None:  # what is absent has no gradient, whatever its memory holds
         absent = torch.from_numpy(~element_mask(part.bounds, part.present))
         change.masked_fill_(absent, 0.0)
-    gradient.addcmul_(change, gradient, value=setting.strength)
+    gradient.addcmul_(change, gradient, value=strength)
 
 
-def _root_mean_square(part: Contribution, state: BlockState, gradient: Tensor) -> Tensor:
-    mean = state.slots.get(MEAN_SQUARE)
-    if mean is None:
-        mean = state.slots[MEAN_SQUARE] = torch.zeros_like(state.values)
-    mean = head(mean, part.length)
-    updated = mean.mul(MEAN_DECAY).addcmul_(gradient, gradient, value=1 - MEAN_DECAY)
-    if part.present is None:
-        mean.copy_(updated)
-    else:
+def mean_after(part: Contribution, before: Tensor | None, pool: BufferPool) -> Contribution:
+    """The running mean of a block with this gradient in it; what is absent keeps its own.
+
+    Args:
+        part: the gradient.
+        before: the mean before; None: there is none yet.
+        pool: where the result's memory comes from.
+    """
+    length = part.length
+    result = take_padded(pool, length, part.values.dtype)
+    mean, gradient = head(result, length), head(part.values, length)
+    past = torch.zeros_like(mean) if before is None else head(before, length)
+    torch.mul(past, MEAN_DECAY, out=mean)
+    mean.addcmul_(gradient, gradient, value=1 - MEAN_DECAY)
+    if part.present is not None:
         here = torch.from_numpy(element_mask(part.bounds, part.present))
-        torch.where(here, updated, mean, out=mean)
-    return mean.add(EPSILON).sqrt_()
+        torch.where(here, mean, past, out=mean)
+    return Contribution(part.block, length, result, None, part.bounds, is_owned=True)

@@ -17,6 +17,7 @@ What it deliberately does not do: know stores; a sum is bytes here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,11 +83,13 @@ def change_to_proto(
 ) -> tuple[replication_pb2.ValueChange, tuple[Elements, ...]]:
     """A change of values, whose decision has that index; and its blocks, which go beside it."""
     blocks: tuple[Elements, ...] = ()
+    means: tuple[Elements, ...] = ()
     match change:
         case Put(total=None):
             kind = _PUT_KEPT
         case Put(total=SentTotal() as total):
             kind, blocks = _PUT_REDUCED if total.is_reduced else _PUT, total.blocks
+            means = total.means
         case Kept(total=SentTotal() as total):
             kind, blocks = _KEPT, total.blocks
         case Dropped():
@@ -95,8 +98,10 @@ def change_to_proto(
             kind, blocks = _ASSIGNED, parts
         case _:
             raise InvariantViolation("RW-2", f"{type(change).__name__} is not to be sent as it is")
-    message = replication_pb2.ValueChange(kind=kind, record=index, block_count=len(blocks))
-    return message, blocks
+    message = replication_pb2.ValueChange(
+        kind=kind, record=index, block_count=len(blocks), mean_count=len(means)
+    )
+    return message, blocks + means
 
 
 def change_from_proto(
@@ -105,14 +110,22 @@ def change_from_proto(
     """A change of values; its blocks are the next of `blocks`.
 
     Raises:
-        InvalidConfig: its kind is unset or unknown, or there are fewer blocks.
+        InvalidConfig: its kind is unset or unknown, there are fewer blocks, or it has means that
+            its kind cannot have.
     """
-    kind, count = message.kind, message.block_count
-    own = tuple([block for _, block in zip(range(count), blocks, strict=False)])
-    if len(own) != count:
-        raise InvalidConfig(f"a change of values has {len(own)} blocks; expected {count}")
+    kind, count, mean_count = message.kind, message.block_count, message.mean_count
+    own = tuple(itertools.islice(blocks, count))
+    means = tuple(itertools.islice(blocks, mean_count))
+    if (len(own), len(means)) != (count, mean_count):
+        found, expected = len(own) + len(means), count + mean_count
+        raise InvalidConfig(f"a change of values has {found} blocks; expected {expected}")
     if kind in (_PUT, _PUT_REDUCED):
-        return Put(record, SentTotal(own, kind == _PUT_REDUCED))
+        return Put(record, SentTotal(own, kind == _PUT_REDUCED, means))
+    if means:
+        raise InvalidConfig(
+            f"a change of values is of kind {kind} with {mean_count} running means; "
+            f"expected them with {_PUT} and {_PUT_REDUCED} only"
+        )
     if kind == _KEPT:
         return Kept(record, SentTotal(own, is_reduced=True))
     if kind == _ASSIGNED:

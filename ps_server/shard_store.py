@@ -15,7 +15,10 @@ Rules:
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
-    - Delay compensation: what a worker was given last is kept, block by block, until it goes.
+    - Delay compensation: what a worker was given last is kept, block by block, until it goes. The
+      running mean of the adaptive form is of the steps that were folded, in their order; it goes
+      with the sum, and is the block's once the update is: what is summed and comes to nothing is in
+      no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
 
@@ -138,6 +141,7 @@ class ShardStore:
         self.lineage = object()
         self._kept = delay.KeptValues(self._pool)
         self._forming: dict[int, Total] = {}
+        self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
         self._sums = KeptSums(self._name, self._pool)
         self._arithmetic = UpdateArithmetic(table, self._pool, update)
 
@@ -213,7 +217,9 @@ class ShardStore:
         """The reader has gone."""
         self._kept.forget(reader)
 
-    def compensate(self, compensation: Compensation, part: Contribution) -> Contribution:
+    def _compensated(
+        self, total: Total, compensation: Compensation, part: Contribution
+    ) -> Contribution:
         """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
         reader was never given the block.
         """
@@ -222,12 +228,22 @@ class ShardStore:
             return part
         state = self._states[part.block]
         part = contributions.owned(part, self._pool)
+        mean = self._mean_after(total, part) if compensation.adaptive else None
         scratch = self._pool.take(state.values.numel(), self._dtype)
-        before = state.state_bytes
-        delay.compensate(part, state, kept, compensation, scratch)
-        self._block_bytes += state.state_bytes - before
+        delay.compensate(part, state, kept, compensation.strength, mean, scratch)
         self._pool.give_back(scratch)
         return part
+
+    def _mean_after(self, total: Total, part: Contribution) -> Contribution:
+        """The block's running mean with the gradient in it, which goes with the total."""
+        ahead = self._means_ahead.get(part.block)
+        slot = self._states[part.block].slots.get(delay.MEAN_SQUARE)
+        mean = delay.mean_after(part, slot if ahead is None else ahead.values, self._pool)
+        replaced = total.means.get(part.block)
+        if replaced is not None:
+            contributions.release(replaced, self._pool)
+        total.means[part.block] = self._means_ahead[part.block] = mean
+        return mean
 
     def fold(
         self,
@@ -261,7 +277,7 @@ class ShardStore:
                 continue
             part = contributions.scaled(part, scale, self._pool)
             if compensation is not None:
-                part = self.compensate(compensation, part)
+                part = self._compensated(total, compensation, part)
             total.add(part, self._pool)
 
     def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
@@ -340,6 +356,7 @@ class ShardStore:
         numbers = arithmetic.numbers(hyperparameters)
         blocks = tuple(sorted(total.parts))
         terms = total, numbers, contributor_count, update_scale
+        means, total.means = total.means, {}
         if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
             for some in pieces_of(tuple(self._states)):
                 changes.begin(some)
@@ -347,18 +364,25 @@ class ShardStore:
                 yield
         if arithmetic.is_whole:
             self._change(
-                blocks, changes, lambda: arithmetic.apply_whole(self._states, clock, *terms)
+                blocks, changes, lambda: arithmetic.apply_whole(self._states, clock, *terms), means
             )
         else:
             for some in pieces_of(blocks):
-                self._change(some, changes, partial(arithmetic.apply, self._states, some, *terms))
+                change = partial(arithmetic.apply, self._states, some, *terms)
+                self._change(some, changes, change, means)
                 yield
         total.is_reduced = True
         if arithmetic.is_aggregate:
             self._sums.keep(clock, total)
         return blocks
 
-    def _change(self, blocks: Sequence[int], changes: Changes, change: Callable[[], None]) -> None:
+    def _change(
+        self,
+        blocks: Sequence[int],
+        changes: Changes,
+        change: Callable[[], None],
+        means: dict[int, Contribution],
+    ) -> None:
         before = self._bytes_of(blocks)
         changes.begin(blocks)
         try:
@@ -366,10 +390,30 @@ class ShardStore:
         except UpdateFailed:
             changes.end(blocks)
             raise
+        if means:
+            self._put_means(blocks, means)
         changes.end(blocks)  # what else is raised leaves blocks marked: nobody takes a part
         self._block_bytes += self._bytes_of(blocks) - before
         for block in blocks:
             self._versions[block] += 1
+
+    def _put_means(self, blocks: Sequence[int], means: dict[int, Contribution]) -> None:
+        """The updates that they are of are in the blocks."""
+        for block in blocks:
+            mean = means.pop(block, None)
+            if mean is None:
+                continue
+            state = self._states[block]
+            slot = state.slots.get(delay.MEAN_SQUARE)
+            if slot is None:
+                slot = state.slots[delay.MEAN_SQUARE] = torch.zeros_like(state.values)
+            contributions.copy_present(mean, slot)
+            self._forget_ahead(mean)
+            contributions.release(mean, self._pool)
+
+    def _forget_ahead(self, mean: Contribution) -> None:
+        if self._means_ahead.get(mean.block) is mean:
+            del self._means_ahead[mean.block]
 
     def take(self, clock: int) -> Total:
         """What was folded for `clock`, for `apply_total`: the caller's from now on. What is folded
@@ -399,21 +443,31 @@ class ShardStore:
 
         Raises:
             InvalidKeys: a block is not here, or comes twice, or its presence bitmap has the wrong
-                length.
+                length; or a mean is of another block, or of a part of one.
             InvalidTensor: a payload has the wrong length.
         """
-        parts = {}
+        parts, means = {}, {}
         for each in sent.blocks:
             parts[each.block] = received(self._table, self._state(each.block), each)
             yield
-        if len(parts) != len(sent.blocks):
+        for each in sent.means:
+            means[each.block] = received(self._table, self._state(each.block), each)
+            yield
+        if len(parts) != len(sent.blocks) or len(means) != len(sent.means):
             raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
-        return Total(parts, sent.is_reduced)
+        if means.keys() - parts.keys() or any(mean.presence for mean in sent.means):
+            raise InvalidKeys(
+                f"a sum of table '{self._name}' has running means of blocks {sorted(means)}; "
+                f"expected whole ones, of some of its blocks, {sorted(parts)}"
+            )
+        return Total(parts, sent.is_reduced, means)
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
         total = self._forming.pop(clock, None)
         if total is not None:
+            for mean in total.means.values():
+                self._forget_ahead(mean)
             total.release(self._pool)
 
     def snapshot(self) -> StoreCopy:
@@ -508,6 +562,7 @@ class ShardStore:
         """Nothing more comes of what is in the making, nor of what readers were given."""
         for clock in list(self._forming):
             self.drop(clock)
+        self._means_ahead.clear()
         self._kept.clear()
 
     def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:

@@ -428,7 +428,7 @@ def fixed_for_backup(change: Change) -> Change:
 
 def _receiving(store: ShardStore, record: Record, sent: SentTotal) -> Work[Total]:
     total = yield from store.receiving(sent)
-    beyond = total.parts.keys() - set(record.blocks)
+    beyond = total.parts.keys() - set(record.blocks)  # means are of some of these
     if beyond:
         raise InvalidKeys(
             f"a change of range {record.range_id} has blocks {sorted(beyond)}; expected some of "

@@ -313,7 +313,7 @@ class SnapshotReader:
         def take(elements: tuple[Elements, ...]) -> None:
             self._held.append(change_from_proto(message.change, record, iter(elements)))
 
-        self._expect(message.change.block_count, take)
+        self._expect(message.change.block_count + message.change.mean_count, take)
 
     def _whole(self, end: replication_pb2.SnapshotEnd) -> RangeCopy:
         if end.range_id != self._range_id:

@@ -37,10 +37,13 @@ class Total:
     Attributes:
         parts: the sums.
         is_reduced: whether they are averaged already, and only a scale is missing.
+        means: what the running mean of delay compensation is with the update in it, of the blocks
+            that have one.
     """
 
     parts: dict[int, Contribution] = field(default_factory=dict)
     is_reduced: bool = False
+    means: dict[int, Contribution] = field(default_factory=dict)
 
     def add(self, part: Contribution, pool: BufferPool) -> None:
         """One worker's part more; it is taken over."""
@@ -66,9 +69,10 @@ class Total:
 
     def release(self, pool: BufferPool) -> None:
         """Nothing comes of it."""
-        for part in self.parts.values():
+        for part in (*self.parts.values(), *self.means.values()):
             contributions.release(part, pool)
         self.parts.clear()
+        self.means.clear()
 
     def sent(self) -> SentTotal:
         """The sums as they go to another server, blocks ascending.
@@ -77,7 +81,8 @@ class Total:
             payload: a view of the sum's memory, without padding; what is absent may be anything.
         """
         blocks = [contributions.elements(self.parts[block]) for block in sorted(self.parts)]
-        return SentTotal(tuple(blocks), self.is_reduced)
+        means = [contributions.elements(self.means[block]) for block in sorted(self.means)]
+        return SentTotal(tuple(blocks), self.is_reduced, tuple(means))
 
     def copied(self) -> SentTotal:
         """As `sent`, sharing nothing."""

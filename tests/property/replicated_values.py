@@ -64,7 +64,9 @@ CONTRIBUTORS = st.lists(
     max_size=4,
 ).map(tuple)
 ELEMENTS = st.builds(Elements, COUNTS, st.binary(max_size=3), PAYLOADS)
-TOTALS = st.builds(SentTotal, st.lists(ELEMENTS, max_size=3).map(tuple), st.booleans())
+TOTALS = st.builds(SentTotal, st.lists(ELEMENTS, max_size=3).map(tuple), st.booleans(), st.just(()))
+"""Without running means, which only what is put has."""
+MEANS = st.one_of(st.just(()), st.lists(ELEMENTS, max_size=3).map(tuple))
 
 
 @st.composite
@@ -87,10 +89,10 @@ def records(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> Record:
 
 @st.composite
 def changes(draw: st.DrawFn, record: Record) -> Change:
-    total = draw(TOTALS)
+    total, means = draw(TOTALS), draw(MEANS)
     kinds: list[Callable[[], Change]] = [
         lambda: Put(record, None),
-        lambda: Put(record, total),
+        lambda: Put(record, total._replace(means=means)),
         lambda: Kept(record, total._replace(is_reduced=True)),
         lambda: Dropped(record),
         lambda: Assigned(record, total.blocks),

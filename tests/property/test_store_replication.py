@@ -14,6 +14,7 @@ from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
 from ps_server.changes import Dropped, Elements, Kept, Put, SentTotal
+from ps_server.events import Compensation
 from ps_server.replication_wire import SMALL_BYTES
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import StoreCopy, SumCopy
@@ -60,6 +61,66 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
     if subject.spec.optimizer.kind is not OptimizerKind.AGGREGATE:
         assert not pools[0].out
         assert not pools[1].out
+
+
+READERS = Incarnation(7), Incarnation(8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> None:
+    """Steps are folded, updates applied, backups told and joiners given a copy in any order: who
+    was told the same has the same, and goes on alike. What comes to nothing is in no mean.
+    """
+    subject = data.draw(any_tables())
+    blocks = range(subject.block_count)
+    pools = PoisonedPool(), PoisonedPool()
+    primary, backup = (ShardStore(subject, blocks, pool) for pool in pools)
+    waiting: list[tuple[Put, Total]] = []
+    clock = 0
+    for verb in data.draw(st.lists(st.sampled_from(["give", "step", "step", "apply"]), max_size=9)):
+        reader = data.draw(st.sampled_from(READERS))
+        if verb == "give":
+            for block in blocks:
+                primary.keep(reader, block)
+        elif verb == "apply" and waiting:
+            apply(primary, *waiting.pop(0))
+        elif verb == "step":
+            clock += 1
+            compensated(data, primary, clock, reader)
+            total = primary.take(clock)
+            put = Put(record_of(clock, blocks, 1), total)
+            told(backup, over_the_wire(put, data.draw(st.sampled_from([0, SMALL_BYTES]))))
+            waiting.append((put, total))
+    compensated(data, primary, clock + 1, READERS[0])  # comes to nothing: its primary is lost
+    joiner = ShardStore(subject, blocks, PoisonedPool())
+    joiner.restore(primary.snapshot())
+    for put, total in waiting:
+        told(joiner, over_the_wire(put, SMALL_BYTES))
+        apply(primary, put, total)
+    primary.abandon()
+    for store in (primary, joiner):
+        check_equal(store, backup)
+    check_goes_on_alike(data, clock, primary, backup, joiner)
+
+
+def compensated(data: st.DataObject, store: ShardStore, clock: int, reader: Incarnation) -> None:
+    parts, _ = data.draw(worker_steps(store._table))
+    decoded_parts = [decoded(store, part) for part in parts]
+    store.fold(clock, decoded_parts, 1.0, Compensation(reader, 0.5, adaptive=True))
+
+
+def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) -> None:
+    """Whoever serves next, the gradients are corrected alike."""
+    parts, _ = data.draw(worker_steps(stores[0]._table))
+    for store in stores:
+        for block in store.blocks:
+            store.keep(READERS[1], block)
+        for now, who in ((clock + 1, READERS[0]), (clock + 2, READERS[1])):
+            decoded_parts = [decoded(store, part) for part in parts]
+            store.fold(now, decoded_parts, 1.0, Compensation(who, 0.5, adaptive=True))
+            store.apply(now, (), 1)
+        check_equal(store, stores[0])
 
 
 @settings(max_examples=200, deadline=None)

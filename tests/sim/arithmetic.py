@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ps_core.consistency import Mode, StalePolicy
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.tables import (
     Codec,
@@ -275,6 +275,8 @@ class BlockState:
     first: list[float]
     second: list[float]
     steps: list[int]
+    means: list[float]
+    """Of the squares of the gradients that were corrected, as adaptive compensation has it."""
     done: list[Grad] = field(default_factory=list)
     past: dict[int, list[float]] = field(default_factory=dict)
     """The values, by how many gradients were in them."""
@@ -283,7 +285,7 @@ class BlockState:
     @classmethod
     def fresh(cls, count: int) -> BlockState:
         """Nothing has happened."""
-        return cls([0.0] * count, [0.0] * count, [0.0] * count, [0] * count)
+        return cls([0.0] * count, [0.0] * count, [0.0] * count, [0] * count, [0.0] * count)
 
 
 class Twin:
@@ -380,7 +382,7 @@ class Twin:
                 scale *= self._own_scale(table, grad, updates[: update.index])
             for at, value in enumerate(gradient_of(grad, count)):
                 if value is not None:
-                    corrected = _corrected(value * scale, grad, state, at, setting.strength)
+                    corrected = _corrected(value * scale, grad, state, at, setting)
                     sums[at] = (sums[at] or 0.0) + corrected
         scale = 1.0 / len(took_part) if table.spec.reduction is Reduction.MEAN else 1.0
         if setting.mode is Mode.BSP:
@@ -418,11 +420,15 @@ class Twin:
         return scale
 
 
-def _corrected(value: float, grad: Grad, state: BlockState, at: int, strength: float) -> float:
+def _corrected(value: float, grad: Grad, state: BlockState, at: int, setting: Consistency) -> float:
     """For what has changed since its worker was given the values."""
     if not isinstance(grad, Arrived) or grad.delay is None:
         return value
     given, now = (state.past[count][at] for count in grad.delay)
+    strength = setting.strength
+    if setting.adaptive:
+        state.means[at] = 0.95 * state.means[at] + 0.05 * value * value
+        strength /= math.sqrt(state.means[at] + 1e-7)
     return value + strength * value * value * (now - given)
 
 

@@ -93,6 +93,14 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
+        "a running mean is its primary's alone",
+        "S8",
+        "ps_server/sums.py",
+        "return SentTotal(tuple(blocks), self.is_reduced, tuple(means))",
+        "return SentTotal(tuple(blocks), self.is_reduced)",
+        _FAILOVER,
+    ),
+    Mutant(
         "sums that a table keeps do not move",
         "S12",
         "ps_server/shard_store.py",
@@ -346,6 +354,7 @@ REPLICATION_MUTANTS = (
         "if replica is not None and replica.is_promoted:  # deposed before it served",
         "if False:",
         ("pairs",),
+        first_seed=160,
     ),
     Mutant(
         "a snapshot of a deposed primary replaces its heir's",

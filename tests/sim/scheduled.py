@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Session
-from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from scheduler.changes import Wish
@@ -27,7 +26,7 @@ from scheduler.cluster_state import (
 from tests.sim.actors import RESEND_S, SimWorker
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.server import SimServer
-from tests.sim.test_simulation import CONSISTENCIES, WORKERS, Simulation
+from tests.sim.test_simulation import WORKERS, Simulation, drawn_consistency
 
 BEAT_S = 1.0
 LOOK_S = 0.25
@@ -126,7 +125,7 @@ class ScheduledSimulation(Simulation):
             return
         wish = Wish(
             table.spec.name,
-            parsed(draw.choice(CONSISTENCIES)),
+            drawn_consistency(draw),
             draw.choice((0, 0, 0, draw.randint(0, 14))),
             self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
         )

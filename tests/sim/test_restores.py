@@ -24,7 +24,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import NodeState, Role, Session
-from ps_core.consistency import StalePolicy, parsed
+from ps_core.consistency import StalePolicy
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import OptimizerKind, Table, TableSpec
@@ -39,9 +39,9 @@ from tests.sim.server import SimServer
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import (
-    CONSISTENCIES,
     QUICK_SEEDS,
     WORKERS,
+    drawn_consistency,
     run_seeds,
 )
 from tests.sim.timelines import (
@@ -569,7 +569,7 @@ class RestoredSimulation(RestoreSimulation):
         for table in self.began.saved.restored.tables.values():
             spec = table.spec
             if draw.random() < 0.2:
-                setting = parsed(draw.choice(CONSISTENCIES))
+                setting = drawn_consistency(draw)
                 is_add = spec.optimizer.kind is OptimizerKind.ADD
                 if not (setting.policy is StalePolicy.COMPENSATE and is_add):
                     spec = replace(spec, consistency=setting).validated()

@@ -5,14 +5,16 @@ Reproduce one with ``make sim SEED=...``; its transcript is printed when it fail
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from ps_core.cluster_view import Role, Session
-from ps_core.consistency import StalePolicy, parsed
+from ps_core.consistency import Consistency, StalePolicy, parsed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import (
     DType,
@@ -54,6 +56,14 @@ CONSISTENCIES = (
 )  # fmt: skip
 
 
+def drawn_consistency(draw: random.Random) -> Consistency:
+    """One of them; delay compensation is adaptive as often as not."""
+    found = parsed(draw.choice(CONSISTENCIES))
+    if found.policy is not StalePolicy.COMPENSATE:
+        return found
+    return replace(found, adaptive=copy.copy(draw).random() < 0.5)  # later draws stay as they were
+
+
 def _settings(max_workers: int) -> ClusterSettings:
     return ClusterSettings(
         cluster_id="sim",
@@ -72,7 +82,7 @@ def _spec(
 ) -> TableSpec:
     blocks = draw.choice((1, 2, 5, 9))
     optimizer = optimizer_of(numbers, may_sum=may_sum and not index)
-    consistency = parsed("bsp" if index == 0 else draw.choice(CONSISTENCIES))
+    consistency = parsed("bsp") if index == 0 else drawn_consistency(draw)
     if consistency.policy is StalePolicy.COMPENSATE and optimizer.kind is OptimizerKind.ADD:
         optimizer = OptimizerSpec(OptimizerKind.SGD)
     return TableSpec(

@@ -307,14 +307,16 @@ class RecordContributor(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., skip: _Optional[bool] = ...) -> None: ...
 
 class ValueChange(_message.Message):
-    __slots__ = ("kind", "record", "block_count")
+    __slots__ = ("kind", "record", "block_count", "mean_count")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_COUNT_FIELD_NUMBER: _ClassVar[int]
     kind: ValueChangeKind
     record: int
     block_count: int
-    def __init__(self, kind: _Optional[_Union[ValueChangeKind, str]] = ..., record: _Optional[int] = ..., block_count: _Optional[int] = ...) -> None: ...
+    mean_count: int
+    def __init__(self, kind: _Optional[_Union[ValueChangeKind, str]] = ..., record: _Optional[int] = ..., block_count: _Optional[int] = ..., mean_count: _Optional[int] = ...) -> None: ...
 
 class RangeSnapshot(_message.Message):
     __slots__ = ("range_id", "assignment_epoch", "tenure", "number")
