@@ -30,7 +30,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ test: $(READY) ## Run every test that needs pip packages only, on up to four cor
 
 check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
 	$(MAKE) test FAST_TESTS='$(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py'
-	$(MAKE) sim SEEDS=100
+	$(MAKE) sim SEEDS=40
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system
@@ -104,6 +104,9 @@ bench-check: $(READY) ## Run every benchmark quickly: do they work, and give all
 
 checkpoint-check: $(READY) ## Test checkpoints further than CI does: every optimizer, S3, servers that die, rows of them
 	$(BIN)/python -m pytest $(PARALLEL) tests/checkpoints
+
+lanes-check: $(READY) ## Test failover, update logs and changes of consistency on both lanes; `make test` takes one of each
+	$(BIN)/python -m pytest $(PARALLEL) --all-lanes -m second_lane $(FAST_TESTS)
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)

@@ -38,7 +38,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of `make sim`."""
+    """Options of `make sim`, and of `make lanes-check`."""
+    parser.addoption("--all-lanes", action="store_true", help="run tests marked second_lane, too")
     group = parser.getgroup("simulation")
     group.addoption(
         "--sim-seeds",
@@ -47,6 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many seeds each simulation runs, from 0 up (default: %(default)s)",
     )
     group.addoption("--sim-seed", type=int, default=None, help="run this seed alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is tested on the other lane."""
+    if config.getoption("--all-lanes"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("second_lane")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("second_lane")]
 
 
 @pytest.fixture(scope="session")

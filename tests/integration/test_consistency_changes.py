@@ -55,7 +55,7 @@ class Team:
         return self.workers[rank].pull(table, callback=lambda _: None)
 
 
-@pytest.fixture(scope="module", params=["shm", "grpc"])
+@pytest.fixture(scope="module", params=["shm", pytest.param("grpc", marks=pytest.mark.second_lane)])
 def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     with ps.local_cluster(servers=2, workers=WORKERS) as cluster:
         workers = [

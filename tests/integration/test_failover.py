@@ -58,7 +58,7 @@ class Scene:
         return [(client, make(client, name)) for client in self.clients]
 
 
-@pytest.fixture(scope="module", params=["grpc", "shm"])
+@pytest.fixture(scope="module", params=["grpc", pytest.param("shm", marks=pytest.mark.second_lane)])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     with replicated_cluster(servers=3, workers=WORKERS) as cluster, ExitStack() as stack:
         clients = [

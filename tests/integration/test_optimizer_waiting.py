@@ -34,18 +34,35 @@ def client(cluster: ps.LocalCluster) -> Iterator[ps.Client]:
         yield client
 
 
-def test_a_wait_that_expired_goes_on_with_the_next_step() -> None:
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[ps.Client, ps.Client]]:
+    """A worker that does not wait long, and one that does."""
     with (
         ps.local_cluster(servers=1, workers=2) as cluster,
         ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as hasty,
         ps.connect(cluster.address, rank=1, request_deadline_s=30.0) as calm,
-        ThreadPoolExecutor(1) as thread,
     ):
-        models = [seeded(Branched), seeded(Branched)]
-        first = optimizer_for(hasty, models[0], name="waits")
-        second = optimizer_for(calm, models[1], name="waits")
-        inputs = list(batches(2))
+        yield hasty, calm
 
+
+def ended(end: Callable[[], T]) -> T:
+    """What it gives once the other worker has stepped, however often its wait expires before."""
+    while True:
+        try:
+            return end()
+        except ps.WaitExpired:
+            continue
+
+
+def test_a_wait_that_expired_goes_on_with_the_next_step(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    models = [seeded(Branched), seeded(Branched)]
+    inputs = list(batches(2))
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name="waits")
+        first = optimizer_for(two[0], models[0], name="waits")
+        second = other.result()
         models[0](inputs[0]).square().mean().backward()
         with pytest.raises(ps.WaitExpired, match="worker 1"):
             first.step()
@@ -64,26 +81,6 @@ def test_a_wait_that_expired_goes_on_with_the_next_step() -> None:
         assert differing(values(models[0]), values(models[1])) == []
 
 
-def ended(end: Callable[[], T]) -> T:
-    """What it gives once the other worker has stepped, however often its wait expires before."""
-    while True:
-        try:
-            return end()
-        except ps.WaitExpired:
-            continue
-
-
-@pytest.fixture
-def two() -> Iterator[tuple[ps.Client, ps.Client]]:
-    """A worker that does not wait long, and one that does."""
-    with (
-        ps.local_cluster(servers=1, workers=2) as cluster,
-        ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as hasty,
-        ps.connect(cluster.address, rank=1, request_deadline_s=30.0) as calm,
-    ):
-        yield hasty, calm
-
-
 KINDS: dict[str, Callable[[], ServerOptimizer]] = {
     "server": lambda: ps.SGD(lr=0.1),
     "aggregate": lambda: ps.Aggregate(partial(torch.optim.SGD, lr=0.1)),
@@ -96,14 +93,15 @@ KINDS: dict[str, Callable[[], ServerOptimizer]] = {
 def test_a_step_that_is_asked_for_again_is_the_same_step(
     two: tuple[ps.Client, ps.Client], kind: str, ends_by: str
 ) -> None:
+    name = f"once-{kind}-{ends_by}"
     models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
     start = models[0].weight.detach().clone()
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(
-            optimizer_for, two[1], models[1], name="once", optimizer=KINDS[kind](), reduction="sum"
+            optimizer_for, two[1], models[1], name=name, optimizer=KINDS[kind](), reduction="sum"
         )
         first = optimizer_for(
-            two[0], models[0], name="once", optimizer=KINDS[kind](), reduction="sum"
+            two[0], models[0], name=name, optimizer=KINDS[kind](), reduction="sum"
         )
         second = other.result()
         losses = []

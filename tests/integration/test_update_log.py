@@ -1,6 +1,7 @@
 """Servers with one replica and an update log: whoever is killed comes back with all that it did.
 
-Real processes, a lease of a second. A cluster for each lane serves all tests.
+Real processes, a lease of a second. A cluster for each lane serves all tests;
+`make test` has one of them, `make lanes-check` both.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Scene:
         return again
 
 
-@pytest.fixture(scope="module", params=["grpc", "shm"])
+@pytest.fixture(scope="module", params=[pytest.param("grpc", marks=pytest.mark.second_lane), "shm"])
 def scene(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:

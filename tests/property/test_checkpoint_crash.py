@@ -21,6 +21,7 @@ from ps_core.manifest import MANIFEST_FILE
 from ps_runtime.checkpoint_compaction import compact
 from ps_runtime.checkpoint_reader import problems_of
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
+from tests.examples import examples
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.power_cut import Operation, RecordingDisk, restart_after
 
@@ -82,7 +83,7 @@ def test_a_cut_after_every_operation(recorded: Recorded, survival: float, tmp_pa
         judge(into, least=complete_after(count, ends))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     chosen=st.floats(0, 1), seed=st.integers(0, 2**32), survival=st.sampled_from([0.3, 0.7, 0.9])
 )
@@ -222,7 +223,7 @@ def with_bit_over(content: bytes, name: str, place: float, bit: int) -> tuple[by
     return changed, index
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_fell_over_is_found(pair: Path, name: str, place: float, bit: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +249,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ROW = [(2, name) for name in FILES] + [(1, FILES[0]), (1, FILES[1]), (1, MANIFEST_FILE)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(file=st.sampled_from(ROW), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_fell_over_is_found_in_what_is_referred_to(
     row: Path, file: tuple[int, str], place: float, bit: int
@@ -280,7 +281,7 @@ def test_a_bit_that_fell_over_is_found_in_what_is_referred_to(
                 copied.store.open(copied.newest.name)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), more=st.binary())
 def test_a_file_of_another_length_is_found(
     pair: Path, name: str, place: float, more: bytes

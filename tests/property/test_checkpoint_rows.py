@@ -24,6 +24,7 @@ from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.part_writer import PartWriter, PlannedTable
 from ps_server.shard_store import ShardStore
 from ps_server.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, written_in
+from tests.examples import examples
 from tests.property.shard_twin import table
 from tests.unit.checkpoint_files import CLUSTER_ID, manifest_of, spec_json
 
@@ -189,7 +190,7 @@ class Row:
                     assert bytes(reader.read(NAME, block)) == values, f"block {block} of {name}"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(DOINGS, min_size=4, max_size=14))
 def test_what_is_listed_as_good_has_what_it_had(doings: list[Do]) -> None:
     with tempfile.TemporaryDirectory() as root:

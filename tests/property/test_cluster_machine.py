@@ -21,6 +21,7 @@ from scheduler import view_size
 from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import ClusterSettings, Registration
 from scheduler.membership import GIVEN_UP_LEASES
+from tests.examples import examples
 
 LEASE_S = limits.LEASE_S
 WORKER_TIMEOUT_S = limits.WORKER_TIMEOUT_S
@@ -424,4 +425,6 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
 
 
 TestClusterAgainstTwin = ClusterAgainstTwin.TestCase
-TestClusterAgainstTwin.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestClusterAgainstTwin.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)

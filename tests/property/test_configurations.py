@@ -15,6 +15,7 @@ from ps_core.tables import TableSpec
 from ps_runtime import wire
 from scheduler import view_size
 from scheduler.cluster import Created
+from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness
 
 RANGE_COUNT = 4
@@ -160,4 +161,6 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
 
 
 TestConfigurationsAtWork = ConfigurationsAtWork.TestCase
-TestConfigurationsAtWork.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestConfigurationsAtWork.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)

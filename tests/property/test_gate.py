@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_core.change import Change
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.ledger import Outcome
+from tests.examples import examples
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, told
 
 WORKERS = 3
@@ -315,4 +316,4 @@ class Gate(RuleBasedStateMachine):
 
 
 TestGate = Gate.TestCase
-TestGate.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestGate.settings = settings(max_examples=examples(400), stateful_step_count=50, deadline=None)

@@ -33,6 +33,7 @@ from ps_server.events import (
 )
 from ps_server.range_machine import RangeMachine
 from ps_server.table_room import TableRoom
+from tests.examples import examples
 from tests.unit.machine_harness import make_table
 
 Entry = PushEvent | SealEvent | WithdrawEvent
@@ -125,7 +126,7 @@ def _check_state(machine: RangeMachine, room: TableRoom) -> None:
 
 @pytest.mark.parametrize("from_rank_zero", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(ENTRIES)
 def test_every_number_ends_at_most_once(
     mode: Mode, from_rank_zero: bool, entries: list[Entry]

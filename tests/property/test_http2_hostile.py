@@ -14,6 +14,7 @@ from ps_runtime.http2.bounds import Bounds
 from ps_runtime.http2.connection import Connection
 from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameType
 from ps_runtime.http2.streams import Fields, Piece
+from tests.examples import examples
 from tests.unit.http2_peers import (
     ANSWER,
     OPENING,
@@ -168,7 +169,7 @@ ENDS = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(end=ENDS, session=SESSIONS, cuts=CUTS)
 def test_any_frames_are_taken_or_end_the_connection(
     end: Attacked, session: bytes, cuts: list[int]
@@ -176,7 +177,7 @@ def test_any_frames_are_taken_or_end_the_connection(
     end.suffer(end.opening + session, cuts)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     end=ENDS,
     session=SESSIONS,

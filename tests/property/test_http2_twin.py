@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.property.http2_twin import PLANS, Ours, Plan, Twin, pieces_of
 from tests.unit.http2_peers import ANSWER, TRAILERS, check_credits, feed, taken
 
@@ -25,7 +26,7 @@ def _converse(ours: Ours, twin: Twin, plan: Plan) -> None:
     raise AssertionError("it does not end")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @pytest.mark.parametrize("is_server", [True, False])
 @given(plan=PLANS)
 def test_all_messages_arrive_both_ways_and_all_windows_add_up(is_server: bool, plan: Plan) -> None:

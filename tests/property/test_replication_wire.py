@@ -36,6 +36,7 @@ from ps_server.store_copy import BlockCopy, RangeCopy, StoreCopy
 from ps_server.sums import Total
 from pushpull.v1 import replication_pb2, types_pb2
 from pushpull.v1.replication_pb2 import ReplicateRequest
+from tests.examples import examples
 from tests.property.replicated_values import (
     ANSWERS,
     BEATS,
@@ -71,14 +72,14 @@ def read_all(messages: Iterable[bytes], small_bytes: int = SMALL_BYTES) -> Came:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(batches(), st.sampled_from([0, SMALL_BYTES]))
 def test_a_batch_is_the_same_at_the_other_end(batch: Batch, small_bytes: int) -> None:
     found = read_all(batch_messages(batch), small_bytes)
     assert plain(found) == plain(batch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(range_copies(), st.sampled_from([0, SMALL_BYTES]))
 def test_a_snapshot_is_the_same_at_the_other_end(copy: RangeCopy, small_bytes: int) -> None:
     found = read_all(snapshot_messages(copy), small_bytes)
@@ -200,7 +201,7 @@ def test_the_largest_block_is_copied_tensor_by_tensor() -> None:
     assert plain(read_all(messages)) == plain(copy)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(range_copies(), st.lists(batches(), min_size=1, max_size=3), BEATS)
 def test_a_snapshot_lets_others_go_in_between(
     copy: RangeCopy, others: list[Batch], beat: Beat
@@ -381,7 +382,7 @@ def test_a_snapshot_that_is_not_right_is_refused(messages: list[bytes], text: st
         at.read(last)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_byte_breaks_a_reader(data: st.DataObject) -> None:
     """Whatever comes is read, or refused with an error of the catalogue."""

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ps_core.errors import InvariantViolation
 from ps_worker.ring import ALIGNMENT_BYTES, Ring
+from tests.examples import examples
 
 RING_BYTES = 8 * ALIGNMENT_BYTES
 SIZES = st.one_of(
@@ -66,7 +67,9 @@ class Rings(RuleBasedStateMachine):
         assert self.ring.take(RING_BYTES) == 0, "an empty ring gives all of it (RING-2)"
 
 
-Rings.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+Rings.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=30, deadline=None
+)
 TestRings = Rings.TestCase
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ps_server.room import GateRoom, Step
+from tests.examples import examples
 
 STEP_BYTES = 40
 STEPS = st.builds(Step, st.integers(1, 3), st.integers(0, 3))
@@ -91,5 +92,7 @@ class Rooms(RuleBasedStateMachine):
         assert self.room.held_bytes == held_bytes <= self.capacity
 
 
-Rooms.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Rooms.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)
 TestRooms = Rooms.TestCase

@@ -27,6 +27,7 @@ from ps_core.tables import (
 )
 from ps_server.buffer_pool import BufferPool
 from ps_server.shard_store import ShardStore
+from tests.examples import examples
 from tests.property.shard_twin import (
     Array,
     PoisonedPool,
@@ -40,7 +41,7 @@ from tests.property.shard_twin import (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
     subject = data.draw(tables())
@@ -75,7 +76,7 @@ def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
         assert not pool.out
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_assigned_values_are_what_is_read_until_the_first_update(data: st.DataObject) -> None:
     subject = data.draw(tables())

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidCheckpoint
 from ps_worker.state_values import _DECODERS, TENSOR_DTYPES, decode, encode
+from tests.examples import examples
 from tests.unit.worker_files import from_file, to_file
 
 ARRAY_DTYPES = [
@@ -127,7 +128,7 @@ states = dicts_of(st.recursive(leaves, nested, max_leaves=12))
 
 
 @given(states)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.too_slow])
 def test_a_state_comes_back_bit_for_bit(state: dict[Any, Any]) -> None:
     value, kept = encode(state)
     read = json.loads(json.dumps(value, allow_nan=False))
@@ -136,7 +137,7 @@ def test_a_state_comes_back_bit_for_bit(state: dict[Any, Any]) -> None:
 
 @given(states)
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_a_file_has_the_state_bit_for_bit(tmp_path: Path, state: dict[Any, Any]) -> None:
@@ -180,7 +181,7 @@ def json_nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(json_leaves, json_nested, max_leaves=15))
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(1500), suppress_health_check=[HealthCheck.too_slow])
 @example({"$set": [{"$list": []}]})
 @example({"$tuple": [{"$dict": [[[], 1]]}]})
 @example({"a": {"$array": ["<f8", [0, 2**62, 2**62], "none"]}})
@@ -222,7 +223,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, str]:
 
 
 @given(place=st.floats(0, 1, exclude_max=True), flipped=st.integers(1, 255))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_changed_byte_anywhere_is_found(
     part: tuple[bytes, str], place: float, flipped: int
 ) -> None:
@@ -234,7 +235,7 @@ def test_a_changed_byte_anywhere_is_found(
 
 
 @given(place=st.floats(0, 1, exclude_max=True), flipped=st.integers(1, 255))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_without_the_manifest_a_changed_byte_is_refused_or_read(
     part: tuple[bytes, str], place: float, flipped: int
 ) -> None:

@@ -19,11 +19,12 @@ from ps_server.replication_wire import SMALL_BYTES
 from ps_server.shard_store import ShardStore
 from ps_server.store_copy import StoreCopy, SumCopy
 from ps_server.sums import Total
+from tests.examples import examples
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
 from tests.property.store_pair import any_tables, check_equal, over_the_wire, record_of, told
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
     """Updates are applied at the primary later than at the backup, as they are when it waits."""
@@ -66,7 +67,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
 READERS = Incarnation(7), Incarnation(8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> None:
     """Steps are folded, updates applied, backups told and joiners given a copy in any order: who
@@ -123,7 +124,7 @@ def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) ->
         check_equal(store, stores[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_store_that_was_restored_goes_on_bit_for_bit(data: st.DataObject) -> None:
     """Sums in the making are lost, those that wait for their scale are not."""
