@@ -31,9 +31,9 @@ _KEPT_S = 60.0
 class Turns:
     """The turns of one loop, as those see them who do long work on it.
 
-    When a turn ends is not looked for: it would cost a turn of the loop for every message. Who
-    breathes when `limits.SLICE_S` have passed since the last turn that was waited for, waits for
-    the next, in a long turn and in a short one.
+    To ask when each turn ends would cost a turn of the loop for every message. So nothing is asked
+    for half of a slice; who breathes then has the end of that turn looked for; who breathes half a
+    slice later in the same turn waits for the next.
 
     Args:
         now: the clock, in seconds.
@@ -42,13 +42,28 @@ class Turns:
     def __init__(self, now: Now = time.perf_counter) -> None:
         self._now = now
         self._due_s = 0.0
+        self._is_end_looked_for = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def breathe(self) -> Awaitable[None]:
-        """Let others in, if this turn may have lasted long enough."""
-        return _AT_ONCE if self._now() < self._due_s else self._next_turn()
+        """Let others in, if this turn has lasted long enough."""
+        now_s = self._now()
+        if now_s < self._due_s:
+            return _AT_ONCE
+        if self._is_end_looked_for:
+            return self.next_turn()
+        self._is_end_looked_for = True
+        self._due_s = now_s + limits.SLICE_S / 2
+        asyncio.get_running_loop().call_soon(self._another)
+        return _AT_ONCE
 
-    async def _next_turn(self) -> None:
+    def _another(self) -> None:
+        """Another turn has begun."""
+        self._is_end_looked_for = False
+        self._due_s = self._now() + limits.SLICE_S / 2
+
+    async def next_turn(self) -> None:
+        """Let others in, and go on in the next turn that nobody has who came before."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         if not self._waiting:
@@ -58,14 +73,19 @@ class Turns:
 
     def _begin(self) -> None:
         """Another turn has begun: the next that waits has the rest of it."""
-        self._due_s = self._now() + limits.SLICE_S
         while self._waiting and self._waiting[0].done():  # its task was cancelled
             self._waiting.popleft()
-        if self._waiting:
-            waiter = self._waiting.popleft()
-            if self._waiting:  # before all that the waiter does: it is what begins the next turn
-                asyncio.get_running_loop().call_soon(self._begin)
-            waiter.set_result(None)
+        if not self._waiting:
+            self._another()
+            return
+        loop, waiter = asyncio.get_running_loop(), self._waiting.popleft()
+        self._is_end_looked_for = True
+        self._due_s = self._now() + limits.SLICE_S
+        if self._waiting:  # before all that the waiter does: it is what begins the next turn
+            loop.call_soon(self._begin)
+        waiter.set_result(None)
+        if not self._waiting:
+            loop.call_soon(self._another)  # behind all that it does
 
 
 class _AtOnce:

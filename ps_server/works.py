@@ -136,7 +136,7 @@ class Works:
     async def _run(self) -> None:
         try:
             while self._jobs:
-                await self._turns.breathe()
+                await self._turns.next_turn()
                 until_s = self._now() + limits.SLICE_S
                 while self._jobs and self._next(until_s):
                     pass
