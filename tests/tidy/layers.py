@@ -64,6 +64,7 @@ PURE_MODULES = {
     "ps_server.update_log_frames",
     "ps_server.update_scales",
     "ps_server.versions",
+    "ps_server.work_queue",
     "ps_worker.clipping",
     "ps_worker.counters",
     "ps_worker.cutting",
