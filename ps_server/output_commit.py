@@ -11,6 +11,7 @@ Rules:
 
 Invariants:
     OC-1  What is done of a range, and could be seen, is done in the order in which it was decided.
+    OC-2  It is released under a lease that holds then, however long ago it was decided.
 
 What it deliberately does not do: carry anything out, or send (its caller does both).
 """
@@ -130,10 +131,11 @@ class OutputCommit:
 
     def decide(self, effects: Iterable[Effect], now_s: float) -> list[Deed]:
         """`deciding`, at once."""
-        return at_once(self.deciding(effects, now_s))
+        return at_once(self.deciding(effects, lambda: now_s))
 
-    def deciding(self, effects: Iterable[Effect], now_s: float) -> Work[list[Deed]]:
-        """Hold what must not be seen yet.
+    def deciding(self, effects: Iterable[Effect], now: Callable[[], float]) -> Work[list[Deed]]:
+        """Hold what must not be seen yet. `now` is asked when something is released: long after
+        this began, a lease may be over (OC-2).
 
         Returns:
             What is to be done now, in order.
@@ -160,7 +162,7 @@ class OutputCommit:
                 yield from self._hold(effect, into, work)
         for place, decided in parts.items():
             deeds += yield from self._decide(place, decided)
-        return deeds + self.release(now_s, {range_id for _, range_id in parts})
+        return deeds + self.release(now(), {range_id for _, range_id in parts})
 
     def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> Work[None]:
         change: Change | None = None
@@ -233,13 +235,13 @@ class OutputCommit:
 
     def settle(self, now_s: float) -> list[Deed]:
         """`settling`, at once."""
-        return at_once(self.settling(now_s))
+        return at_once(self.settling(lambda: now_s))
 
-    def settling(self, now_s: float) -> Work[list[Deed]]:
+    def settling(self, now: Callable[[], float]) -> Work[list[Deed]]:
         """Tell what changed without an effect: what is promised of a table, before anybody is told.
 
-        Returns:
-            As `decide`.
+        Args, Returns:
+            As `deciding`.
         """
         told: set[RangeId] = set()
         for place, part in tuple(self._machine.parts.items()):
@@ -266,7 +268,7 @@ class OutputCommit:
                     del self._untold[place]
                 if schedule.is_open:
                     self._known[place] = promised
-        return self.release(now_s, told)
+        return self.release(now(), told)
 
     def _can_be_told(self, range_id: RangeId) -> bool:
         """Whether it is of use to tell anything: with too few servers and nobody who listens it

@@ -196,13 +196,13 @@ class ReplicatedRanges:
 
     def deciding(self, effects: Iterable[Effect]) -> Work[list[Deed]]:
         """See `OutputCommit.deciding`."""
-        return self.output.deciding(effects, self._now())
+        return self.output.deciding(effects, self._now)
 
     def settling(self) -> Work[list[Deed]]:
         """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
         if self.update_log is not None:
             yield from self._logged.looking()
-        return (yield from self.output.settling(self._now()))
+        return (yield from self.output.settling(self._now))
 
     @property
     def promises(self) -> tuple[Promise, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import Incarnation
+from ps_core.work import Work, at_once
 from ps_server.events import Place, Sender, WithdrawEvent
 from ps_server.output_commit import OutputCommit
 from ps_server.replication import Replication
@@ -19,6 +21,11 @@ from tests.unit.test_replication import EPOCH, LEASE_S, ONE, RANGE, TWO, view
 TABLE = make_table()
 
 
+def _long(batch: Batch) -> Work[None]:
+    del batch
+    yield
+
+
 class Server:
     """A server whose range needs one more that has what is committed."""
 
@@ -27,7 +34,11 @@ class Server:
         self.replication = Replication(ONE, self.machine, LEASE_S, 2)
         self.sent: list[Batch] = []
         self.output = OutputCommit(
-            self.machine, self.replication, NotImplemented, lambda _, batch: self.sent.append(batch)
+            self.machine,
+            self.replication,
+            NotImplemented,
+            lambda _, batch: self.sent.append(batch),
+            encode=_long,
         )
 
     def see(self, seen: ClusterView) -> None:
@@ -58,3 +69,19 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     server.output.release(0.0, [RANGE])
     server.see(view(4, (3, ONE, (TWO,), ())))
     assert list(server.output.promises) == [Promise(TABLE.table_id, 1, 0)]
+
+
+def test_what_takes_long_releases_nothing_when_the_lease_is_over() -> None:
+    """Its first steps were under the lease: another may serve the range by the last (OC-2)."""
+    for ends_s, released_count in ((0.0, 1), (2 * LEASE_S, 0)):
+        server, now_s = Server(), [0.0]
+        server.see(view(1, (2, ONE, (TWO,), ())))
+        server.replication.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
+        place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
+        server.output.decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), 0.0)
+        effects = server.machine.entry(WithdrawEvent(place, sender, 2), 0.0)
+        work = server.output.deciding(effects, partial(now_s.__getitem__, 0))
+        next(work)
+        now_s[0] = ends_s
+        server.replication.acked(TWO, Ack(RANGE, server.sent[-1].number, EPOCH), 0.0)
+        assert len(at_once(work)) == released_count
