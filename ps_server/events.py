@@ -69,7 +69,7 @@ class PushEvent(NamedTuple):
 
 class SealEvent(NamedTuple):
     """A seal arrived. `skip_if_invalid`: it came with its only push; `problem`: its terms are
-    wrong.
+    wrong, or that one's payload is lost.
     """
 
     place: Place

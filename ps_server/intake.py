@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, PushpullError
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, PushpullError, Recovering
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime import wire
@@ -127,13 +127,18 @@ def push_events(
         eager,
     )
     if message.HasField("seal"):
-        yield from seal_events(message.seal, sender, carrier=message)
+        lost = problem if isinstance(problem, Recovering) else None
+        yield from seal_events(message.seal, sender, message, lost)
 
 
 def seal_events(
-    message: parameters_pb2.Seal, sender: Sender, carrier: parameters_pb2.BlockPush | None = None
+    message: parameters_pb2.Seal,
+    sender: Sender,
+    carrier: parameters_pb2.BlockPush | None = None,
+    lost: PushpullError | None = None,
 ) -> Iterator[SealEvent]:
-    """One event for each range of the seal; `carrier` is the push that it came in, if any.
+    """One event for each range of the seal; `carrier` is the push that it came in, if any, and
+    `lost` why that one's payload is lost: both come again.
 
     Raises:
         InvalidConfig: it names no range, so that there is no entry to answer, or more than exist.
@@ -154,7 +159,7 @@ def seal_events(
             terms,
             part.confirmed_sequence,
             carrier is not None,
-            problem,
+            lost or problem,
         )
 
 

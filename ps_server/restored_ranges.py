@@ -83,7 +83,8 @@ class RestoredRanges:
 
     def hand_over(self) -> Iterator[tuple[Key, dict[int, int]]]:
         """What is served from now on, and the versions of its blocks: each is to be `loaded` before
-        the next is asked for.
+        the next is asked for. Between two works: what is under way may have decided something of a
+        range that its log has not heard of yet.
         """
         replicas = self._replicas
         for key in list(self._ready):

@@ -135,14 +135,20 @@ class RestoredValues:
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
+        await self._node.works.idle()
         self._ranges.was_read(key, part, versions)
         self._hand_over()
         return byte_count
 
     def _hand_over(self) -> None:
         """What is loaded is served, where nobody else has anything of the range."""
+        works = self._node.works
+        works.finish()
         for key, versions in self._ranges.hand_over():
             self._node.loaded(key, versions)
+            if works.is_busy:  # the others when that is done
+                works.between(self._hand_over)
+                return
 
     def _fail(self, keys: list[Key], reason: str) -> None:
         logs.error("restore_failed", reason=reason)

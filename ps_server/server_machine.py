@@ -389,9 +389,9 @@ class ServerMachine:
             return [self._refusal(event, error)]
         room = self._rooms[event.place.table_id]
         room.heard(event.sender)
+        if isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering):
+            return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
         if isinstance(event, PushEvent):
-            if isinstance(event.problem, Recovering):  # the payload is lost, not wrong
-                return [self._refusal(event, event.problem)]
             effects = part.push(event, now_s)
         elif isinstance(event, SealEvent):
             effects = part.seal(event, now_s)

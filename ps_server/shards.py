@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.errors import InvalidKeys, InvariantViolation, UpdateFailed
+from ps_core.errors import InvalidKeys, InvariantViolation, Recovering, UpdateFailed
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Codec, Table
 from ps_core.work import Work, at_once, pieces_of
@@ -46,6 +46,7 @@ from pushpull.v1 import parameters_pb2
 _Key = tuple[TableId, RangeId]
 
 
+_AGAIN_MS = 100
 _FREEZE_COUNT = 1024
 """Blocks after whose making the collector need not look at them again and again: it would take a
 tenth of a second to look at those of a large table."""
@@ -188,7 +189,7 @@ class Shards:
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
         """See `intake.Decoder`; a place that is not here is answered by the machine."""
-        store = self._store(place.table_id, place.range_id)
+        store = self._store_at(place)
         self.received_bytes += len(payload)
         return store.decode(block, codec, payload, presence)
 
@@ -196,10 +197,21 @@ class Shards:
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
     ) -> Contribution:
         """See `intake.Decoder`."""
-        store = self._store(place.table_id, place.range_id)
+        store = self._store_at(place)
         payload = self.lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
+
+    def _store_at(self, place: Place) -> ShardStore:
+        """Where an entry goes. It may wait for its turn, and be answered by a machine that has come
+        meanwhile: that it could not be read then is no fault of its sender's.
+        """
+        store = self.stores.get((place.table_id, place.range_id))
+        if store is None:
+            raise Recovering(
+                f"range {place.range_id} was not here when the push came", retry_after_ms=_AGAIN_MS
+            )
+        return store
 
     def _store(self, table_id: TableId, range_id: RangeId) -> ShardStore:
         store = self.stores.get((table_id, range_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,15 +15,32 @@ from prometheus_client import CollectorRegistry
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.errors import Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.ledger import ReplyKind
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.work import PIECE_COUNT, Work
 from ps_runtime.metrics import ServerMetrics
-from ps_server.events import Place, PushEvent, ScaleEvent, SealEvent, SealTerms, Sender
+from ps_runtime.turns import Turns
+from ps_server.events import (
+    EntryEvent,
+    Place,
+    PushEvent,
+    ReplyTo,
+    ScaleEvent,
+    SealEvent,
+    SealTerms,
+    Sender,
+)
+from ps_server.frames import BlockFrame
+from ps_server.intake import push_events
 from ps_server.node import ParameterNode
 from ps_server.readings import Reading
 from ps_server.reads import RangeAnswer, Read
+from ps_server.restored_values import RestoredValues
 from ps_server.streams import EntryStream
-from pushpull.v1 import parameters_pb2
+from ps_server.works import Works
+from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import turns_of
 
 KEY, TIMELINE, LENGTH = b"k" * 16, b"t" * 16, 64
@@ -62,6 +80,12 @@ class Stage:
         self.node.observe(self.view(1))
         self.stream: EntryStream = self.node.open_stream(WORKER)
         self.sequence = 0
+
+    def works_step_by_step(self) -> None:
+        """Each step takes all of a turn, but the first few."""
+
+        now = itertools.count(0.0).__next__
+        self.node.works = Works(Turns(now), self.node.health.failed, now)
 
     def view(self, number: int, state: NodeState = NodeState.ALIVE) -> ClusterView:
         (slots,) = key_ranges(1)
@@ -170,19 +194,19 @@ def test_a_worker_that_is_gone_ends_what_it_sent_in_short_turns() -> None:
 
 
 def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:
-    """A read that was begun before is of before; one that comes meanwhile, and another step, are of
-    after.
+    """A read that was begun before is of before; one that comes meanwhile waits, as another step
+    does: neither has the first one done in fewer turns, or is begun before its end.
     """
     stage = Stage(6 * limits.SLICE_BLOCK_COUNT)
     stage.push(1)
+    stage.push(2)
+    stage.works_step_by_step()
+    worker = stage.node.machine.parts[RANGE].state.by_rank[0]
     before: list[RangeAnswer] = []
     read = Read(PLACE, (), None, WORKER, False, before.append)
     stage.node.begin_read(read, 0, consistent=False, deadline_s=9.0)
     taken: list[tuple[int, bytes]] = []
     after: list[bytes] = []
-
-    def take() -> None:
-        taken.extend(_value(part) for part in before[0].next())
 
     async def late() -> None:
         request = parameters_pb2.PullRequest(table_id=1, clock=1)
@@ -191,19 +215,81 @@ def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:
         after.extend([_value(part)[1] async for part in reading.parts()])
 
     async def whole() -> None:
-        seal = asyncio.create_task(stage.node.take(stage.stream, [stage.seal(1)]))
-        reading = asyncio.create_task(late())
-        while not before[0].is_done or not seal.done():
-            await asyncio.wait([seal, reading], timeout=0)
-            if not before[0].is_done:
-                take()
-        await asyncio.wait_for(asyncio.gather(seal, reading), 30.0)
+        first, second = (
+            asyncio.create_task(stage.node.take(stage.stream, [stage.seal(clock)]))
+            for clock in (1, 2)
+        )
+        reading, turn_count = asyncio.create_task(late()), 0
+        while not first.done():
+            await asyncio.wait([first, reading], timeout=0)
+            turn_count += 1
+            taken.extend(_value(part) for part in before[0].next())
+            assert stage.node.applied_count or (worker.sealed_clock, len(after)) == (1, 0)
+        assert turn_count > 2 * stage.blocks / PIECE_COUNT  # it is summed, and applied
+        await asyncio.wait_for(asyncio.gather(second, reading), 30.0)
 
     asyncio.run(whole())
+    while not before[0].is_done:
+        taken.extend(_value(part) for part in before[0].next())
     assert [block for block, _ in taken] == list(range(stage.blocks))
     assert {payload for _, payload in taken} == {bytes(4 * LENGTH)}
-    assert set(after) == {np.full(LENGTH, -1.0, np.float32).tobytes()}
+    assert set(after) == {np.full(LENGTH, -3.0, np.float32).tobytes()}
     assert len(after) == stage.blocks
+
+
+def test_what_is_loaded_is_handed_over_between_two_works() -> None:
+    """A view that came while the values of a table are handed over hands over those of another."""
+    stage = Stage(1)
+    spec = stage.table.spec
+    tables = [Table(TableId(n), 0, replace(spec, name=f"{n}"), restored_clock=4) for n in (2, 3)]
+    stage.node.observe(replace(stage.view(2), tables=(stage.table, *tables)))
+    stage.works_step_by_step()
+    values = RestoredValues(stage.node)
+    for key in values._ranges.look():
+        part = values._ranges.begin(key)
+        assert part is not None
+        values._ranges.was_read(key, part, dict.fromkeys(part.state.blocks, 4))
+
+    async def whole() -> None:
+        def long() -> Work[None]:
+            yield from (None for _ in range(10))
+
+        stage.node.works.begin(long())
+        stage.node.works.between(values._hand_over)
+        values._hand_over()
+        await stage.node.works.idle()
+
+    asyncio.run(whole())
+    assert all(
+        part.state.initialized for key, part in stage.node.machine.parts.items() if key[0] > 1
+    )
+
+
+def test_a_push_that_came_before_its_range_is_to_come_again_with_its_seal() -> None:
+    """Both are read when they come, and may wait for their turn until the range is there."""
+    stage = Stage(1)
+    table = Table(TableId(2), 0, replace(stage.table.spec, name="late"))
+    push = parameters_pb2.BlockPush(
+        table_id=2, assignment_epoch=1, sequence=1, kind=parameters_pb2.PUSH_KIND_GRADIENT, clock=1,
+        codec=types_pb2.CODEC_FP32, payload=np.ones(LENGTH, np.float32).tobytes(),
+    )  # fmt: skip
+    push.seal.table_id, push.seal.clock = 2, 1
+    push.seal.ranges.add(assignment_epoch=1, sequence=2)
+
+    def read() -> list[EntryEvent]:
+        frame = BlockFrame(push, memoryview(push.payload))
+        return list(push_events(frame, stage.sender, stage.node.shards))
+
+    early = read()
+    stage.node.observe(replace(stage.view(2), tables=(stage.table, table)))
+    for event in early:
+        (reply,) = stage.node.machine.entry(event, 0.0)
+        assert isinstance(reply, ReplyTo)
+        assert isinstance(reply.error, Recovering)
+    kinds = [e.kind for event in read() for e in stage.node.machine.entry(event, 0.0)
+             if isinstance(e, ReplyTo)]  # fmt: skip
+    assert ReplyKind.RECEIVED in kinds
+    assert ReplyKind.ERROR not in kinds
 
 
 def _value(part: object) -> tuple[int, bytes]:
