@@ -40,6 +40,7 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
+from ps_core.work import Work, at_once
 from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal
 from ps_server.contributions import Contribution, elements
 from ps_server.events import Assign, Fold, Forget, Record
@@ -208,11 +209,15 @@ class Numbers:
         """The sum that was reduced; it stays."""
         return Sum(tuple(grads), None, self.shards.kept(record).copied())
 
-    def put(self, record: Record, total: Sum) -> None:
+    def putting(self, record: Record, total: Sum) -> Work[None]:
         """A sum of this server's own becomes values."""
-        assert self.shards.apply(record, total.total) is None
+        assert (yield from self.shards.applying(record, total.total)) is None
 
     def make(self, table: Table, change: Change) -> None:
+        """`making`, at once."""
+        at_once(self.making(table, change))
+
+    def making(self, table: Table, change: Change) -> Work[None]:
         """As a backup does what its primary decided."""
         match change:
             case Put(record, Sum() as total) | Kept(record, Sum() as total):
@@ -222,7 +227,7 @@ class Numbers:
                 change = Assigned(record, tuple(map(elements, found)))
             case Put() | Dropped():
                 pass
-        assert self.shards.make(change) is None
+        assert (yield from self.shards.making(change)) is None
 
     def copies(self, range_id: RangeId) -> dict[TableId, StoreCopy]:
         """All of a range."""

@@ -245,6 +245,7 @@ class Checkpointer:
 
     def _hold(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
         """As `ParameterNode.hold_copies`."""
+        server.works.finish()
         is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
         part.held[key] = None
         until_s = server.now_s + limits.CHECKPOINT_WRITTEN_S
@@ -261,6 +262,7 @@ class Checkpointer:
                 self._let_go(server, part, key)
 
     def _let_go(self, server: SimServer, part: Captured, key: Key) -> None:
+        server.works.finish()
         if key not in part.held:
             return
         captured = part.held.pop(key)

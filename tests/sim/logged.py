@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table
-from ps_core.work import Work
+from ps_core.work import Work, at_once
 from ps_server.log_segments import LogSegments
 from ps_server.logged_ranges import LoggedRanges
 from ps_server.output_commit import Deed, OutputCommit
@@ -79,7 +79,7 @@ class SimLog:
         self._append("taken over", log.range_id, log.tenure, log.assignment_epoch, log.released)
 
     def basing(self, snapshot: Snapshot) -> Work[None]:
-        yield from ()
+        yield
         assert self.writer is not None
         copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
         what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))
@@ -226,11 +226,11 @@ class LoggedServer(ReplicatedServer):
                 assert replica.follows(batch), f"S13: {frame} follows {replica.tenure}"
                 is_next = replica.take(batch, lambda b=batch: blocks(b.table_id, b.range_id))  # type: ignore[misc]
                 assert is_next, f"S13: {frame} follows {replica.number}"
-                self._make(batch)
+                at_once(self._making(batch))
             elif isinstance(frame.what, tuple):
                 snapshot, values = frame.what
                 copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
-                self._become(snapshot, values)
+                at_once(self._becoming(snapshot, values))
                 replicas[frame.range_id] = Replica(
                     frame.range_id, frame.assignment_epoch, LEASE_S, frame.tenure, copies,
                     frame.number,
@@ -247,31 +247,22 @@ class LoggedServer(ReplicatedServer):
         if frame.kind in ("batch", "base"):
             self.logged.written({(frame.range_id, frame.tenure): frame.number})
             self._release([frame.range_id])
-        self._look()
+        self.works.begin(self._looking())
 
-    def _look(self) -> None:
-        self.logged.look()
+    def _looking(self) -> Work[None]:
+        yield from self.logged.looking()
         self.log.turn()
 
-    def _observe(self, view: object) -> None:
-        before = set(self.replication.primaries) | set(self.replication.replicas)
-        super()._observe(view)  # type: ignore[arg-type]
-        after = set(self.replication.primaries) | set(self.replication.replicas)
-        self.logged.observe(sorted(before - after))
-        self._look()
+    def _lost(self, range_ids: Sequence[RangeId]) -> None:
+        self.logged.observe(range_ids)
 
-    def _tick(self) -> None:
-        super()._tick()
-        if not self.is_dead and not self.is_paused:
-            self._look()
-
-    def _do(self, deeds: list[Deed]) -> None:
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
             assert self.log.has(range_id, log.tenure, log.released), (
                 f"LOG-1: batch {log.released} of range {range_id} is seen, and is not in the log"
             )
-        super()._do(deeds)
+        yield from super()._doing(deeds)
 
 
 def fresh_part(tables: Sequence[Table], range_count: int) -> Callable[[TableId, RangeId], PartCopy]:

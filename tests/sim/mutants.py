@@ -10,6 +10,7 @@ from tests.sim.mutation import Mutant
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
 from tests.sim.restore_mutants import RESTORE_MUTANTS
+from tests.sim.work_mutants import WORK_MUTANTS
 
 _STEPS = ("steps", "changes")
 _FAILOVER = ("failover",)
@@ -375,4 +376,11 @@ _ONE_TABLE = (
     ),
 )
 
-MUTANTS = _ONE_TABLE + REPLICATION_MUTANTS + LOG_MUTANTS + REPLACEMENT_MUTANTS + RESTORE_MUTANTS
+MUTANTS = (
+    _ONE_TABLE
+    + REPLICATION_MUTANTS
+    + LOG_MUTANTS
+    + REPLACEMENT_MUTANTS
+    + RESTORE_MUTANTS
+    + WORK_MUTANTS
+)

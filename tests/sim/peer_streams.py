@@ -199,13 +199,24 @@ class Stream:
     def wait(self, piece: Piece, for_s: float) -> None:
         """The piece, and what comes after it, is handled when there is a newer view, or then."""
         parked = self._parked = deque([piece._replace(has_waited=True)])
-        self._receiver.on_view_once(self._go_on)
-        self.world.after(for_s, lambda: self._go_on() if self._parked is parked else None)
+        self._receiver.on_view_once(lambda: self._go_on(parked))
+        self.world.after(for_s, lambda: self._go_on(parked))
 
-    def _go_on(self) -> None:
-        parked, self._parked = self._parked, None
-        for message in parked or ():
-            self._came(message)
+    def hold(self) -> Callable[[], None]:
+        """What comes from now on waits until what is returned is called."""
+        parked: deque[object] = deque()
+        self._parked = parked
+        return lambda: self._go_on(parked)
+
+    def _go_on(self, parked: deque[object]) -> None:
+        """When its receiver's loop gets to it: what comes until then is behind these."""
+        self._receiver.in_turn(lambda: self._handle(parked))
+
+    def _handle(self, parked: deque[object]) -> None:
+        if self._parked is parked:
+            self._parked = None
+            for message in parked:
+                self._came(message)
 
 
 class SimLink:

@@ -12,8 +12,8 @@ from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
-from ps_core.work import Work
-from ps_server.changes import Assigned, Change, Dropped, Kept, Put
+from ps_core.work import Work, at_once
+from ps_server.changes import Assigned, Change, Kept, Put
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -76,7 +76,7 @@ class ReplicatedServer(SimServer):
         worker_count: int,
         place: Place,
     ) -> None:
-        self.is_dead = self.is_paused = False
+        self.is_paused = False
         self.paused_s = self._paused_at_s = 0.0
         """For how long it was paused, in all; and since when."""
         self._takes_s = 0.0
@@ -104,6 +104,10 @@ class ReplicatedServer(SimServer):
     def now_s(self) -> float:
         """On its own clock."""
         return self._clock.read(self.world.now_s)
+
+    def now(self) -> float:
+        """As `now_s`."""
+        return self.now_s
 
     @property
     def view_number(self) -> int:
@@ -167,7 +171,7 @@ class ReplicatedServer(SimServer):
     @property
     def is_awake(self) -> bool:
         """Whether it does at once what comes."""
-        return not (self.is_dead or self.is_paused or self._takes_s)
+        return not (self.is_dead or self.is_paused or self._takes_s or self.works.is_busy)
 
     def in_turn(self, action: Callable[[], None]) -> None:
         """Its loop gets to it: now, or when it gets on."""
@@ -180,14 +184,18 @@ class ReplicatedServer(SimServer):
 
     def start(self, view: ClusterView) -> None:
         """The first view."""
-        self._observe(view)
+        at_once(self._observing(view))
 
     def observe(self, view: ClusterView) -> None:
-        """As `ps_server.node` does."""
-        if not self._is_away(lambda: self.observe(view)) and view.view_number > self.view_number:
-            self._observe(view)
+        """As `ParameterNode`: between two works."""
+        if not self._is_away(lambda: self.observe(view)):
+            super().observe(view)
 
     def _observe(self, view: ClusterView) -> None:
+        if view.view_number > self.view_number:
+            self.works.begin(self._observing(view))
+
+    def _observing(self, view: ClusterView) -> Work[None]:
         self._view = view
         self._keep_links(view)
         waited = {r for r, replica in self.replication.replicas.items() if replica.is_promoted}
@@ -195,12 +203,16 @@ class ReplicatedServer(SimServer):
         self.world.counts["deposed before it served"] += len(waited.intersection(lost))
         for range_id in lost:
             self._forget(range_id)
+        self._lost(lost)
         self._send_all(self.pacing.renewed())
-        self.carry_out(effects)
-        self._serve()
         waiting, self._at_next_view = self._at_next_view, []
         for action in waiting:
             self.world.after(0.0, action)
+        at_once(self._doing(effects))
+        yield from self._serving()
+
+    def _lost(self, range_ids: Sequence[RangeId]) -> None:
+        """Nothing of these is here any more."""
 
     def _keep_links(self, view: ClusterView) -> None:
         """As `PeerLinks.observe`."""
@@ -217,14 +229,23 @@ class ReplicatedServer(SimServer):
         for peer in sorted(present - self.links.keys()):
             self.links[peer] = SimLink(self, peer, self.queues.add(peer))
 
-    def _serve(self) -> None:
+    def _serving(self) -> Work[None]:
         """Take up what may be served now."""
         self.machine.observe(self.replication.serve(self.now_s))
         for range_id in self.replication.primaries:
             self._begin(range_id)
         if self._view is not None:
-            self._go_on_without(self._view)
-        self._do(self.output.settle(self.now_s))
+            yield from self._going_on_without(self._view)
+        yield from self._telling()
+
+    def _telling(self) -> Work[None]:
+        """As `ParameterNode._telling`."""
+        yield from self._looking()
+        yield from self._doing((yield from self.output.settling(self.now)))
+
+    def _looking(self) -> Work[None]:
+        """As `ReplicatedRanges`: what is served now gets into the log."""
+        yield from ()
 
     def _begin(self, range_id: RangeId) -> None:
         """The first moment at which it could show something of the range."""
@@ -263,21 +284,19 @@ class ReplicatedServer(SimServer):
         self.output.forget(range_id)
 
     def _tick(self) -> None:
-        if not self.is_dead and not self.is_paused:
-            now_s = self.now_s
-            if self.replication.waits:
-                self._serve()
-            self._watch_waits()
-            self.watch.looks(self, self.world.now_s)
-            self._pace(now_s)
-            self.carry_out(self.machine.tick(now_s))
-            if self.is_alone:
-                self._settle_alone()
+        if self.is_dead or self.is_paused:
+            self.world.counts["ticks of servers"] += 1
+            self.world.after(TICK_S, self._tick)
+            return
+        self._watch_waits()
+        self.watch.looks(self, self.world.now_s)
+        self._keep_up(self.now_s)
+        super()._tick()
         self.world.counts["ticks of servers"] += 1
-        self.world.after(TICK_S, self._tick)
+        self.works.between(self._look_alone)
 
-    def _pace(self, now_s: float) -> None:
-        """As `ReplicatedRanges.tick`."""
+    def _keep_up(self, now_s: float) -> None:
+        """As `ReplicatedRanges.keep_up`, whatever is under way."""
         again = self.pacing.late(now_s)
         self.world.counts["sent again when late"] += len(again)
         self._send_all(again)
@@ -289,8 +308,15 @@ class ReplicatedServer(SimServer):
             for peer in beats.useless:
                 self.links[peer].reset()
             self.asked = list(beats.wishes)
-        self._give_snapshots()
-        self._release(self.replication.primaries)
+
+    def _ticking(self) -> Work[None]:
+        self._tick_waits = False
+        if self.replication.waits:
+            yield from self._serving()
+        yield from self._giving_snapshots()
+        yield from self._looking()
+        yield from self._doing(self.output.release(self.now_s, self.replication.primaries))
+        yield from super()._ticking()
 
     # --- without the scheduler
 
@@ -299,13 +325,15 @@ class ReplicatedServer(SimServer):
         """Whether it does not hear the scheduler."""
         return self.world.now_s - self.heard_s > LEASE_S
 
-    def _settle_alone(self) -> None:
+    def _look_alone(self) -> None:
         """As `ps_server.change_doubts`."""
+        if self.is_dead or not self.is_alone:
+            return
         for table in self._tables():  # what lies beyond a cut's clock goes on: it may fail
             if table.proposed is not None and table.proposed.checkpoint:
                 self.settings.cuts_given_up.add(table.proposed.checkpoint)
-        self.carry_out(self.machine.go_on_alone(self.now_s))
-        self._do(self.output.settle(self.now_s))
+        self.works.finish()
+        self._settled(self.machine.go_on_alone(self.now_s))
         for doubt in self.machine.doubts:
             if doubt.decided_by == self.node_id:
                 with contextlib.suppress(NotOwner):  # it does not serve it yet
@@ -313,10 +341,16 @@ class ReplicatedServer(SimServer):
             else:
                 self._ask(doubt.decided_by, doubt)
 
+    def _settled(self, effects: Sequence[Effect]) -> None:
+        """As `ParameterNode._settled`."""
+        self.carry_out(effects)
+        self.works.finish()
+        at_once(self._telling())
+
     def _outcome(self, doubt: Doubt) -> Settled | None:
+        self.works.finish()
         if self.is_alone:
-            self.carry_out(self.machine.asked(doubt.table_id, doubt.number, self.now_s))
-            self._do(self.output.settle(self.now_s))
+            self._settled(self.machine.asked(doubt.table_id, doubt.number, self.now_s))
         return self.output.outcome(doubt.table_id, doubt.number)
 
     def _answer(self, sender: NodeId, doubt: Doubt) -> None:
@@ -332,8 +366,8 @@ class ReplicatedServer(SimServer):
     def _learn(self, doubt: Doubt, settled: Settled | None) -> None:
         if settled is not None:
             self.world.counts[f"changes {settled.outcome.value}, heard of by asking"] += 1
-            self.carry_out(self.machine.settled(doubt, settled, self.now_s))
-            self._do(self.output.settle(self.now_s))
+            self.works.finish()
+            self._settled(self.machine.settled(doubt, settled, self.now_s))
 
     def _is_told(self, table_id: TableId, number: int) -> bool:
         """Whether every server that could go on with the table's first range has it."""
@@ -374,37 +408,30 @@ class ReplicatedServer(SimServer):
 
     # --- what is decided
 
-    def carry_out(self, effects: list[Effect]) -> None:
-        """As `ps_server.node` does: what anybody could see when the backups have it."""
-        self._do(self.output.decide(effects, self.now_s))
+    def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
+        """What anybody could see when the backups have it."""
+        yield from self._doing((yield from self.output.deciding(effects, self.now)))
 
     def _release(self, range_ids: Iterable[RangeId]) -> None:
-        self._do(self.output.release(self.now_s, list(range_ids)))
+        self.works.begin(self._releasing(tuple(range_ids)))
 
-    def _do(self, deeds: list[Deed]) -> None:
+    def _releasing(self, range_ids: Sequence[RangeId]) -> Work[None]:
+        yield from self._doing(self.output.release(self.now_s, range_ids))
+
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         self._note_taken()
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)
             self.watch.seen(self, range_id, log.released + log._is_past)
-        for deed in deeds:
-            if isinstance(deed, Put | Assigned):
-                self._put(deed)
-            elif not isinstance(deed, Kept | Dropped):
-                super().carry_out([deed])
+        yield from super()._doing(deeds)
 
-    def _put(self, change: Put | Assigned) -> None:
-        record, table_id = change.record, change.record.table_id
-        if isinstance(change, Assigned):
-            self.assigned(record, change.parts)
-            return
+    def _putting(self, change: Put) -> Work[None]:
+        record = change.record
         assert isinstance(change.total, Sum)
-        self.held((table_id, record.range_id)).put(record, change.total)
-        self._land(record, change.total.grads)
-
-    def _land(self, record: Record, grads: tuple[Grad, ...]) -> None:
-        for grad in grads:
-            self.values[record.table_id, grad.block].append(grad)
+        numbers = self.held((record.table_id, record.range_id))
+        yield from numbers.putting(record, change.total)
+        yield from self._landing(record, change.total.grads)
 
     def table(self, table_id: TableId) -> Table:
         """One that the newest view has."""
@@ -427,11 +454,10 @@ class ReplicatedServer(SimServer):
 
     def fold(self, effect: Fold) -> None:
         """See `Sums`, as all of these."""
-        super().carry_out([effect])
+        self._fold(effect)
 
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
-        yield from ()
-        return self._squares(record)
+        return (yield from self._reducing(record))
 
     def kept(self, record: Record) -> object:
         key = _key_of(record)
@@ -461,7 +487,7 @@ class ReplicatedServer(SimServer):
     @property
     def promises(self) -> tuple[Promise, ...]:
         """Those that every backup has."""
-        return self.output.promises
+        return () if self.works.is_busy else self.output.promises
 
     @property
     def asks(self) -> bool:
@@ -471,7 +497,8 @@ class ReplicatedServer(SimServer):
     @property
     def is_settled(self) -> bool:
         """Whether every backup has all that was decided."""
-        return all(p.log.is_settled for p in self.replication.primaries.values())
+        logs = [primary.log for primary in self.replication.primaries.values()]
+        return all(log.is_settled for log in logs) and not self.works.is_busy
 
     # --- between servers
 
@@ -530,11 +557,11 @@ class ReplicatedServer(SimServer):
             case Greeting():
                 answer = Welcome()
             case Batch():
-                answer = self._take(message)
+                self._handle(stream, self._following(message))
             case Beat():
                 answer = self.replication.beat(message, self.now_s)
             case Piece((snapshot, values)):
-                answer = self._join(snapshot, values)
+                self._handle(stream, self._joining(snapshot, values))
         if answer is not None:
             stream.answer(answer)
 
@@ -551,10 +578,21 @@ class ReplicatedServer(SimServer):
                 self.replication.granted(sender, message, now_s)
                 self._release(message.range_ids)
 
-    def _take(self, batch: Batch) -> Ack | None:
+    def _handle(self, stream: Stream, work: Work[object]) -> None:
+        """What comes after it on the stream waits until it is done."""
+        go_on = stream.hold()
+
+        def ended(answer: object) -> None:
+            if answer is not None:
+                stream.answer(answer)
+            go_on()
+
+        self.works.done(work, ended)
+
+    def _following(self, batch: Batch) -> Work[Ack | None]:
         is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
         if is_taken:
-            self._make(batch)
+            yield from self._making(batch)
         return ack
 
     def _fresh(self, batch: Batch) -> PartCopy | None:
@@ -564,40 +602,43 @@ class ReplicatedServer(SimServer):
                 return fresh_copy(table, blocks)
         return None
 
-    def _make(self, batch: Batch) -> None:
+    def _making(self, batch: Batch) -> Work[None]:
         """The values follow the copy."""
         for change in batch.changes:
-            self._follow(change)
+            yield from self._making_change(change)
             if isinstance(change, Put):
                 self._count(change.record)
 
-    def _follow(self, change: Change) -> None:
+    def _making_change(self, change: Change) -> Work[None]:
         """As a backup does what its primary decided."""
         record = change.record
         if isinstance(change, Assigned):
-            self.assigned(record, change.parts)
+            yield from self._assigning(record, change.parts)
             return
         kept = () if isinstance(change, Kept) else self._forget_sum(record)
         match change:
             case Put(_, total):
                 assert total is None or isinstance(total, Sum)
-                self._land(record, kept if total is None else total.grads)
+                yield from self._landing(record, kept if total is None else total.grads)
             case Kept(_, total):
                 assert isinstance(total, Sum)
                 self.reduced[_key_of(record)] = record
                 self.sums[_key_of(record)] = list(total.grads)
         numbers = self.held((record.table_id, record.range_id))
-        numbers.make(self.table(record.table_id), change)
+        yield from numbers.making(self.table(record.table_id), change)
 
     def _forget_sum(self, record: Record) -> tuple[Grad, ...]:
         self.reduced.pop(_key_of(record), None)
         return tuple(self.sums.pop(_key_of(record), ()))
 
-    def _give_snapshots(self) -> None:
+    def _giving_snapshots(self) -> Work[None]:
         for peer, snapshot in self.output.snapshots(self.now_s, self._has_room):
             self.world.counts["snapshots"] += 1
+            yield
             whole = snapshot, self._values_of(snapshot.range_id)
-            self.links[peer].send(*[Piece(None)] * (PIECES - 1), Piece(whole))
+            yield
+            if peer in self.links:
+                self.links[peer].send(*[Piece(None)] * (PIECES - 1), Piece(whole))
 
     def _values_of(self, range_id: RangeId) -> dict[str, dict]:  # type: ignore[type-arg]
         """A copy of what is here of a range, beside what the machine knows."""
@@ -624,27 +665,29 @@ class ReplicatedServer(SimServer):
             for block in table.blocks_by_range(self._range_count).get(range_id, ())
         }
 
-    def _join(self, snapshot: Snapshot, values: dict[str, dict]) -> Ack | None:  # type: ignore[type-arg]
+    def _joining(self, snapshot: Snapshot, values: dict[str, dict]) -> Work[Ack | None]:  # type: ignore[type-arg]
         before = self.replication.replicas.get(snapshot.range_id)
         copies = {t: c.twin() for t, c in snapshot.copies.items()}  # both go on
         ack = self.replication.join(snapshot._replace(copies=copies))
         if ack is None or self.replication.replicas.get(snapshot.range_id) is before:
             return ack
-        self._become(snapshot, values)
+        yield from self._becoming(snapshot, values)
         self.world.counts["joined ranges"] += 1
         return ack
 
-    def _become(self, snapshot: Snapshot, values: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    def _becoming(self, snapshot: Snapshot, values: dict[str, dict]) -> Work[None]:  # type: ignore[type-arg]
         self._forget(snapshot.range_id)
         self.values.update({key: list(grads) for key, grads in values["values"].items()})
         self.updates.update({key: list(who) for key, who in values["updates"].items()})
         self.reduced.update(values["reduced"])
         self.sums.update({key: list(grads) for key, grads in values["sums"].items()})
+        yield
         for table_id in values["numbers"]:
             self.held((table_id, snapshot.range_id))
         self.numbers.restore(snapshot.range_id, values["numbers"])
+        yield
         for change in snapshot.held:
-            self._follow(change)
+            yield from self._making_change(change)
 
     def _tables(self) -> Sequence[Table]:
         return self.known[0] if self._view is None else self._view.tables

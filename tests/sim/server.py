@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Node, NodeState
 from ps_core.consistency import Mode, StalePolicy
+from ps_core.errors import Recovering
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind, Table
-from ps_core.work import at_once
-from ps_server.changes import Assigned
+from ps_core.work import Work
+from ps_server.changes import Assigned, Dropped, Kept, Put
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -29,12 +30,15 @@ from ps_server.events import (
     Reduce,
     RefusePull,
     ReplyTo,
+    SealEvent,
 )
+from ps_server.output_commit import Deed
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise, ServerMachine
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.grads import Arrived, Grad
 from tests.sim.truth import Settings, square
+from tests.sim.works import SimWorks
 from tests.sim.world import World
 
 TICK_S = 0.25
@@ -42,6 +46,8 @@ TICK_S = 0.25
 
 class SimServer:
     """A server machine and the values that its effects make."""
+
+    is_dead = False
 
     def __init__(
         self, world: World, node_id: NodeId, worker_count: int, settings: Settings
@@ -69,6 +75,10 @@ class SimServer:
         self.came_late = False
         """Whether it came while others trained."""
         self.on_view: Callable[[ClusterView], None] = lambda _: None
+        self.works = SimWorks(world, self.in_turn, self.work_failed)
+        self._tick_waits = False
+        self._unread: tuple[object, ...] = ()
+        """The last push that was not read."""
         world.after(TICK_S, self._tick)
 
     @property
@@ -80,26 +90,41 @@ class SimServer:
         """The first view."""
         self.machine.observe(view)
 
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Its loop gets to it."""
+        action()
+
+    def work_failed(self, failure: Exception) -> None:
+        """One that nobody waits for any more."""
+        raise failure
+
     def observe(self, view: ClusterView) -> None:
-        """As `ps_server.node` does."""
+        """As `ParameterNode`: between two works."""
+        self.works.when_idle(lambda: self._observe(view))
+
+    def _observe(self, view: ClusterView) -> None:
         if view.view_number > self.machine.view_number:
-            self.machine.observe(view)
-            self._go_on_without(view)
+            self.works.begin(self._observing(view))
+
+    def _observing(self, view: ClusterView) -> Work[None]:
+        self.machine.observe(view)
+        yield from self._going_on_without(view)
 
     @property
     def promises(self) -> tuple[Promise, ...]:
-        """What it tells the scheduler."""
-        return self.machine.promises
+        """What it tells the scheduler, between two works."""
+        return () if self.works.is_busy else self.machine.promises
 
-    def _go_on_without(self, view: ClusterView) -> None:
+    def _going_on_without(self, view: ClusterView) -> Work[None]:
         gone = [node for node in view.nodes if node.state is NodeState.GONE]
         for node in gone:
             self.fenced.setdefault(node.rank, self._landed(node))
-        self.carry_out(self.machine.ended(view.ended_workers, self.now_s))
-        effects = self.machine.settle(self.now_s)
+        ended = yield from self.machine.ending(view.ended_workers, self.now_s)
+        yield from self._carrying_out(ended)
+        effects = yield from self.machine.settling(self.now_s)
         self._note_taken()
-        self.carry_out(effects)
-        self.on_view(view)
+        yield from self._carrying_out(effects)
+        self.works.between(lambda: self.on_view(view))
 
     def _note_taken(self) -> None:
         """What a table's first range has taken is in force, whatever the scheduler knows of it."""
@@ -139,77 +164,137 @@ class SimServer:
         return found
 
     def _tick(self) -> None:
-        self.carry_out(self.machine.tick(self.now_s))
+        if not self._tick_waits:
+            self._tick_waits = True
+            self.works.begin(self._ticking())
         self.world.after(TICK_S, self._tick)
 
+    def _ticking(self) -> Work[None]:
+        self._tick_waits = False
+        yield from self._carrying_out(self.machine.tick(self.now_s))
+
     def entry(self, event: EntryEvent) -> None:
-        """An entry arrived."""
+        """An entry arrived, and is read; it is taken in its turn."""
+        self.works.begin(self._taking(self._decoded(event)))
+
+    def _decoded(self, event: EntryEvent) -> EntryEvent:
+        """As `intake`: what is not here is not read, nor is the seal that comes with it."""
+        place, sender = event.place, event.sender
+        key = place.table_id, place.range_id
         if isinstance(event, PushEvent) and isinstance(event.payload, Grad):
-            key = event.place.table_id, event.place.range_id
-            if key in self.machine.parts:  # else the machine answers it
+            if key in self.machine.parts:
                 payload = self.held(key).arrived(self.table(key[0]), key[1], event.payload)
-                event = event._replace(payload=payload)
-        self.carry_out(self.machine.entry(event, self.now_s))
+                return event._replace(payload=payload)
+            self._unread = key, sender, event.sequence
+        is_carried = isinstance(event, SealEvent) and event.skip_if_invalid
+        number = event.sequence - 1 if is_carried else event.sequence
+        if isinstance(event, PushEvent | SealEvent) and self._unread == (key, sender, number):
+            self.world.counts["not read in time"] += 1
+            return event._replace(problem=Recovering("", retry_after_ms=100))
+        return event
 
-    def carry_out(self, effects: list[Effect]) -> None:
-        """As `ps_server.node` does, with lists for tensors."""
+    def _taking(self, event: EntryEvent) -> Work[None]:
+        effects = self.machine.entry(event, self.now_s)
+        yield
+        yield from self._carrying_out(effects)
+
+    # --- effects, as `ps_server.node` carries them out, with lists for tensors
+
+    def carry_out(self, effects: Sequence[Effect]) -> None:
+        """Do what the machine wants done."""
+        self.works.begin(self._carrying_out(effects))
+
+    def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
+        yield from self._doing(effects)
+
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+        replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
-        for effect in effects:
-            if isinstance(effect, ReplyTo):
-                self.world.counts[effect.kind.value] += 1
-                self.outbox[effect.sender.origin](effect)
-                self._check_rejected(effect)
-                if effect.kind is ReplyKind.GIVEN_BACK and effect.sender.rank in self.fenced:
-                    self.given_back.add(effect.sender.rank)
-            elif isinstance(effect, Fold):
-                key = (effect.table_id, effect.range_id, effect.clock)
-                for _, payload in effect.parts:
-                    assert isinstance(payload, Grad)
-                    self.sums[key].append(payload)
-                    self._check_staleness(effect, payload)
-                    self._note_delay(effect, payload)
-                self.held(key[:2]).fold(effect)
-            elif isinstance(effect, Reduce):
-                reduced.append((effect.record, self._squares(effect.record)))
-            elif isinstance(effect, Drop):
-                self._drop(effect.record)
-            elif isinstance(effect, Apply):
-                record = effect.record
-                key = (record.table_id, record.range_id, record.clock)
-                if key in self.reduced:
-                    contributors = self.reduced.pop(key).contributors
-                    table = self.machine.table(record.table_id)
-                    self.settings.scaled(table, record.clock, record.update_scale)
-                    self.world.counts["scaled updates"] += 1
-                else:
-                    assert record.update_scale == 1.0
-                    contributors = record.contributors
-                self._check_enough(record)
-                workers = {part.incarnation for part in contributors if not part.skip}
-                for block in record.blocks:
-                    self.updates[record.table_id, block].append(workers)
-                assert self.held(key[:2]).shards.apply(record) is None
-                for grad in self.sums.pop(key, []):
-                    self.values[record.table_id, grad.block].append(grad)
-            elif isinstance(effect, Assign):
-                self.assigned(effect.record, effect.parts)
-            elif isinstance(effect, Forget):
-                self.world.counts["forgotten"] += 1
-                self._forget_given(effect)
-            else:
-                on_answer = self.reads.pop(effect.waiter, None)
-                self.machine.answered(effect.waiter)
-                if on_answer is not None:
-                    on_answer(effect)
+        for deed in deeds:
+            match deed:
+                case ReplyTo():
+                    replies.append(deed)
+                case Fold():
+                    self._fold(deed)
+                    yield
+                case Apply():
+                    yield from self._applying(deed.record)
+                case Put():
+                    yield from self._putting(deed)
+                case Reduce():
+                    reduced.append((deed.record, (yield from self._reducing(deed.record))))
+                case Assign() | Assigned():
+                    yield from self._assigning(deed.record, deed.parts)
+                case Drop():
+                    self._drop(deed.record)
+                case Forget():
+                    self.world.counts["forgotten"] += 1
+                    self._forget_given(deed)
+                case AnswerPull() | RefusePull():
+                    self._answer_read(deed)
+                case Kept() | Dropped():
+                    pass
+        for reply in replies:
+            self._reply(reply)
+        yield
         for record, squares in reduced:
-            self.carry_out(self.machine.reduced(record, squares))
+            yield from self._carrying_out(self.machine.reduced(record, squares))
 
-    def assigned(self, record: Record, parts: Sequence[tuple[int, object]]) -> None:
+    def _reply(self, reply: ReplyTo) -> None:
+        self.world.counts[reply.kind.value] += 1
+        self.outbox[reply.sender.origin](reply)
+        self._check_rejected(reply)
+        if reply.kind is ReplyKind.GIVEN_BACK and reply.sender.rank in self.fenced:
+            self.given_back.add(reply.sender.rank)
+
+    def _answer_read(self, effect: AnswerPull | RefusePull) -> None:
+        on_answer = self.reads.pop(effect.waiter, None)
+        self.machine.answered(effect.waiter)
+        if on_answer is not None:
+            on_answer(effect)
+
+    def _fold(self, effect: Fold) -> None:
+        key = (effect.table_id, effect.range_id, effect.clock)
+        for _, payload in effect.parts:
+            assert isinstance(payload, Grad)
+            self.sums[key].append(payload)
+            self._check_staleness(effect, payload)
+            self._note_delay(effect, payload)
+        self.held(key[:2]).fold(effect)
+
+    def _applying(self, record: Record) -> Work[None]:
+        key = (record.table_id, record.range_id, record.clock)
+        if key in self.reduced:
+            contributors = self.reduced.pop(key).contributors
+            table = self.machine.table(record.table_id)
+            self.settings.scaled(table, record.clock, record.update_scale)
+            self.world.counts["scaled updates"] += 1
+        else:
+            assert record.update_scale == 1.0
+            contributors = record.contributors
+        self._check_enough(record)
+        workers = {part.incarnation for part in contributors if not part.skip}
+        for block in record.blocks:
+            self.updates[record.table_id, block].append(workers)
+        assert (yield from self.held(key[:2]).shards.applying(record)) is None
+        yield from self._landing(record, self.sums.pop(key, []))
+
+    def _landing(self, record: Record, grads: Iterable[Grad]) -> Work[None]:
+        for grad in grads:
+            self.values[record.table_id, grad.block].append(grad)
+            yield
+
+    def _putting(self, change: Put) -> Work[None]:
+        """What others had to have first."""
+        raise NotImplementedError
+
+    def _assigning(self, record: Record, parts: Sequence[tuple[int, object]]) -> Work[None]:
         """Initial values."""
         key = record.table_id, record.range_id
         for block, grad in parts:
             assert isinstance(grad, Grad)
             self.values[record.table_id, block] = [grad]
+            yield
         self.held(key).make(self.table(record.table_id), Assigned(record, tuple(parts)))
 
     def table(self, table_id: TableId) -> Table:
@@ -272,10 +357,10 @@ class SimServer:
         took_part = record.summed_by or record.contributors
         assert len(took_part) >= len(members) - setting.backup_workers, f"S7: {took_part}"
 
-    def _squares(self, record: Record) -> tuple[float, ...]:
+    def _reducing(self, record: Record) -> Work[tuple[float, ...]]:
         key = (record.table_id, record.range_id, record.clock)
         self.reduced[key] = record
-        at_once(self.held(key[:2]).shards.reducing(record))
+        yield from self.held(key[:2]).shards.reducing(record)
         found = dict.fromkeys(self.machine.parts[key[:2]].state.blocks, 0.0)
         for grad in self.sums[key]:
             found[grad.block] += square(grad)
@@ -328,6 +413,7 @@ class SimServer:
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, lasts_s: float) -> int:
         """A reader is about to ask for one state of a table."""
+        self.works.finish()
         return self.machine.begin_cut(table_id, cut_id, self.now_s + lasts_s)
 
     def read(
@@ -335,16 +421,17 @@ class SimServer:
         event: Callable[[int], PullEvent],
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
-        """A read of one range arrived."""
-        number = next(self.waiters)
-        self.reads[number] = on_answer
-        self.carry_out(self.machine.pull(event(number), self.now_s))
-        self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None
+        """A read of one range arrived: it begins between two works."""
+        self.works.when_idle(lambda: self.capture(event, on_answer))
 
     def capture(
         self,
         event: Callable[[int], PullEvent],
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
-        """A read of its own, for a checkpoint."""
-        self.read(event, on_answer)
+        """Begin a read; one of its own, for a checkpoint, cannot wait."""
+        self.works.finish()
+        number = next(self.waiters)
+        self.reads[number] = on_answer
+        self.carry_out(self.machine.pull(event(number), self.now_s))
+        self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -12,10 +12,11 @@ import pytest
 from ps_core.cluster_view import ClusterView, NodeState
 from ps_core.errors import Draining
 from ps_core.keys import NodeId, RangeId
+from ps_core.work import Work
 from ps_server.events import AnswerPull, EntryEvent, Fold, PullEvent, RefusePull
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.output_commit import Deed
-from ps_server.replication_messages import Batch
+from ps_server.replication_messages import Ack, Batch
 from scheduler.cluster_state import RangesFailedOver, Transition
 from tests.sim.calamities import STRIKES, Calamities, Plan
 from tests.sim.peer_streams import Stream
@@ -61,6 +62,10 @@ class MortalServer(ReplicatedServer):
         except (BrokenEffect, Draining):
             self.world.say(f"server {self.node_id}: an effect failed, and its handler ended")
 
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Its loop gets to it."""
+        self._event(lambda: super(MortalServer, self).in_turn(action))
+
     def observe(self, view: ClusterView) -> None:
         """A view came."""
         self._event(lambda: super(MortalServer, self).observe(view))
@@ -79,22 +84,13 @@ class MortalServer(ReplicatedServer):
 
     def hear(self, sender: NodeId, message: object, stream: Stream | None = None) -> None:
         """A message of another server."""
-        try:
-            self._event(lambda: self._hear(sender, message, stream))
-        except BrokenReplica:
-            raise AssertionError("a broken replica is left") from None
+        self._event(lambda: super(MortalServer, self).hear(sender, message, stream))
 
-    def _hear(self, sender: NodeId, message: object, stream: Stream | None) -> None:
-        try:
-            super().hear(sender, message, stream)
-        except BrokenReplica:  # as `ReplicatedRanges.take`
-            assert isinstance(message, Batch)
-            self.world.counts["fault: replica broken"] += 1
-            self.world.say(f"server {self.node_id} lost track of range {message.range_id}")
-            self.replication.leave(message.range_id)
-            self._forget(message.range_id)
-            self.watch.lost_track(self, message.range_id)
-            self.on_lost_track(message.range_id)
+    def work_failed(self, failure: Exception) -> None:
+        """One that nobody waits for any more; as `ParameterNode`."""
+        if not isinstance(failure, BrokenEffect | Draining):
+            raise failure
+        self.health.failed(failure)
 
     def _tick(self) -> None:
         before = self.world.counts["ticks of servers"]
@@ -114,13 +110,13 @@ class MortalServer(ReplicatedServer):
         return False
 
     @carries_out
-    def _do(self, deeds: list[Deed]) -> None:
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         done_count = self.breaks_in or 0
         if self._breaks_now(len(deeds)):
-            super()._do(deeds[:done_count])
+            yield from super()._doing(deeds[:done_count])
             self.world.counts["fault: effect failed"] += 1
             raise BrokenEffect
-        super()._do(deeds)
+        yield from super()._doing(deeds)
 
     def fold(self, effect: Fold) -> None:
         """See `Sums`."""
@@ -129,11 +125,26 @@ class MortalServer(ReplicatedServer):
             raise BrokenEffect
         super().fold(effect)
 
-    def _make(self, batch: Batch) -> None:
+    def _making(self, batch: Batch) -> Work[None]:
         if self.loses_next and self.may_lose(batch.range_id):
             self.loses_next = False
             raise BrokenReplica
-        super()._make(batch)
+        yield from super()._making(batch)
+
+    def _following(self, batch: Batch) -> Work[Ack | None]:
+        try:
+            return (yield from super()._following(batch))
+        except BrokenReplica:  # as `ReplicatedRanges.taking`
+            self._lose_track(batch.range_id)
+            return None
+
+    def _lose_track(self, range_id: RangeId) -> None:
+        self.world.counts["fault: replica broken"] += 1
+        self.world.say(f"server {self.node_id} lost track of range {range_id}")
+        self.replication.leave(range_id)
+        self._forget(range_id)
+        self.watch.lost_track(self, range_id)
+        self.on_lost_track(range_id)
 
 
 class Failures(Calamities):

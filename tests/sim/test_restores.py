@@ -108,7 +108,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
     seldom: ClassVar[frozenset[str]] = frozenset({
         "restored onto fewer servers", "registered late", "restored with another consistency",
     })  # fmt: skip
-    many: ClassVar[int] = 60
+    many: ClassVar[int] = 200
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges loaded": 4}
 
     number = 1

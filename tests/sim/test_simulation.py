@@ -238,6 +238,9 @@ class Simulation:
 
     def _check_end(self) -> None:
         """Exactly what was sealed is there, and nothing is left over."""
+        for server in self.cluster.values():
+            if not server.is_dead:
+                server.works.finish()
         for table in self.layout.tables:
             for block in range(table.block_count):
                 range_id = table.range_of_block(block, self.layout.range_count)

@@ -20,6 +20,7 @@ from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, ForeignCluster, NotOwner, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.work import Work
 from ps_runtime import wire
 from ps_server.events import AnswerPull, EntryEvent, PullEvent, RefusePull
 from ps_server.replication_messages import Ack, Grant
@@ -188,15 +189,15 @@ class TimelineServer(ReplicatedServer):
         self.saved: Mapping[tuple[str, int], SavedBlock] = {}
         self._ranges = RestoredRanges(self.machine.parts, self)
 
-    def _observe(self, view: ClusterView) -> None:
+    def _observing(self, view: ClusterView) -> Work[None]:
         self.sessions.observe(view)
-        super()._observe(view)
-        self._look()
+        yield from super()._observing(view)
+        self.works.between(self._look)
 
     def _tick(self) -> None:
         super()._tick()
         if not self.is_dead and not self.is_paused:
-            self._look()
+            self.works.between(self._look)
 
     # --- who calls
 
@@ -247,7 +248,8 @@ class TimelineServer(ReplicatedServer):
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
         """A read of its own, for a checkpoint: nobody calls."""
-        super().read(event, on_answer)
+        if not self._is_away(lambda: self.capture(event, on_answer)):
+            super().capture(event, on_answer)
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, lasts_s: float) -> int:
         """A reader is about to ask for one state of a table."""
@@ -293,10 +295,14 @@ class TimelineServer(ReplicatedServer):
     def _was_read(self, note: Callable[[], None]) -> None:
         """The loop hears of it, when it gets to that."""
         if not self._is_away(lambda: self._was_read(note)):
-            note()
-            self._hand_over()
+            self.works.when_idle(lambda: self._handed_over(note))
+
+    def _handed_over(self, note: Callable[[], None]) -> None:
+        note()
+        self._hand_over()
 
     def _hand_over(self) -> None:
+        self.works.finish()
         for key, versions in self._ranges.hand_over():
             name = self.machine.parts[key].state.table.spec.name
             for block in versions:
@@ -305,6 +311,9 @@ class TimelineServer(ReplicatedServer):
                 self.updates[at] = [set(workers) for workers in saved.updates]
             self.world.counts["ranges loaded"] += 1
             self.carry_out(self.machine.loaded(key, versions, self.now_s))
+            if self.works.is_busy:
+                self.works.between(self._hand_over)
+                return
 
     def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
         """As `ReplicatedRanges`, as both of these."""

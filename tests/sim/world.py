@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 Link = tuple[Hashable, Hashable]
 """From whom to whom; messages the other way have another."""
 NEVER_S = 1e9
+PAUSED_SHARES = (0.0, 0.0, 0.0, 0.02, 0.1, 0.4)
+"""Of the steps of servers' works: after so many others have their turns, in a seed."""
+PAUSES_LAST_S = (0.005, 0.05, 0.4)
+"""At most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,29 @@ class Faults:
         return cls(0.001, 0.001, 0.0, 0.0, NEVER_S)
 
 
+class Pauses:
+    """When servers leave a work for a while, in one simulation; with draws of its own."""
+
+    def __init__(self, seed: object) -> None:
+        self.draw = random.Random(f"pauses of {seed}")
+        self._share = self.draw.choice(PAUSED_SHARES)
+        self._lasts_s = self.draw.choice(PAUSES_LAST_S)
+
+    def begins(self) -> bool:
+        """Whether there is one now."""
+        return self._share > 0.0 and self.draw.random() < self._share
+
+    def lasts_s(self) -> float:
+        """How long."""
+        return self.draw.random() * self._lasts_s
+
+
 class World:
     """Runs callbacks at their virtual times; counts what happens; writes a transcript."""
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.draw = random.Random(seed)
+        self.pauses = Pauses(seed)
         self.faults = Faults.drawn(self.draw)
         self.now_s = 0.0
         self.counts: Counter[str] = Counter()
