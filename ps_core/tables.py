@@ -421,6 +421,18 @@ class Table:
         return self.spec.consistency if self.change is None else self.change.consistency
 
     @property
+    def cut_step(self) -> int | None:
+        """The step that its cut is after; None where it is not cut, or by each range at a moment of
+        its own.
+        """
+        if self.cut is None:
+            return None
+        after_clock, change = self.cut.after_clock, self.change
+        is_newest = change is None or after_clock > change.after_clock
+        is_asynchronous = is_newest and self.consistency.mode is Mode.ASP
+        return None if is_asynchronous else after_clock
+
+    @property
     def block_count(self) -> int:
         """Blocks of the table."""
         return -(-self.spec.element_count // self.spec.block_elements)

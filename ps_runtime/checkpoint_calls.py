@@ -51,10 +51,18 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
 
 
 async def join_checkpoint(
-    link: SchedulerLink, number: int, clocks: Mapping[TableId, int], has_state: bool
-) -> None:
+    link: SchedulerLink,
+    number: int,
+    clocks: Mapping[TableId, int],
+    has_state: bool,
+    *,
+    stays: bool = False,
+) -> bool:
     """Workers: say at which clocks this worker can write its own state down next; it goes no
-    further until the cut is settled.
+    further until the cut is settled. `stays`: its script waits there until the checkpoint ends.
+
+    Returns:
+        It stays before a step that the checkpoint is of, and that another worker has taken.
 
     Blocking, Raises: as `report_part`.
     """
@@ -66,12 +74,15 @@ async def join_checkpoint(
             for table_id, each in clocks.items()
         ],
         has_state=has_state,
+        stays=stays,
     )
-    await link.call(
+    answer = await link.call(
         lambda stub, left_s: stub.JoinCheckpoint(request, timeout=min(left_s, link.lease_s)),
         "the scheduler to hear where this worker is",
         math.inf,
     )
+    must_step: bool = answer.must_step
+    return must_step
 
 
 async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:

@@ -33,6 +33,21 @@ class CheckpointLink:
         """Say where this worker is."""
         self._post(self._start, join_checkpoint(self._link, number, clocks, has_state))
 
+    def stay_for_checkpoint(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """Say that the script waits; `answered` is called on the loop."""
+
+        async def stay() -> None:
+            answered(await join_checkpoint(self._link, number, clocks, has_state, stays=True))
+
+        self._post(self._start, stay())
+
     def report_part(self, number: int, part: PartReport) -> None:
         """Say what was written."""
         self._post(self._start, report_part(self._link, number, part))

@@ -56,15 +56,18 @@ class CheckpointTicket:
         Raises:
             InvalidConfig: the cluster has nowhere to put checkpoints.
             InvalidCheckpoint: it could not be written; the message says what, and why.
-            WaitExpired: it was not complete in time; the message says who is missing. At once where
-                others were further and it is of a step that this worker takes next: take it, and
-                wait again.
+            WaitExpired: it was not complete in time; the message says who is missing. Within a
+                second or two where another worker has taken a step that it is of and this one has
+                not: take it, and wait again.
         """
         waits_s = self._deadline_s if timeout_s is None else timeout_s
         end_s = now_s() + waits_s + GRACE_S
         if self._save_points is not None and threading.get_ident() == self._thread:
             self._save_points.stay(self.future.done, waits_s + GRACE_S)
-        return self.future.result(max(end_s - now_s(), 0.0))
+        made = self.future.result(max(end_s - now_s(), 0.0))
+        if self._save_points is not None:
+            self._save_points.had(made.number)
+        return made
 
 
 class CheckpointVerbs(Catalogue):

@@ -14,6 +14,9 @@ Rules:
       that waits for other workers in a step holds nobody up. So it is a guess, where the script is
       in a step: that it takes as many steps to its next save point as it took to its last. A guess
       that is too high makes the cut a later one; one that is too low, its state (a log line says).
+    - A script that waits for a checkpoint that is of its next step says so: it takes that step only
+      if another worker has taken it. Where all wait, the scheduler begins it again, at the steps
+      that they are at.
     - What cannot be written is reported as lost, and training goes on.
     - Who leaves in order writes its state as of its last step: it has no later one.
 
@@ -29,6 +32,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from ps_core import limits
@@ -69,6 +73,19 @@ class Scheduler(Protocol):
         self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
     ) -> None:
         """Say where this worker is."""
+        ...
+
+    def stay_for_checkpoint(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """Say that this worker's script waits at these clocks; `answered` is called with whether it
+        has to take a step first, which another has taken. It may never be called.
+        """
         ...
 
     def report_part(self, number: int, part: PartReport) -> None:
@@ -117,6 +134,8 @@ class SavePoints:
         self._saved = 0  # the newest that was written, or lost
         self._had = 0  # the newest that the script has asked for
         self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
+        self._must_step = 0  # the newest checkpoint that waits for a step of this worker
+        self._stay_said_s = 0.0
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
@@ -292,19 +311,49 @@ class SavePoints:
         Blocking: until `is_over` (tell of it by `wake`), at most so long; and as `reach`.
 
         Raises:
-            WaitExpired: at once, where a checkpoint has been cut at a step that this worker has to
-                take first.
+            WaitExpired: a checkpoint has been cut at a step that another worker has taken, and this
+                one has to take first.
         """
         self._stop_here()
-        self._rest(lambda: is_over() or self._step_ahead() is not None, within_s)
+        self._rest(lambda: is_over() or self._is_left_behind(), within_s)
         with self._changed:
-            ahead = None if is_over() else self._step_ahead()
+            ahead = self._step_ahead() if self._is_left_behind() and not is_over() else None
         if ahead is not None:
             handle, cut = ahead
             raise WaitExpired(
                 f"checkpoint {self._asked} is of step {cut} of table '{handle.name}', and this "
                 f"worker is at {handle.clock}: others were further. Take that step, then wait"
             )
+
+    def _is_left_behind(self) -> bool:
+        """Whether another worker has taken a step that this one stays before; the scheduler is
+        asked now and then, while there is such a step.
+        """
+        if self._step_ahead() is None:
+            return False
+        if self._must_step == self._asked:
+            return True
+        if now_s() >= self._stay_said_s + _LOOK_S:
+            self._stay_said_s = now_s()
+            clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+            self._scheduler.stay_for_checkpoint(
+                self._asked,
+                clocks,
+                has_state=bool(self._attached),
+                answered=partial(self._stay_answered, self._asked),
+            )
+        return False
+
+    def _stay_answered(self, number: int, must_step: bool) -> None:
+        with self._changed:
+            if must_step:
+                self._must_step = max(self._must_step, number)
+                self._changed.notify_all()
+
+    def had(self, number: int) -> None:
+        """The script has this one, which it asked for."""
+        with self._changed:
+            self._had = max(self._had, number)
 
     def _step_ahead(self) -> tuple[TableHandle, int] | None:
         """A table whose cut waits for a step of this worker, and the clock of the cut."""
@@ -475,6 +524,4 @@ def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | 
     table = view.tables_by_id.get(handle.table.table_id)
     if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
         return None
-    after_clock, change = table.cut.after_clock, table.change
-    is_newest = change is None or after_clock > change.after_clock
-    return None if is_newest and table.consistency.mode is Mode.ASP else after_clock
+    return table.cut_step

@@ -45,6 +45,7 @@ class Attempt:
         cuts: the tables as they were when the cuts were settled; empty before.
         servers: those with a part of these tables.
         parts: what was reported, by node.
+        staying: workers whose scripts wait for it, and the clocks that they stay at.
         left: what workers that have left wrote then, by rank: it belongs to this cut, too.
     """
 
@@ -60,9 +61,16 @@ class Attempt:
     cuts: dict[TableId, Table] = field(default_factory=dict)
     servers: frozenset[NodeId] = frozenset()
     parts: dict[NodeId, PartReport] = field(default_factory=dict)
+    staying: dict[NodeId, Mapping[TableId, int]] = field(default_factory=dict)
     left: dict[int, PartReport] = field(default_factory=dict)
     is_cut: bool = False
     is_written: bool = False
+
+    @property
+    def steps(self) -> dict[TableId, int]:
+        """Which step each table is cut after; not what each range is cut in at its own moment."""
+        found = {table_id: table.cut_step for table_id, table in self.cuts.items()}
+        return {table_id: step for table_id, step in found.items() if step is not None}
 
     def lose(self, worker: Node, reason: str) -> None:
         """There will be nothing of this worker's own in it."""
@@ -91,6 +99,17 @@ class CheckpointMade:
 
     number: int
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBegunAgain:
+    """It was cut after a step that nobody takes; `again` is at the steps that workers are at. What
+    there is of it in `url` is nothing.
+    """
+
+    number: int
+    url: str
+    again: int
 
 
 @dataclass(frozen=True, slots=True)

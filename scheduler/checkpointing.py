@@ -39,7 +39,13 @@ from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.metrics import SchedulerMetrics
 from ps_runtime.worker_copies import WorkerCopies
 from pushpull.v1 import scheduler_pb2
-from scheduler.checkpoint_state import Attempt, CheckpointCut, CheckpointFailed, CheckpointWritten
+from scheduler.checkpoint_state import (
+    Attempt,
+    CheckpointBegunAgain,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointWritten,
+)
 from scheduler.checkpoints import LEAVING
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
@@ -99,6 +105,7 @@ class Checkpointing:
         self._policy = policy
         self._carry_out = carry_out
         self._clocks: dict[NodeId, int] = {}
+        self.reached: dict[NodeId, dict[TableId, int]] = {}
         self._made: dict[int, Made] = {}
         self._last_s: float | None = None
         self._last_clock = 0
@@ -127,9 +134,11 @@ class Checkpointing:
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
         """A worker said where it is."""
-        clock = max((table.clock for table in said.tables), default=0)
+        clocks = {TableId(table.table_id): table.clock for table in said.tables}
+        clock = max(clocks.values(), default=0)
         if clock:
             self._clocks[node_id] = clock
+            self.reached[node_id] = clocks
 
     def look(self, now_s: float) -> None:
         """Begin one that is due."""
@@ -186,6 +195,7 @@ class Checkpointing:
         reason = request.reason[:200] or "asked for"
         number = covered_by = request.covered_by
         while True:
+            number, covered_by = map(self._cluster.checkpoint_again, (number, covered_by))
             if number == covered_by and not self._may_come(number):
                 number = covered_by = 0
             if not number:
@@ -223,6 +233,8 @@ class Checkpointing:
             self._cut_in_view = self._cluster.view.view_number
         elif isinstance(transition, CheckpointWritten):
             self._start(self._complete(transition.attempt, now_s))
+        elif isinstance(transition, CheckpointBegunAgain):
+            self._start(self._remove(transition.url))
         elif isinstance(transition, CheckpointFailed):
             self._metrics.checkpoints.labels(result="failed").inc()
             self._start(self._remove(transition.url))

@@ -6,6 +6,7 @@
     written    every server has written its blocks as of the cut, every worker its state
     complete   the manifest is written
 
+    cut        --all workers wait for it, before the step that it is after--> proposed, as another
     proposed | cut --not in time, a range has another primary, a server cannot write--> failed
 
 Rules:
@@ -18,6 +19,10 @@ Rules:
       not keep the others from having theirs.
     - A worker that has left takes no step any more: what it wrote when it left is its state at
       every cut that is not before its last step. A cut that is before has nothing of it.
+
+    - Where a worker is next between two steps is a guess while its script is in one. A script that
+      waits for the checkpoint instead takes no step: if all do, before the step that a table is cut
+      after, nobody will, and it is begun again, at the steps that they are at.
 
 Invariants:
     CP-1  No table is cut before every server with a part of it, and every worker that was asked,
@@ -44,6 +49,7 @@ from ps_core.tables import Table
 from scheduler.changes import Changes, Pending
 from scheduler.checkpoint_state import (
     Attempt,
+    CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
@@ -129,16 +135,81 @@ class Checkpoints:
                 attempt.lose(worker, "it was silent when the checkpoint was proposed")
         return Pending(self._reason(attempt, now_s), attempt.number), transitions
 
-    def join(
-        self, node: Node, number: int, clocks: Mapping[TableId, int], has_state: bool
-    ) -> list[Transition]:
+    def join(self, node: Node, number: int, place: WorkerPlace) -> list[Transition]:
         """A worker goes no further than these clocks until the cut is settled."""
         attempt = self._state.checkpoint
         if attempt is None or attempt.number != number or attempt.is_cut:
             return []
         attempt.awaited.discard(node.node_id)
-        attempt.workers[node.node_id] = WorkerPlace(node.rank, dict(clocks), has_state)
+        attempt.workers[node.node_id] = place
         return self.look()
+
+    def stay(
+        self, node: Node, number: int, clocks: Mapping[TableId, int], now_s: float
+    ) -> list[Transition]:
+        """A worker's script waits for it, and takes no step meanwhile."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number or attempt.is_written:
+            return []
+        attempt.staying[node.node_id] = dict(clocks)
+        if not attempt.is_cut or not self._is_out_of_reach(attempt):
+            return []
+        return self._begin_again(attempt, now_s)
+
+    def _is_out_of_reach(self, attempt: Attempt) -> bool:
+        """Whether it is after a step that nobody takes."""
+        workers = {
+            node.node_id for node in self._state.nodes_of(Role.WORKER) if node.state.is_member
+        }
+        staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
+        if len(staying) < len(workers):
+            return False
+        return any(
+            step > max((each[table_id] for each in staying if table_id in each), default=step)
+            for table_id, step in attempt.steps.items()
+        )
+
+    def _begin_again(self, attempt: Attempt, now_s: float) -> list[Transition]:
+        self._state.checkpoint = None
+        withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
+        pending, begun = self.begin(attempt.reason, now_s)
+        if not pending.number:
+            self._remember(attempt.number, pending.reason)
+            failed = CheckpointFailed(attempt.number, attempt.url, pending.reason)
+            return [*withdrawn, failed]
+        self._state.checkpoint_again[attempt.number] = pending.number
+        again = CheckpointBegunAgain(attempt.number, attempt.url, pending.number)
+        return [*withdrawn, again, *begun]
+
+    def must_step(
+        self,
+        node: Node,
+        number: int,
+        clocks: Mapping[TableId, int],
+        reached: Mapping[NodeId, Mapping[TableId, int]],
+    ) -> bool:
+        """Whether it is after a step that another worker has taken, and this one has not.
+
+        Args:
+            node: this one.
+            number: the checkpoint's.
+            clocks: where it is.
+            reached: where workers were when they were heard last.
+        """
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return False
+        others = [
+            each
+            for known in (reached, attempt.staying)
+            for node_id, each in known.items()
+            if node_id != node.node_id
+        ]
+        return any(
+            clocks.get(table_id, step) < step
+            and any(each.get(table_id, 0) >= step for each in others)
+            for table_id, step in attempt.steps.items()
+        )
 
     def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
         """A node has written its part, or cannot; with the number `LEAVING` it is of no checkpoint
@@ -214,11 +285,20 @@ class Checkpoints:
         ends = self._state.checkpoint_ends
         ends[number] = problem
         while len(ends) > _REMEMBERED_COUNT:
-            del ends[min(ends)]
+            oldest = min(ends)
+            del ends[oldest]
+            for number in [n for n in self._state.checkpoint_again if n < oldest]:
+                del self._state.checkpoint_again[number]
 
     def problem_of(self, number: int) -> str | None:
         """How a checkpoint ended: empty if it is complete; None while it is made."""
         return self._state.checkpoint_ends.get(number)
+
+    def newest_of(self, number: int) -> int:
+        """The number that a checkpoint has, if it was begun again."""
+        while number in self._state.checkpoint_again:
+            number = self._state.checkpoint_again[number]
+        return number
 
     def reason(self, now_s: float) -> str:
         """What the one that is made waits for."""

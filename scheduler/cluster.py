@@ -43,6 +43,7 @@ from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
+from scheduler.checkpoint_state import WorkerPlace
 from scheduler.checkpoints import Checkpoints
 from scheduler.cluster_state import (
     ClusterSettings,
@@ -340,14 +341,32 @@ class Cluster:
     ) -> Decision[None]:
         """A worker says where it is; see `Checkpoints.join`.
 
+        Raises: as `stay_for_checkpoint`.
+        """
+        node = self.caller(session, "JoinCheckpoint")
+        place = WorkerPlace(node.rank, dict(clocks), has_state)
+        return Decision(None, self._changed(*self._checkpoints.join(node, number, place)))
+
+    def stay_for_checkpoint(
+        self,
+        session: Session,
+        number: int,
+        clocks: Mapping[TableId, int],
+        reached: Mapping[NodeId, Mapping[TableId, int]],
+        now_s: float,
+    ) -> Decision[bool]:
+        """A worker says that its script waits; see `Checkpoints.stay`. The reply: it waits for a
+        step that it has to take first; see `Checkpoints.must_step`.
+
         Raises:
             NotPermitted: the caller is no worker.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "JoinCheckpoint")
-        joined = self._checkpoints.join(node, number, clocks, has_state)
-        return Decision(None, self._changed(*joined))
+        must_step = self._checkpoints.must_step(node, number, clocks, reached)
+        changed = self._checkpoints.stay(node, number, clocks, now_s)
+        return Decision(must_step, self._changed(*changed))
 
     def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
         """A node has written its part; see `Checkpoints.report`.
@@ -372,6 +391,10 @@ class Cluster:
     def checkpoint_problem(self, number: int) -> str | None:
         """How a checkpoint ended: empty if it is complete; None while it is made."""
         return self._checkpoints.problem_of(number)
+
+    def checkpoint_again(self, number: int) -> int:
+        """The number that a checkpoint has now: its own, unless it was begun again."""
+        return self._checkpoints.newest_of(number)
 
     def checkpoint_reason(self, now_s: float) -> str:
         """What the checkpoint that is made waits for."""

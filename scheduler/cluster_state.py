@@ -25,6 +25,7 @@ from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.checkpoint_state import (
     Attempt,
+    CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
@@ -296,6 +297,7 @@ class ClusterState:
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
+    checkpoint_again: dict[int, int] = field(default_factory=dict)  # begun again under that number
 
     @classmethod
     def empty(cls, settings: ClusterSettings) -> ClusterState:
@@ -474,6 +476,7 @@ Transition = (
     | CheckpointCut
     | CheckpointWritten
     | CheckpointMade
+    | CheckpointBegunAgain
     | CheckpointFailed
     | ClusterFinished
 )

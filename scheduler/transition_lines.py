@@ -7,6 +7,7 @@ from ps_core.cluster_view import Node, NodeState
 from ps_core.tables import Table
 from ps_runtime import logs
 from scheduler.checkpoint_state import (
+    CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
@@ -89,6 +90,8 @@ def log_transition(transition: Transition) -> None:
             logs.debug("checkpoint_written", number=attempt.number, parts=len(attempt.parts))
         case CheckpointMade(number, url):
             logs.info("checkpoint_made", number=number, url=url)
+        case CheckpointBegunAgain(number, _, again):
+            logs.info("checkpoint_begun_again", number=number, again=again)
         case CheckpointFailed(number, url, reason):
             logs.warning("checkpoint_failed", number=number, url=url, reason=reason)
         case ClusterFinished():

@@ -9,11 +9,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import ps_worker as ps
 from ps_core.errors import StaleAssignment
 from ps_runtime import wire
-from ps_runtime.checkpoint_store import resolve
+from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from ps_runtime.errors import from_rpc_error
 from ps_worker.checkpoint_verbs import CheckpointTicket
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -144,3 +146,41 @@ def test_who_does_not_know_of_a_cut_is_told(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.CreateCheckpoint(request, timeout=DEADLINE_S)
         assert isinstance(from_rpc_error(caught.value), StaleAssignment)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_wait_after_the_same_step_whatever_they_have_begun(tmp_path: Path, first: int) -> None:
+    """The second to ask had begun its next step when the first one's was cut, and takes none."""
+    root = str(tmp_path / "checkpoints")
+    asked: Future[CheckpointTicket] = Future()
+
+    def work(client: ps.Client) -> list[int]:
+        model = nn.Linear(4, 1)
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=0.1))
+        found = []
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if client.rank == first:
+            asked.set_result(client.checkpoint())
+            found.append(asked.result().wait(DEADLINE_S).number)
+        else:
+            asked.result(DEADLINE_S)
+            found.append(client.checkpoint().wait(DEADLINE_S).number)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        found.append(client.checkpoint().wait(DEADLINE_S).number)
+        return found
+
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
+        (one, other) = together(cluster.address, 2, work)
+    assert one == other
+    assert one[0] < one[1]
+    store = CheckpointStore(root)
+    assert len(store.names()) == 2, "what was begun again left nothing"
+    for name, clock in zip(sorted(store.names()), (2, 3), strict=True):
+        with store.open(name) as reader:
+            assert {table.clock for table in reader.manifest.tables} == {clock}
+            assert [worker.clock for worker in reader.manifest.workers] == [clock] * 2
+            assert not any(worker.problem for worker in reader.manifest.workers)

@@ -177,6 +177,11 @@ class Reads:
 Waits = Generator[Callable[[], bool], None, None]
 
 
+def _nothing_between(worker: SimWorker, more: bool) -> Waits:
+    del worker, more
+    yield from ()
+
+
 class SimWorker:
     """A push window, and a training loop that runs on it."""
 
@@ -191,6 +196,8 @@ class SimWorker:
         """Of its blocks that are not finite."""
         self.joined_after: Callable[[], dict[TableId, int]] = dict
         """After which clock it has joined each table, as far as the view says."""
+        self.between: Callable[[SimWorker, bool], Waits] = _nothing_between
+        """What its script does between two steps; whether one follows."""
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)

@@ -11,7 +11,8 @@ Oracles:
     HOLD   A range that is held until its copies have room changes in nothing, and goes on then.
            Where it is torn an update of BSP from before may form, of seals in effect by then.
     CP-2   A checkpoint that is complete has every range of its tables, at one clock.
-    LIVE   A server is held by no checkpoint but the one that its view has.
+    LIVE   A server is held by no checkpoint but the one that its view has. Workers that wait for
+           one that was cut where they were thought to come next go on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ps_core.tables import Table
 from ps_server.events import AnswerPull, Place, PullEvent, RefusePull
 from ps_server.schedule import checkpoint_cut
 from scheduler.checkpoint_state import (
+    CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
@@ -46,7 +48,7 @@ from scheduler.checkpoint_state import (
 from scheduler.cluster_state import Transition
 
 if TYPE_CHECKING:
-    from tests.sim.actors import SimWorker
+    from tests.sim.actors import SimWorker, Waits
     from tests.sim.scheduled import ScheduledSimulation
     from tests.sim.server import SimServer
 
@@ -57,6 +59,10 @@ DELAY_S = 0.5
 NEVER_REFUSED = 0.95
 WITHOUT_ROOM = 0.3
 """Of the ranges that are captured: their copies have to wait."""
+WAITS = (0.0, 0.1, 0.9)
+"""Of the scripts that wait for a checkpoint which is made, between two steps."""
+GUESSES = 0.5
+"""Of the workers in a step that are answered for with the next."""
 COPIED_S = (0.01, 0.3, 3.0)
 
 Key = tuple[TableId, RangeId]
@@ -89,6 +95,9 @@ class Checkpointer:
         self._parts: dict[NodeId, Captured] = {}
         self._named: dict[tuple[int, int], dict[TableId, int]] = {}  # by checkpoint and worker
         self._asked: dict[int, set[NodeId]] = {}
+        self._waits = self.draw.choice(WAITS)
+        self._waiting: set[int] = set()  # workers, by origin
+        self._steps_follow: dict[int, bool] = {}
         self._ranges: dict[int, dict[Key, int]] = {}  # by checkpoint: at which clock
         self._every_s = self.draw.choice((0.7, 3.0, 10.0))
         if self.draw.random() < self.share and may_begin:
@@ -136,6 +145,8 @@ class Checkpointer:
             case CheckpointMade(number):
                 counts["checkpoints"] += 1
                 self._check_made(number)
+            case CheckpointBegunAgain():
+                counts["checkpoints begun again"] += 1
             case CheckpointFailed():
                 counts["checkpoints that failed"] += 1
 
@@ -201,13 +212,71 @@ class Checkpointer:
             if not worker.is_down:
                 named = self._named[number, worker.origin]
                 if not named:
-                    sealed = self.simulation.truth.sealed.items()
-                    own = worker.incarnation
-                    named.update({t: clock for (t, whose), clock in sealed if whose == own})
+                    is_in_step = worker.origin not in self._waiting and self._steps_follow.get(
+                        worker.origin
+                    )
+                    guessed = int(bool(is_in_step) and self.draw.random() < GUESSES)
+                    clocks = self._sealed(worker.incarnation)
+                    named.update({table_id: clock + guessed for table_id, clock in clocks.items()})
+                elif worker.origin in self._waiting:  # what was guessed is taken back
+                    named.update(self._sealed(worker.incarnation))
                 self._send(arrive)
             self.world.after(RESEND_S, say)
 
         self.world.after(delay_s, say)
+
+    def _sealed(self, incarnation: int) -> dict[TableId, int]:
+        sealed = self.simulation.truth.sealed.items()
+        return {table_id: clock for (table_id, whose), clock in sealed if whose == incarnation}
+
+    def between(self, worker: SimWorker, more: bool) -> Waits:
+        """Its script may wait for the checkpoint that is made, as `SavePoints.stay` does, and take
+        no step meanwhile; unless it is told that another has taken one first.
+        """
+        self._steps_follow[worker.origin] = more
+        number, draw = self._number, self.draw
+        if not number or draw.random() > self._waits or worker not in self.sessions:
+            return
+        self.world.counts["scripts that wait for a checkpoint"] += 1
+        self._waiting.add(worker.origin)
+        told: list[bool] = []
+        scheduler = self.simulation.scheduler
+
+        def arrive() -> None:
+            reached = {
+                session.node_id: self._sealed(other.incarnation)
+                for other, session in self.sessions.items()
+                if hasattr(other, "incarnation") and other is not worker
+            }
+            clocks, now_s = self._sealed(worker.incarnation), self.world.now_s
+            made = self.simulation.scheduler
+            if made is not scheduler:
+                return
+            try:
+                place = self.sessions[worker], made.checkpoint_again(number), clocks
+                joined = made.join_checkpoint(*place, has_state=False)
+                self.simulation._publish(joined.transitions)
+                decision = made.stay_for_checkpoint(*place, reached, now_s)
+            except Fenced:
+                return
+            self.simulation._publish(decision.transitions)
+            if decision.reply:
+                told.append(True)
+                self.world.counts["scripts told to step first"] += 1
+
+        def say() -> None:
+            if worker.origin in self._waiting and not worker.is_down:
+                self._send(arrive)
+                self.world.after(draw.random() * RESEND_S, say)
+
+        def is_over() -> bool:
+            made = self.simulation.scheduler
+            again = made.checkpoint_again(number) if made is scheduler else 0
+            return bool(told) or self._number != again
+
+        say()
+        yield is_over
+        self._waiting.discard(worker.origin)
 
     # --- a server's side
 

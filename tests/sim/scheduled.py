@@ -92,6 +92,7 @@ class ScheduledSimulation(Simulation):
 
         if worker is not None:
             self.checkpointer.sessions[worker] = session
+            worker.between = self.checkpointer.between
         if worker is None:
             self._reach(arrive)
         elif self._is_heard(worker):

@@ -44,6 +44,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             clocks[table.table_id] = clock
             newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
         _leave_out(worker, truth, clocks, newest)
+        yield from worker.between(worker, number < steps - 1)
     for table in () if leaves_by_its_step else worker.layout.tables:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))

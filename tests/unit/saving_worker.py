@@ -48,6 +48,8 @@ class Worker:
     setting: str = "bsp"
     patience_s: float = limits.CHECKPOINT_CUT_S
     joined: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
+    stayed: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
+    must_step: bool = False
     reported: list[tuple[int, PartReport]] = field(default_factory=list)
     copied: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
 
@@ -83,6 +85,20 @@ class Worker:
         with self.heard:
             self.joined.append((number, dict(clocks), has_state))
             self.heard.notify_all()
+
+    def stay_for_checkpoint(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """The answer is given on another thread, as by the loop."""
+        with self.heard:
+            self.stayed.append((number, dict(clocks), has_state))
+            self.heard.notify_all()
+        threading.Thread(target=answered, args=(self.must_step,)).start()
 
     def report_part(self, number: int, part: PartReport) -> None:
         with self.heard:

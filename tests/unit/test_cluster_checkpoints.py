@@ -19,6 +19,7 @@ from ps_runtime import wire
 from scheduler import view_size
 from scheduler.changes import Pending, Wish
 from scheduler.checkpoint_state import (
+    CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
@@ -70,6 +71,17 @@ class Saving(Harness):
     def answer(self, worker: int, *clocks: int, has_state: bool = True, number: int = 7) -> None:
         named = dict(zip((MODEL, OTHER), clocks, strict=False))
         self.note(self.cluster.join_checkpoint(self.workers[worker], number, named, has_state))
+
+    def stay(self, worker: int, *clocks: int, number: int = 7, **reached: int) -> bool:
+        """A worker's script waits; `reached`: what others were heard at, of the first table."""
+        named = dict(zip((MODEL, OTHER), clocks, strict=False))
+        heard = {self.workers[int(who[1:])].node_id: {MODEL: at} for who, at in reached.items()}
+        session = self.workers[worker]
+        must_step = self.note(
+            self.cluster.stay_for_checkpoint(session, number, named, heard, self.now_s)
+        )
+        assert isinstance(must_step, bool)
+        return must_step
 
     def cut(self) -> None:
         """All of it, at clocks 5 and 4."""
@@ -407,6 +419,49 @@ def test_what_is_named_after_the_cut_changes_nothing() -> None:
     cluster.answer(0, 99, 99)
     assert cluster.cluster.view == before
     assert [table.cut for table in cluster.tables] == [TableCut(7, 5), TableCut(7, 4)]
+
+
+# --- a cut that was a guess
+
+
+def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again() -> None:
+    cluster = Saving()
+    cluster.cut()
+    assert not cluster.stay(0, 4, 4)
+    assert not cluster.happened(CheckpointBegunAgain), "the other may come to the step"
+    assert not cluster.stay(1, 4, 4)
+    (again,) = cluster.happened(CheckpointBegunAgain)
+    assert (again.number, again.again) == (7, 8)
+    assert cluster.checkpoint is not None
+    assert (cluster.checkpoint.number, cluster.checkpoint.is_cut) == (8, False)
+    assert all(table.cut is None for table in cluster.tables)
+    assert cluster.cluster.checkpoint_again(7) == 8
+    assert cluster.cluster.checkpoint_problem(7) is None
+    for worker in (0, 1):
+        cluster.answer(worker, 4, 4, number=8)
+    for server in (0, 1):
+        cluster.promise(server, 4, 4)
+    assert [table.cut for table in cluster.tables] == [TableCut(8, 4), TableCut(8, 4)]
+
+
+def test_who_is_gone_is_not_waited_for_where_all_wait() -> None:
+    cluster = Saving()
+    cluster.cut()
+    cluster.stay(0, 4, 4)
+    cluster.leave(cluster.workers[1])
+    cluster.stay(0, 4, 4)
+    assert cluster.happened(CheckpointBegunAgain)
+
+
+@pytest.mark.parametrize("heard", [{"w1": 5}, {}])
+def test_who_stays_before_a_step_that_another_has_taken_must_take_it(heard: dict[str, int]) -> None:
+    """Under SSP the other may wait there, too."""
+    cluster = Saving()
+    cluster.cut()
+    assert not cluster.stay(1, 5, 4) or heard
+    assert cluster.stay(0, 4, 4, **heard)
+    assert not cluster.happened(CheckpointBegunAgain)
+    assert not cluster.stay(0, 5, 4, **heard)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ def test_what_was_answered_for_a_script_in_a_step_is_taken_back_when_it_waits(
 
 def test_a_script_that_waits_for_its_own_next_step_is_told(worker: Worker) -> None:
     """Another worker was in its next step; this one has one of two tables there."""
+    worker.must_step = True
     worker.step()
     told: list[str] = []
 
@@ -243,6 +244,28 @@ def test_a_script_that_waits_for_its_own_next_step_is_told(worker: Worker) -> No
     worker.step()
     worker.points.reach()
     assert [number for number, _ in worker.report()] == [7]
+
+
+def test_a_script_that_waits_for_a_step_that_nobody_takes_is_saved_where_it_is(
+    worker: Worker,
+) -> None:
+    """The cut was a guess: the scheduler hears that it stays, and begins again."""
+    worker.step()
+    over = threading.Event()
+    resting = Resting(lambda: worker.points.stay(over.is_set, WAIT_S))
+    worker.propose(7)
+    worker.cut(2, number=7)
+    with worker.heard:
+        assert worker.heard.wait_for(lambda: bool(worker.stayed), WAIT_S)
+    assert worker.stayed[0] == (7, {A: 1, B: 0}, True)
+    assert resting.waits
+    worker.propose(8)
+    assert clocks_of(worker) == {A: 1, B: 0}
+    worker.cut(1, number=8)
+    assert [number for number, _ in worker.report()] == [8]
+    over.set()
+    worker.points.wake()
+    assert resting.is_over(0.4)
 
 
 def test_a_script_waits_so_long_and_no_longer(worker: Worker) -> None:

@@ -332,20 +332,24 @@ class CreateCheckpointResponse(_message.Message):
     def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class JoinCheckpointRequest(_message.Message):
-    __slots__ = ("session", "number", "tables", "has_state")
+    __slots__ = ("session", "number", "tables", "has_state", "stays")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     HAS_STATE_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     number: int
     tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
     has_state: bool
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ...) -> None: ...
+    stays: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ..., stays: _Optional[bool] = ...) -> None: ...
 
 class JoinCheckpointResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("must_step",)
+    MUST_STEP_FIELD_NUMBER: _ClassVar[int]
+    must_step: bool
+    def __init__(self, must_step: _Optional[bool] = ...) -> None: ...
 
 class WrittenTable(_message.Message):
     __slots__ = ("table_id", "block_count", "clock", "is_torn")
