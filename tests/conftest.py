@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -25,6 +26,10 @@ vars(providers)["is_local_module_file"] = lambda _path: False
 
 SEED = 20_240_229
 """Of every test that draws for itself, but under `make fuzz`."""
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of this process, and of those that tests start; the file of who runs the tests stays as it is.
 os.environ["PUSHPULL_JOIN_SECRET"] = SECRET
