@@ -61,6 +61,7 @@ WITHOUT_ROOM = 0.3
 """Of the ranges that are captured: their copies have to wait."""
 WAITS = (0.0, 0.1, 0.9)
 """Of the scripts that wait for a checkpoint which is made, between two steps."""
+WAITS_S = 8.0
 GUESSES = 0.5
 """Of the workers in a step that are answered for with the next."""
 COPIED_S = (0.01, 0.3, 3.0)
@@ -70,7 +71,9 @@ Key = tuple[TableId, RangeId]
 
 @dataclass(eq=False)
 class Captured:
-    """What a server has of a checkpoint."""
+    """What a server has of a checkpoint; since when it holds for it: from the proposal on, so that
+    little is left for a capture where workers wait between that and the cut's clock.
+    """
 
     number: int
     began_s: float
@@ -272,10 +275,12 @@ class Checkpointer:
         def is_over() -> bool:
             made = self.simulation.scheduler
             again = made.checkpoint_again(number) if made is scheduler else 0
-            return bool(told) or self._number != again
+            return bool(told) or self._number != again or self.world.now_s >= until_s
 
+        until_s = self.world.now_s + WAITS_S  # whoever is away then: its wait has expired
         say()
         yield is_over
+        self.world.counts["scripts whose wait expired"] += self.world.now_s >= until_s
         self._waiting.discard(worker.origin)
 
     # --- a server's side
@@ -295,7 +300,6 @@ class Checkpointer:
         part = self._parts[server.node_id]
         if part.is_broken or part.is_asked or not checkpoint.is_cut:
             return
-        part.began_s = server.now_s
         cuts: dict[TableId, TableCut | None] = {t.table_id: t.cut for t in view.tables}
         for key in list(server.machine.parts):
             cut = cuts[key[0]]

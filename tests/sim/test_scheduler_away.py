@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import ClusterView
+from ps_core.keys import NodeId
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import SCHEDULER
 from tests.sim.server import SimServer
@@ -20,6 +21,10 @@ from tests.sim.world import Link
 LOOK_S = 0.05
 PATIENCE_S = 5.0
 """That it waits for a change to be open before it goes."""
+
+
+def _ended(view: ClusterView) -> set[NodeId]:
+    return {node.node_id for node in view.ended_workers}
 
 
 class AwaySimulation(FailoverSimulation):
@@ -140,8 +145,9 @@ class AwaySimulation(FailoverSimulation):
 
     @staticmethod
     def _behind(server: SimServer, view: ClusterView) -> bool:
+        """Whether it does not know who serves what, or who is gone."""
         known = getattr(server, "_view", None)
-        return known is None or known.ranges != view.ranges
+        return known is None or known.ranges != view.ranges or _ended(known) != _ended(view)
 
     # --- what is as it was before
 
