@@ -109,14 +109,9 @@ class Checkpoints:
         if attempt is not None:
             said = self._reason(attempt, now_s)
             return Pending(said, 0 if attempt.is_cut else attempt.number), []
-        busy = next((t for t in state.tables.values() if t.proposed is not None), None)
-        if busy is not None:
-            return Pending(f"a change of table '{busy.spec.name}' is not settled"), []
-        if not state.tables:
-            return Pending("the cluster has no table yet"), []
-        crowded = self._changes.cuts_lack_room()
-        if crowded:
-            return Pending(crowded), []
+        obstacle = self._obstacle()
+        if obstacle:
+            return Pending(obstacle), []
         state.checkpoint_count += 1
         number = state.checkpoint_count
         url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
@@ -135,6 +130,16 @@ class Checkpoints:
                 attempt.lose(worker, "it was silent when the checkpoint was proposed")
         return Pending(self._reason(attempt, now_s), attempt.number), transitions
 
+    def _obstacle(self) -> str:
+        """Why none can be proposed at present; empty: one can."""
+        tables = self._state.tables.values()
+        busy = next((table for table in tables if table.proposed is not None), None)
+        if busy is not None:
+            return f"a change of table '{busy.spec.name}' is not settled"
+        if not tables:
+            return "the cluster has no table yet"
+        return self._changes.cuts_lack_room()
+
     def join(self, node: Node, number: int, place: WorkerPlace) -> list[Transition]:
         """A worker goes no further than these clocks until the cut is settled."""
         attempt = self._state.checkpoint
@@ -152,9 +157,14 @@ class Checkpoints:
         if attempt is None or attempt.number != number or attempt.is_written:
             return []
         attempt.staying[node.node_id] = dict(clocks)
-        if not attempt.is_cut or not self._is_out_of_reach(attempt):
-            return []
-        return self._begin_again(attempt, now_s)
+        if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
+            return []  # who stays says so again
+        self._state.checkpoint = None
+        withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
+        pending, begun = self.begin(attempt.reason, now_s)
+        self._state.checkpoint_again[attempt.number] = pending.number
+        again = CheckpointBegunAgain(attempt.number, attempt.url, pending.number)
+        return [*withdrawn, again, *begun]
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
         """Whether it is after a step that nobody takes."""
@@ -168,18 +178,6 @@ class Checkpoints:
             step > max((each[table_id] for each in staying if table_id in each), default=step)
             for table_id, step in attempt.steps.items()
         )
-
-    def _begin_again(self, attempt: Attempt, now_s: float) -> list[Transition]:
-        self._state.checkpoint = None
-        withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
-        pending, begun = self.begin(attempt.reason, now_s)
-        if not pending.number:
-            self._remember(attempt.number, pending.reason)
-            failed = CheckpointFailed(attempt.number, attempt.url, pending.reason)
-            return [*withdrawn, failed]
-        self._state.checkpoint_again[attempt.number] = pending.number
-        again = CheckpointBegunAgain(attempt.number, attempt.url, pending.number)
-        return [*withdrawn, again, *begun]
 
     def must_step(
         self,

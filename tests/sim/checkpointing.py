@@ -8,7 +8,8 @@ Oracles:
     CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
            (BSP, SSP); what is asynchronous has nothing twice.
     CP-1   No worker that has answered had named a clock beyond the cut.
-    HOLD   A range that is held until its copies have room changes in nothing, and goes on then.
+    HOLD   A range that is held until its copies have room changes in nothing, and goes on then;
+           but by an update that had formed before the cut, and waited for its scale alone.
            Where it is torn an update of BSP from before may form, of seals in effect by then.
     CP-2   A checkpoint that is complete has every range of its tables, at one clock.
     LIVE   A server is held by no checkpoint but the one that its view has. Workers that wait for
@@ -290,8 +291,8 @@ class Checkpointer:
         checkpoint, part = view.checkpoint, self._parts.get(server.node_id)
         number = 0 if checkpoint is None else checkpoint.number
         if part is not None and part.number != number:
+            del self._parts[server.node_id]  # first: works that are finished for it look here, too
             self._end_part(server, part)
-            del self._parts[server.node_id]
         self._check_held(server, number if checkpoint is not None and checkpoint.is_cut else 0)
         if checkpoint is None:
             return
@@ -393,7 +394,7 @@ class Checkpointer:
         is_torn = part.tables[key[0]].is_torn
         for block in blocks:
             self._check_captured(server, table, block, None if is_torn else cut.after_clock)
-        if key in part.held:
+        if key in part.held and server.machine.parts[key].state.unscaled is None:
             part.held[key] = {block: list(server.values[key[0], block]) for block in blocks}
             later_s = self.draw.choice(COPIED_S) * self.draw.random()
             self.world.after(later_s, lambda: self._copied(server, part, key))
@@ -413,7 +414,8 @@ class Checkpointer:
         assert isinstance(error, WaitExpired) or is_moved or has_no_values or is_past, (
             f"CUT: {error}"
         )
-        if isinstance(error, WaitExpired) and not server.came_late:  # else the cut may be over
+        is_over = server.came_late or self._number != part.number
+        if isinstance(error, WaitExpired) and not is_over:
             assert waited_s >= limits.CHECKPOINT_CUT_S - 1.0, f"CUT: after {waited_s}: {error}"
         self._report(server, part, PartReport(problem=error.message))
 

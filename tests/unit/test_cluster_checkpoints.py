@@ -444,6 +444,21 @@ def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again() -> None:
     assert [table.cut for table in cluster.tables] == [TableCut(8, 4), TableCut(8, 4)]
 
 
+def test_it_is_begun_again_when_a_change_is_settled() -> None:
+    cluster = Saving()
+    cluster.cut()
+    wish = Wish("other", parsed("ssp:2"), 0, cluster.now_s + 90)
+    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    for worker in (0, 1):
+        cluster.stay(worker, 4, 4)
+    assert not cluster.happened(CheckpointBegunAgain)
+    assert not cluster.happened(CheckpointFailed)
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    cluster.stay(0, 4, 4)
+    assert cluster.happened(CheckpointBegunAgain)
+
+
 def test_who_is_gone_is_not_waited_for_where_all_wait() -> None:
     cluster = Saving()
     cluster.cut()
