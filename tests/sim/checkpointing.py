@@ -394,8 +394,9 @@ class Checkpointer:
         is_torn = part.tables[key[0]].is_torn
         for block in blocks:
             self._check_captured(server, table, block, None if is_torn else cut.after_clock)
-        if key in part.held and server.machine.parts[key].state.unscaled is None:
-            part.held[key] = {block: list(server.values[key[0], block]) for block in blocks}
+        if key in part.held:
+            if server.machine.parts[key].state.unscaled is None:
+                part.held[key] = {block: list(server.values[key[0], block]) for block in blocks}
             later_s = self.draw.choice(COPIED_S) * self.draw.random()
             self.world.after(later_s, lambda: self._copied(server, part, key))
         count, clock = _counts(part.tables[key[0]])
