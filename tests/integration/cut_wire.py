@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import selectors
 import socket
@@ -20,6 +21,21 @@ _LISTENING = "0A"
 _HOST = "127.0.0.2"
 
 
+_PORTS = range(20_000, 32_000)
+"""Below those that systems give to whoever connects, or asks for any."""
+
+
+def _listener_beside_a_free_port() -> socket.socket:
+    """A listener whose port's number is free on the server's address, too, and stays so."""
+    for port in random.sample(_PORTS, 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+            return socket.create_server((_HOST, port))
+        except OSError:
+            continue
+    raise AssertionError(f"none of 100 ports in {_PORTS} is free")
+
+
 class CutWire:
     """The relay, on a thread of its own, and the cluster whose server is behind it."""
 
@@ -29,7 +45,7 @@ class CutWire:
         self.cut_count = 0
         # Its own address, where it has the number of the server's stream port too.
         self._listener = socket.create_server((_HOST, 0))
-        self._streams = socket.create_server((_HOST, 0))
+        self._streams = _listener_beside_a_free_port()
         self.stream_port: int = self._streams.getsockname()[1]
         self._upstreams: dict[socket.socket, tuple[str, int]] = {}
         self._wake, self._woken = socket.socketpair()
@@ -46,6 +62,11 @@ class CutWire:
         """Where the server is reached."""
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
+
+    def close(self) -> None:
+        """Nothing was relayed."""
+        for each in (self._listener, self._streams, self._wake, self._woken, self._selector):
+            each.close()
 
     def close_streams(self) -> None:
         """Let nobody reach the server's stream port."""
@@ -184,8 +205,12 @@ def cut_wire(workers: int, *, streams: bool) -> Iterator[CutWire]:
     wire = CutWire()
     with Launcher() as launcher, ExitStack() as stack:
         scheduler = start_scheduler(launcher, ClusterShape(1, workers))
-        server = start_behind(wire, launcher, scheduler.address, streams=streams)
-        wire.start(grpc_port(wire, server))
+        try:
+            server = start_behind(wire, launcher, scheduler.address, streams=streams)
+            wire.start(grpc_port(wire, server))
+        except BaseException:
+            wire.close()
+            raise
         stack.callback(wire.stop)
         wire.rank_0 = stack.enter_context(ps.connect(scheduler.address, rank=0, lane="grpc"))
         yield wire
