@@ -11,6 +11,7 @@ What it deliberately does not do: buffer, or know what is in a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,12 +173,13 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def remove_directory(self, path: Path) -> None:
-        """An empty directory is gone.
+        """An empty directory is gone, if it was there.
 
         Raises:
             OSError: it is not empty, or cannot be removed.
         """
-        path.rmdir()
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
 
 
 class WriteBehind:

@@ -2,8 +2,9 @@
 
 Rules:
     - Files are made and removed on a thread: the loop that the cluster lives by waits for no disk.
-    - A directory that came to nothing is removed; where that fails it has no manifest and counts
-      for nothing.
+    - A directory that came to nothing is removed, and again when the next checkpoint is complete: a
+      node that had not heard may have written into it. What stays has no manifest and counts for
+      nothing.
     - The manifest of one that refers to others is written only while each of these has its own: so
       nobody who removes checkpoints by hand leaves this cluster with a row that lacks its first.
     - One that is due and fails is tried again after a while; what is due meanwhile is the same one.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +46,7 @@ from scheduler.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
+    CheckpointMade,
     CheckpointWritten,
 )
 from scheduler.checkpoints import LEAVING
@@ -52,6 +55,9 @@ from scheduler.cluster_state import ClusterSettings, Transition
 
 _REMEMBERED_COUNT = 100
 """Complete checkpoints of which it is known where they are, for those who asked for them."""
+
+_GIVEN_UP_COUNT = 16
+"""Checkpoints that came to nothing, whose directories are looked at again."""
 
 _RETRY_S = 10.0
 """How long after one that was due has failed the next is tried."""
@@ -112,6 +118,7 @@ class Checkpointing:
         self._not_before_s = 0.0
         self._cut_in_view = 0
         self._has_left_parts = False
+        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -233,11 +240,13 @@ class Checkpointing:
             self._cut_in_view = self._cluster.view.view_number
         elif isinstance(transition, CheckpointWritten):
             self._start(self._complete(transition.attempt, now_s))
-        elif isinstance(transition, CheckpointBegunAgain):
+        elif isinstance(transition, CheckpointMade):
+            self._start(self._remove_given_up())
+        elif isinstance(transition, CheckpointBegunAgain | CheckpointFailed):
+            self._given_up.append(transition.url)
             self._start(self._remove(transition.url))
-        elif isinstance(transition, CheckpointFailed):
+        if isinstance(transition, CheckpointFailed):
             self._metrics.checkpoints.labels(result="failed").inc()
-            self._start(self._remove(transition.url))
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
         manifest = manifest_of(self._cluster.settings, attempt, self._cluster.view.world_size)
@@ -282,6 +291,10 @@ class Checkpointing:
         for name in removed:
             logs.info("checkpoint_removed", name=name)
 
+    async def _remove_given_up(self) -> None:
+        for url in tuple(self._given_up):
+            await self._remove(url)
+
     async def _remove(self, url: str) -> None:
         try:
             await asyncio.to_thread(lambda: CheckpointDirectory(locate(url)).remove())
@@ -300,6 +313,7 @@ class Checkpointing:
     async def close(self) -> None:
         """Wait for what is being written or removed; what workers left behind goes, too."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._remove_given_up()
         if self._has_left_parts:
             await self._remove(self.left_url)
 

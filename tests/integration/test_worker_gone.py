@@ -25,6 +25,7 @@ import pytest
 import ps_worker as ps
 from ps_cli import scheduler_query
 from ps_cli.status_document import status_document
+from ps_runtime.launcher import RoleProcess
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.warm_processes import warm_context
 
@@ -166,10 +167,15 @@ def states(cluster: LaneCluster) -> dict[int | None, str]:
 
 
 def says(cluster: LaneCluster, event: str, words: str) -> None:
-    """The scheduler and every server have logged it."""
+    """The scheduler logs it, and every server once it has heard, each of them once."""
     assert len(cluster.roles) == 3
+
+    def lines_of(role: RoleProcess) -> list[str]:
+        return [line for line in role.recent_lines if f"event={event}" in line]
+
+    until(lambda: all(map(lines_of, cluster.roles)), f"all say {event}")
     for role in cluster.roles:
-        lines = [line for line in role.recent_lines if f"event={event}" in line]
+        lines = lines_of(role)
         assert len(lines) == 1, lines
         assert re.search(words, lines[0]), lines
 
