@@ -131,6 +131,15 @@ class UpdateFailed(PushpullError):
     code = "UPDATE_FAILED"
 
 
+class EditRefused(PushpullError):
+    """Parameters that a script changed between two steps can be taken in no one sense: the workers
+    changed them differently, or the consistency setting has no step of all workers. Nothing of the
+    step was applied.
+    """
+
+    code = "EDIT_REFUSED"
+
+
 class InvalidCheckpoint(PushpullError):
     """A checkpoint, or a file of one, is torn, damaged, missing or of another table or version."""
 
@@ -186,6 +195,7 @@ CATALOGUE: dict[str, type[PushpullError]] = {
         NotPermitted,
         AlreadyPast,
         UpdateFailed,
+        EditRefused,
         InvalidCheckpoint,
         Internal,
     )

@@ -39,6 +39,9 @@ MAX_ENTRY_BYTES = 256 * 1024
 """Of a request without payloads, and of a message's part beside them: the ranges and blocks that it
 names. A larger one is not even parsed, since millions of empty entries fit a message."""
 
+MAX_EDIT_BYTES = 64
+"""Of what names an edit in a seal."""
+
 MAX_SCALE = {4: 3.4028234663852886e38, 8: 1.7976931348623157e308}
 """By how much a gradient may be multiplied, by the bytes of an element of its sum: the largest
 number that there is of that width."""

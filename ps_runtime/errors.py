@@ -40,6 +40,7 @@ STATUS: dict[str, grpc.StatusCode] = {
     "FENCED": grpc.StatusCode.FAILED_PRECONDITION,
     "ALREADY_PAST": grpc.StatusCode.FAILED_PRECONDITION,
     "UPDATE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
+    "EDIT_REFUSED": grpc.StatusCode.FAILED_PRECONDITION,
     "INVALID_CHECKPOINT": grpc.StatusCode.FAILED_PRECONDITION,
     "RECOVERING": grpc.StatusCode.UNAVAILABLE,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,

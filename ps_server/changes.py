@@ -2,8 +2,8 @@
 
     Put        a sum becomes values
     Kept       a sum was reduced, and waits for its scale; `Put` follows
-    Dropped    nothing comes of a sum that was kept
-    Assigned   initial values
+    Dropped    nothing comes of a sum that was kept, or is in the making
+    Assigned   initial values, or an edit's
 
 A total is what was summed for an update, detached from the sums in the making, and opaque here. On
 its way to a backup it is a `SentTotal`: before it is averaged (after it, where it was kept), in the
@@ -70,13 +70,13 @@ class Kept(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Nothing comes of a sum that was kept."""
+    """Nothing comes of a sum, whether it was kept or not."""
 
     record: Record
 
 
 class Assigned(NamedTuple):
-    """Initial values: (block, payload) pairs, or `Elements` on their way to a backup."""
+    """Initial values, or an edit's: (block, payload) pairs; `Elements` on their way to a backup."""
 
     record: Record
     parts: tuple[Any, ...]

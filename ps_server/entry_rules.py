@@ -12,6 +12,8 @@ from ps_core.tables import OptimizerKind
 from ps_server.events import PushEvent, SealEvent, SealTerms
 from ps_server.range_state import RangeState, StepPart, WorkerPart
 
+_WITHOUT_PARAMETERS = frozenset({OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD})
+
 
 class EntryRules:
     """The rules, over one range's state."""
@@ -31,16 +33,19 @@ class EntryRules:
             return InvalidKeys(
                 f"block {event.block} of table '{name}' is not in range {self._state.range_id}"
             )
-        if event.is_assign and (
-            event.clock != 0 or event.sender.rank != 0 or not self._state.awaits_rank_zero
-        ):
+        is_initial = event.is_assign and event.clock == 0
+        if is_initial and (event.sender.rank != 0 or not self._state.awaits_rank_zero):
             return InvalidConfig(
                 f"ASSIGN to table '{name}' at clock {event.clock} by rank {event.sender.rank}; "
                 "expected clock 0 by rank 0, once, in a table that starts from rank 0"
             )
         problem = self._clock_problem(event.clock, worker)
-        if not event.is_assign and problem is not None:
+        if not is_initial and problem is not None:
             return problem
+        if event.is_assign and not is_initial:
+            problem = self._kind_problem() or self._eager_problem(event)
+            if problem is not None:
+                return problem
         if step is not None and step.seal is not None and event.sequence > step.seal.sequence:
             return InvalidConfig(
                 f"push {event.sequence} comes after the seal of clock {event.clock}"
@@ -57,6 +62,21 @@ class EntryRules:
         except InvalidConfig as error:
             return error
         return None
+
+    def _kind_problem(self) -> PushpullError | None:
+        optimizer = self._state.table.spec.optimizer.kind
+        if optimizer not in _WITHOUT_PARAMETERS:
+            return None
+        return InvalidConfig(
+            f"table '{self._state.name}' has no parameters that an optimizer steps: its optimizer "
+            f"is {optimizer.value}; expected no edit"
+        )
+
+    @staticmethod
+    def _eager_problem(event: PushEvent) -> PushpullError | None:
+        if event.eager is None:
+            return None
+        return InvalidConfig("an ASSIGN is eager; expected one that waits for its seal")
 
     def _clock_problem(self, clock: int, worker: WorkerPart) -> PushpullError | None:
         first = max(worker.sealed_clock, 0) + 1
@@ -119,7 +139,11 @@ class EntryRules:
                 f"clock 0 of table '{name}' is sealed by rank 0, without skip, in a table that "
                 "starts from rank 0"
             )
-        problem = self._scale_problem(terms) or self._clip_problem(terms, step)
+        problem = (
+            self._scale_problem(terms)
+            or self._clip_problem(terms, step)
+            or self._edit_problem(terms, step)
+        )
         if problem is not None:
             return problem
         try:
@@ -158,7 +182,7 @@ class EntryRules:
         if terms.clip_scale is None:
             return None
         name, optimizer = self._state.name, self._state.table.spec.optimizer.kind
-        if optimizer in (OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD):
+        if optimizer in _WITHOUT_PARAMETERS:
             return InvalidConfig(
                 f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; "
                 f"{optimizer.value} has no gradient that the servers could clip"
@@ -170,6 +194,25 @@ class EntryRules:
             )
         return None
 
+    def _edit_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
+        what = f"the seal of clock {terms.clock} of table '{self._state.name}'"
+        has_values = any(push.is_assign for push in step.pushes.values())
+        if terms.edit:
+            if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:
+                return InvalidConfig(
+                    f"{what} has an edit; expected a clock above 0, and neither skip, last nor a "
+                    "clip_scale with it"
+                )
+            if not all(push.is_assign for push in step.pushes.values()):
+                return InvalidConfig(
+                    f"{what} has an edit, and the step has gradients: withdraw them, or push them "
+                    "in the next"
+                )
+            return self._kind_problem()
+        if has_values and terms.clock and not terms.skip:
+            return InvalidConfig(f"{what} has no edit, and the step has ASSIGN pushes")
+        return None
+
     def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
         """BSP: all seals of a clock carry the same numbers (skipped ones have no say).
 
@@ -178,12 +221,14 @@ class EntryRules:
         """
         state = self._state
         setting = state.schedule.at(terms.clock)
-        if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip:
+        if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip or terms.edit:
             return None
         mine = self._numbers.merged(terms.hyperparameters)
         for other in self._state.workers.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
+                continue
+            if step.seal.terms.edit:  # `Forming` has the last word on these
                 continue
             theirs = step.numbers
             if (step.seal.terms.clip_scale is None) != (terms.clip_scale is None):

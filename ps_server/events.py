@@ -38,7 +38,7 @@ class Sender(NamedTuple):
 
 class SealTerms(NamedTuple):
     """What a seal says, beside its place. `clip_scale`: as in the protocol; None: nothing is
-    clipped.
+    clipped. `edit`: names an edit; empty: the step is none.
     """
 
     clock: int
@@ -47,6 +47,7 @@ class SealTerms(NamedTuple):
     skip: bool = False
     last: bool = False
     clip_scale: float | None = None
+    edit: bytes = b""
 
 
 class PushEvent(NamedTuple):
@@ -209,13 +210,15 @@ class Reduce(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Nothing comes of the accumulator of `record.clock`: nobody is left to say its scale."""
+    """Nothing comes of the accumulator of `record.clock`: nobody is left to say its scale, or the
+    workers disagree whether the step is an edit.
+    """
 
     record: Record
 
 
 class Assign(NamedTuple):
-    """The record is committed: these are the initial values."""
+    """The record is committed: these are the initial values, or an edit's."""
 
     record: Record
     parts: tuple[tuple[int, object], ...]

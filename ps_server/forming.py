@@ -1,5 +1,9 @@
 """BSP: an update forms when every member's step is in, or all but a few (SEMANTICS S1, S7).
 
+An update of BSP is all gradients or all one edit (SEMANTICS S16). What each is, the seal says; so
+every range of every table of a model, which have the same seals, comes to the same: who disagrees
+ends the clock for all with nothing.
+
 Invariants:
     RM-2  Update c is applied after update c - 1 and holds each member's step once, in rank order
           (with backup workers: each contributor's, in the record's order).
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ps_core.errors import AlreadyPast
+from ps_core.errors import AlreadyPast, EditRefused
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
 from ps_server.events import Apply, Drop, Effect, Reduce
@@ -35,6 +39,10 @@ class Forming:
         self.wake_s: float | None = None
         self._folded: list[int] = []  # backup workers: who is in it
         self._next_rank = 0  # ranks below it that belong to it are folded
+        self._first: WorkerPart | None = None  # whose step says first whether it is an edit
+        self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
+        self._dispute: EditRefused | None = None
+        self._is_folded = False
 
     def form(self, now_s: float, out: list[Effect]) -> bool:
         """Fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
@@ -53,13 +61,46 @@ class Forming:
             worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock:
                 return False
-            step = worker.steps[clock]
-            if not step.skip and step.pushes:
-                out.append(self._records.fold(worker, step))
-                state.add_to_sum(step)
+            self._take(worker, worker.steps[clock], out)
             self._next_rank = rank + 1
         members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
+
+    def _take(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """The step has its turn in the update."""
+        state = self._state
+        if step.skip:
+            return
+        if self._first is None:
+            self._first = worker
+        elif self._dispute is None:
+            self._dispute = self._disagreement(self._first, worker, step.clock)
+        if self._dispute is not None or (step.edit and worker is not self._first):
+            state.unstage_step(step, worker)
+        elif step.edit:
+            self._values = self._records.take_parts(worker, step)
+            state.add_to_sum(step)
+        elif step.pushes:
+            out.append(self._records.fold(worker, step))
+            state.add_to_sum(step)
+            self._is_folded = True
+
+    def _disagreement(
+        self, first: WorkerPart, worker: WorkerPart, clock: int
+    ) -> EditRefused | None:
+        edits = first.steps[clock].edit, worker.steps[clock].edit
+        if edits[0] == edits[1]:
+            return None
+        what = f"clock {clock} of table '{self._state.name}'"
+        if all(edits):
+            return EditRefused(
+                f"workers {first.rank} and {worker.rank} changed parameters to different values "
+                f"before {what}"
+            )
+        does, other = (first, worker) if edits[0] else (worker, first)
+        return EditRefused(
+            f"worker {does.rank} changed parameters before {what}, and worker {other.rank} did not"
+        )
 
     def _is_nobodys(self, clock: int) -> bool:
         """Whether all have left before, and somebody joined after it."""
@@ -74,6 +115,7 @@ class Forming:
         state.clock = state.formed_clock = clock
         state.end_sum()
         self._next_rank = 0
+        self._first, self._values, self._dispute, self._is_folded = None, (), None, False
         for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
 
@@ -110,6 +152,9 @@ class Forming:
     def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
         """Those that take part are in; False if there is none."""
         state = self._state
+        if self._dispute is not None or (self._first is not None and self._first.steps[clock].edit):
+            self._form_edit(clock, ranks, out)
+            return True
         contributors = []
         blocks: set[int] = set()
         numbers: Hyperparameters | None = None
@@ -135,6 +180,24 @@ class Forming:
         self._records.commit(record, out)
         self.pass_clock(clock)
         return True
+
+    def _form_edit(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> None:
+        """All workers mean the same edit: its values replace those that are there. Or they do not:
+        nothing does.
+        """
+        workers = [worker for rank in ranks if (worker := self._state.worker_at(rank, clock))]
+        for worker in workers if self._dispute is not None else ():
+            step = worker.steps[clock]
+            step.edit, step.skip, step.problem = b"", True, self._dispute
+        contributors = [self._records.contributor(w, w.steps[clock]) for w in workers]
+        if self._dispute is None:
+            self._records.assign(clock, contributors, self._values, out)
+        else:
+            record = self._records.record(clock, contributors, (), ())
+            if self._is_folded:
+                out.append(Drop(record))
+            self._records.commit(record, out)
+        self.pass_clock(clock)
 
     def drop_orphan(self, out: list[Effect]) -> bool:
         """Whether the update that waits for its scale was dropped, since nobody can say it."""

@@ -48,12 +48,16 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
     """The terms of a seal.
 
     Raises:
-        InvalidConfig: too many or unusable hyperparameters.
+        InvalidConfig: too many or unusable hyperparameters, or too long an edit.
     """
     if len(message.hyperparameters) > limits.MAX_HYPERPARAMETER_COUNT:
         raise InvalidConfig(
             f"a seal has {len(message.hyperparameters)} hyperparameters; expected at most "
             f"{limits.MAX_HYPERPARAMETER_COUNT}"
+        )
+    if len(message.edit) > limits.MAX_EDIT_BYTES:
+        raise InvalidConfig(
+            f"a seal's edit has {len(message.edit)} bytes; expected at most {limits.MAX_EDIT_BYTES}"
         )
     has_scale = message.HasField("contribution_scale")
     return SealTerms(
@@ -63,6 +67,7 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
         message.skip,
         message.last,
         message.clip_scale if message.HasField("clip_scale") else None,
+        message.edit,
     )
 
 

@@ -582,6 +582,8 @@ class ParameterNode:
         return failure
 
     def _dropped(self, record: Record) -> None:
+        if not record.contributor_count:  # its workers disagree, and are told so
+            return
         self.metrics.short_updates.inc()
         logs.warning(
             "update_dropped",

@@ -418,6 +418,8 @@ class RangeMachine:
                 )
             if step.seal is None or event.sequence < step.seal.sequence:
                 step.invalid.add(event.sequence)
+                if event.is_assign:
+                    step.invalid_values.add(event.sequence)
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
 
     def _hold(
@@ -431,6 +433,7 @@ class RangeMachine:
             event.payload,
             event.pulled_peer_version,
             event.eager is not None,
+            event.is_assign,
         )
         step.pushes[event.sequence] = push
         step.blocks[event.block] = event.sequence
@@ -448,6 +451,7 @@ class RangeMachine:
         if worker.ledger.has_ended(event.replaces):
             if step is not None:
                 step.invalid.discard(event.replaces)
+                step.invalid_values.discard(event.replaces)
             return
         if step is not None:
             self.state.drop_push(step, worker, event.replaces)

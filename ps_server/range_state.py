@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ps_core.cluster_view import Node, NodeState
-from ps_core.consistency import StalePolicy
-from ps_core.errors import InvariantViolation, PushpullError, UpdateFailed
+from ps_core.consistency import Mode, StalePolicy
+from ps_core.errors import EditRefused, InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
@@ -53,6 +53,7 @@ class HeldPush:
     payload: object | None
     pulled_peer_version: int | None
     is_eager: bool = False
+    is_assign: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -64,10 +65,16 @@ class StepPart:
     blocks: dict[int, int] = field(default_factory=dict)  # block -> sequence
     missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
     invalid: set[int] = field(default_factory=set)
+    invalid_values: set[int] = field(default_factory=set)
+    """Of `invalid`, those of ASSIGN: what else an edit has sent is no part of it."""
     seal: SealEvent | None = None
     numbers: Hyperparameters = ()  # the seal's, over the table's own
     skip: bool = False
     eager: Hyperparameters | None = None
+    edit: bytes = b""
+    """Of a seal in effect: what its seal names; empty where the step is none, or is not taken."""
+    problem: EditRefused | None = None
+    """Why nothing of the step is taken: what its entries end with."""
 
     @property
     def sealed_by(self) -> SealEvent:
@@ -243,6 +250,12 @@ class RangeState:
         if setting.policy is not StalePolicy.COMPENSATE:
             return None
         return Compensation(incarnation, setting.strength, setting.adaptive)
+
+    def takes_edits(self, clock: int) -> bool:
+        """Whether a step of that clock is one of all workers, who so can change values together."""
+        setting = self.schedule.at(clock)
+        is_shared = setting.mode is Mode.BSP and not setting.backup_workers
+        return is_shared or (len(self.ranks) == 1 and setting.mode is not Mode.BSP)
 
     def slowest_clock(self) -> int:
         """Up to which clock all is decided for every worker that has not left; of those that have

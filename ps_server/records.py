@@ -16,7 +16,7 @@ from ps_core.consistency import StalePolicy
 from ps_core.errors import check
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters
-from ps_server.events import Contributor, Effect, Fold, Record
+from ps_server.events import Assign, Contributor, Effect, Fold, Record
 from ps_server.range_state import HeldPush, RangeState, StepPart, WorkerPart
 
 APPLIED = Ending(Outcome.APPLIED)
@@ -59,6 +59,8 @@ class Records:
         contributors: list[Contributor],
         hyperparameters: Hyperparameters,
         blocks: tuple[int, ...],
+        *,
+        is_assign: bool = False,
     ) -> Record:
         """The next decision."""
         self._state.record_count += 1
@@ -67,12 +69,26 @@ class Records:
             self._state.range_id,
             self._state.record_count,
             clock,
-            clock == 0,
+            is_assign,
             tuple(contributors),
             hyperparameters,
             blocks,
             self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
         )
+
+    def assign(
+        self,
+        clock: int,
+        contributors: list[Contributor],
+        parts: tuple[tuple[int, object], ...],
+        out: list[Effect],
+    ) -> None:
+        """An edit is decided, or the initial values: these replace what is there."""
+        blocks = tuple(block for block, _ in parts)
+        record = self.record(clock, contributors, (), blocks, is_assign=True)
+        if parts or not clock:
+            out.append(Assign(record, parts))
+        self.commit(record, out)
 
     def scaled(self, summed: Record, said_by: Contributor, scale: float) -> Record:
         """The decision that makes an update of a sum."""
@@ -97,9 +113,12 @@ class Records:
 
     def count(self, record: Record) -> None:
         """It is an update now, of those who took part."""
-        if not record.blocks or record.is_assign:
-            return
         state = self._state
+        if record.is_assign:  # no update of a block, whose version stays
+            state.changed_clock = max(state.changed_clock, record.clock)
+            return
+        if not record.blocks:
+            return
         state.update_count += 1
         state.changed_clock = max(state.changed_clock, record.clock)
         for block in record.blocks:
@@ -126,7 +145,9 @@ class Records:
             if push is None:
                 continue
             ending = _SKIPPED
-            if not contributor.skip:
+            if step.problem is not None:
+                ending = Ending(Outcome.INVALID, step.problem)
+            elif not contributor.skip:
                 staleness = self.staleness(worker, push)
                 ending = Ending(Outcome.APPLIED, staleness=staleness) if staleness else APPLIED
             if ending is not ending_alike:
@@ -137,6 +158,8 @@ class Records:
         seal = contributor.sequences[-1]
         if seal not in step.pushes:  # the seal itself, which is the last
             ending = Ending(Outcome.APPLIED, squares=squares) if squares else APPLIED
+            if step.problem is not None:
+                ending = Ending(Outcome.INVALID, step.problem)
             self._state.end(worker, step.sealed_by.sender, seal, ending, out)
             del worker.steps[record.clock]
 

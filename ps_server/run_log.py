@@ -235,7 +235,7 @@ def _batch(batch: Batch, at: tuple[int, int], time_s: float, frames: tuple[Frame
     for change in batch.changes:
         record: Record = change.record
         if isinstance(change, Put | Assigned):
-            decisions.append(_decision(record, batch, is_assign=isinstance(change, Assigned)))
+            decisions.append(_decision(record, batch))
     read = _Batch(
         batch.table_id,
         max((change.record.clock for change in batch.changes), default=0),
@@ -247,7 +247,7 @@ def _batch(batch: Batch, at: tuple[int, int], time_s: float, frames: tuple[Frame
     return _Event(batch.tenure, *at, batch.number, time_s, frames, read)
 
 
-def _decision(record: Record, batch: Batch, *, is_assign: bool) -> Decision:
+def _decision(record: Record, batch: Batch) -> Decision:
     contributors = record.summed_by or record.contributors
     sequences = {(c.incarnation, s) for c in contributors for s in c.sequences}
     staleness = max(
@@ -258,9 +258,8 @@ def _decision(record: Record, batch: Batch, *, is_assign: bool) -> Decision:
         ),
         default=0,
     )
-    clock = 0 if is_assign else record.clock
     return Decision(
-        clock,
+        record.clock,
         False,  # `_Chain` knows
         tuple(Part(c.rank, c.incarnation, c.skip) for c in contributors),
         record.gone_count,

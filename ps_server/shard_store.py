@@ -566,7 +566,7 @@ class ShardStore:
         self._kept.clear()
 
     def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:
-        """Replace initial values; absent tensors keep theirs. Versions do not change.
+        """Replace values; absent tensors keep theirs. Versions and optimizer state do not change.
 
         Shapes:
             parts: (block, contribution) pairs; the store takes them over.

@@ -283,7 +283,7 @@ class Shards:
         at_once(self.assigning(effect))
 
     def assigning(self, effect: Assign) -> Work[None]:
-        """Initial values."""
+        """Initial values, or an edit's."""
         key = effect.record.table_id, effect.record.range_id
         changes = self._changes(key)
         for some in pieces_of(effect.parts):

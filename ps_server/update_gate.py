@@ -29,11 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ps_core.errors import InvalidTensor
+from ps_core.errors import EditRefused, InvalidTensor
 from ps_core.ledger import Ending, Outcome
 from ps_server.events import (
     Apply,
-    Assign,
     Contributor,
     Effect,
     Fold,
@@ -108,14 +107,16 @@ class UpdateGate:
             self._recall_carrier(worker, step, seal)
         # Initial values cannot be skipped: rank 0 sends what was invalid again.
         skips_invalid = seal.skip_if_invalid and step.clock > 0
-        step.skip = seal.terms.skip or (skips_invalid and bool(step.invalid))
-        if step.invalid and not step.skip:
+        # Gradients that left before their worker saw that the step is an edit are withdrawn.
+        invalid = step.invalid_values if seal.terms.edit else step.invalid
+        step.skip = seal.terms.skip or (skips_invalid and bool(invalid))
+        if invalid and not step.skip:
             step.seal = None
             del worker.held[seal.sequence]
-            named = sorted(step.invalid)[:_NAMED_COUNT]
+            named = sorted(invalid)[:_NAMED_COUNT]
             problem = InvalidTensor(
-                f"clock {step.clock} of table '{self._state.name}' has {len(step.invalid)} invalid "
-                f"pushes ({', '.join(map(str, named))}{', ...' * (len(step.invalid) > len(named))})"
+                f"clock {step.clock} of table '{self._state.name}' has {len(invalid)} invalid "
+                f"pushes ({', '.join(map(str, named))}{', ...' * (len(invalid) > len(named))})"
                 ": replace them, or seal it with skip"
             )
             self._state.end(
@@ -123,6 +124,9 @@ class UpdateGate:
             )
             return False
         worker.sealed_clock = step.clock
+        step.edit = b"" if step.skip else seal.terms.edit
+        if step.edit and not self._state.takes_edits(step.clock):
+            self._refuse_edit(worker, step)
         if step.skip:
             for push in step.pushes.values():
                 self._state.unstage(step, worker, push)
@@ -135,6 +139,17 @@ class UpdateGate:
             self._forming.discard(worker, step, out)
         return True
 
+    def _refuse_edit(self, worker: WorkerPart, step: StepPart) -> None:
+        """The clock is over for the worker, and takes nothing of the step: so it is as far as it
+        believes to be, on every table of its model.
+        """
+        setting = self._state.schedule.at(step.clock)
+        step.edit, step.skip = b"", True
+        step.problem = EditRefused(
+            f"worker {worker.rank} changed parameters of table '{self._state.name}' before clock "
+            f"{step.clock}, which is under {setting}: no step of it is all workers'"
+        )
+
     @staticmethod
     def _recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
         """The push that the seal came with may have ended at a primary before this one: what became
@@ -142,6 +157,7 @@ class UpdateGate:
         """
         if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
             step.invalid.add(seal.sequence - 1)
+            step.invalid_values.add(seal.sequence - 1)
 
     def _is_late(self, worker: WorkerPart, step: StepPart) -> bool:
         """Whether the update has formed without it, scaled or not."""
@@ -278,11 +294,7 @@ class UpdateGate:
             return
         self._state.initialized = True
         parts = self._records.take_parts(worker, step)
-        record = self._records.record(
-            0, [self._records.contributor(worker, step)], (), tuple(b for b, _ in parts)
-        )
-        out.append(Assign(record, parts))
-        self._records.commit(record, out)
+        self._records.assign(0, [self._records.contributor(worker, step)], parts, out)
 
     def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
         """Not BSP: record every step of the worker whose seal is in effect."""
@@ -303,6 +315,10 @@ class UpdateGate:
         return not schedule.varies or self._state.formed_clock >= schedule.bsp_before(clock)
 
     def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        if step.edit:
+            parts = self._records.take_parts(worker, step)
+            self._records.assign(step.clock, [self._records.contributor(worker, step)], parts, out)
+            return
         if not step.skip:
             self._records.reject_stale(worker, step, out)
         folds = self._records.scaled_folds(worker, step) if step.pushes and not step.skip else []

@@ -15,6 +15,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import (
     AlreadyPast,
     Draining,
+    EditRefused,
     Fenced,
     GradientChangedAfterPush,
     Internal,
@@ -78,6 +79,7 @@ __all__ = [
     "Custom",
     "DistributedOptimizer",
     "Draining",
+    "EditRefused",
     "Fenced",
     "FromRank0",
     "GradientChangedAfterPush",

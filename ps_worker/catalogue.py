@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Unpack
 
-from ps_core.consistency import Consistency
-from ps_core.tables import OptimizerSpec, TableSpec
+from ps_core.consistency import Consistency, Mode
+from ps_core.tables import OptimizerSpec, Table, TableSpec
 from ps_worker.connection import GRACE_S, Connection
 from ps_worker.consistent_pulls import new_cut
 from ps_worker.settings import (
@@ -161,6 +161,13 @@ class Catalogue(Connection):
         self.check_usable()
         return self.engine.table(table.table.table_id).consistency
 
+    def why_no_edit(self, table: TableHandle) -> str:
+        """Why the next step of a table cannot be an edit, as far as the newest view says; empty if
+        it can.
+        """
+        engine = self.engine
+        return _why_not(engine.table(table.table.table_id), table.clock + 1, engine.worker_count)
+
     @contextlib.contextmanager
     def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
         """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
@@ -179,3 +186,15 @@ class Catalogue(Connection):
             yield number, [clocks[table.table_id] for table in held]
         finally:
             self._result(self._loop.start(self.engine.end_cut(number, held)), GRACE_S)
+
+
+def _why_not(table: Table, clock: int, worker_count: int) -> str:
+    """Why a step of that clock cannot be an edit, as far as this worker knows; empty if it can."""
+    setting, change = table.consistency, table.change
+    if worker_count == 1 and all(join.rank == 0 for join in table.joins):
+        return "" if not setting.backup_workers else f"under {setting}"
+    if setting.mode is not Mode.BSP or setting.backup_workers:
+        return f"under {setting}, where no step is all workers'"
+    if change is not None and change.join is None and clock <= change.after_clock:
+        return f"before step {change.after_clock + 1}, from which on {setting} holds"
+    return ""

@@ -13,9 +13,10 @@ Rules:
       learning-rate schedulers work as they are.
     - Optimizer state is the servers'; `state_dict` has the hyperparameters. With `Aggregate` the
       state is the local optimizer's and `state_dict` is that one's.
+    - Parameters that the script changes between two steps are taken over by the servers with the
+      next `step`, if all workers change them alike under BSP; else `step` refuses (SEMANTICS S16).
 
-What it deliberately does not do: average over `accumulate` (scale the loss, as without us), or
-load parameter values later: what the servers hold comes back with the next step.
+What it deliberately does not do: average over `accumulate` (scale the loss, as without us).
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     All workers start from the parameters of rank 0. They must register the same parameters in the
     same order, with `requires_grad` as on the others.
+
+    What a script does to parameters between two steps (`load_state_dict`, `nn.init`, in-place
+    changes of any kind) is taken over with the next step: under BSP, where every worker does the
+    same.
 
     Blocking: until all tables exist and rank 0's parameters have been taken over.
 
@@ -219,6 +224,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
                 switch that is the table's for good was changed.
             GradientChangedAfterPush: in eager mode.
+            EditRefused: parameters were changed since the last step, and not alike by all workers,
+                or not under BSP. The step was not taken; what was changed stays so.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed. The next call waits for it, and is no other step unless there was a backward
                 pass in between; so it is after Ctrl-C. `zero_grad` waits for it too.

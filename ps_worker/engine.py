@@ -164,6 +164,10 @@ class Engine:
         """See `ps_worker.steps.StepSink`. Any thread."""
         self._post(self._pushes.submit, table, clock, bodies, priority)
 
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """See `ps_worker.steps.StepSink`. Any thread."""
+        self._post(self._pushes.withdraw, table, clock, but)
+
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """See `ps_worker.steps.StepSink`. Any thread."""
         is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
@@ -272,6 +276,11 @@ class Engine:
             node.role is Role.WORKER and node.rank == me.rank and node.incarnation < me.incarnation
             for node in self._view.nodes
         )
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers the cluster was started for. Any thread."""
+        return self._view.worker_count
 
     @property
     def is_newcomer(self) -> bool:

@@ -48,7 +48,8 @@ class BlockPlace(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SealTerms:
     """What a seal says, beside its place. `clip_scale`: what the worker's own gradient needs where
-    it is clipped; `update_scale`: this is no seal, but what follows one that asked for it.
+    it is clipped; `update_scale`: this is no seal, but what follows one that asked for it; `edit`:
+    names the edit that the step is; empty: it is none.
     """
 
     hyperparameters: Hyperparameters = ()
@@ -57,6 +58,7 @@ class SealTerms:
     last: bool = False
     clip_scale: float | None = None
     update_scale: float | None = None
+    edit: bytes = b""
 
 
 @dataclass(slots=True, eq=False)

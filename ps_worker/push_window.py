@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ps_core.errors import InvalidConfig, InvariantViolation, PushpullError
+from ps_core.errors import EditRefused, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_worker.push_entries import (
@@ -120,6 +120,15 @@ class PushWindow:
         step.awaited.add(entry)
         self._enqueue(entry)
         return entry.key
+
+    def withdraw(self, table_id: TableId, clock: int, *, but: Collection[int]) -> None:
+        """Of the step, which is open, nothing takes part but these blocks."""
+        step = self._open_step(table_id, clock)
+        for block in [block for block in step.blocks if block not in but]:
+            entry = step.blocks.pop(block)
+            self._give_up(entry)
+            if entry.state is not _ENDED:
+                self._requeue(entry)
 
     def seal(
         self, table_id: TableId, clock: int, ranges: Iterable[RangeId], terms: SealTerms
@@ -380,7 +389,9 @@ class PushWindow:
         problem = ending.error or PushpullError("refused without saying why")
         step.problems.append((entry.block, problem))
         step.invalid.add(entry)
-        return [StepRefused(step.table_id, step.clock, problem)] if entry.block is None else []
+        if entry.block is not None or isinstance(problem, EditRefused):  # that ends the clock
+            return []
+        return [StepRefused(step.table_id, step.clock, problem)]
 
     def _end_step(self, step: WindowStep, terms: SealTerms) -> StepEnded:
         del self._steps[(step.table_id, step.clock)]
@@ -475,7 +486,7 @@ class PushWindow:
         # A seal that travelled with its push was not held until that was answered.
         is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
         if is_skipped and not terms.skip:
-            terms = replace(terms, skip=True)
+            terms = replace(terms, skip=True, edit=b"")
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s

@@ -7,7 +7,7 @@ Everything belongs to the background loop. What to send, when, and again, is the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -149,6 +149,12 @@ class PushDriver:
             )
         self._pump_soon()
 
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """Of an open step, nothing takes part but these blocks."""
+        if self._failure is None:
+            self._window.withdraw(table.table_id, clock, but=but)
+            self._pump_soon()
+
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """The end of a step."""
         if self._failure is not None:
@@ -284,7 +290,7 @@ class PushDriver:
             sequence=key.sequence,
             confirmed_sequence=effect.confirmed_sequence,
             codec=self._plans[key.table_id].codec,
-            kind=_KIND_OF_GRADIENT if effect.clock else _KIND_OF_VALUES,
+            kind=_KIND_OF_VALUES if body.is_assign else _KIND_OF_GRADIENT,
             pulled_peer_version=body.pulled_peer_version,
         )
         if effect.replaces:
@@ -322,6 +328,8 @@ class PushDriver:
             seal.contribution_scale = terms.contribution_scale
         if terms.clip_scale is not None:
             seal.clip_scale = terms.clip_scale
+        if terms.edit:
+            seal.edit = terms.edit
 
     def _scale(
         self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms

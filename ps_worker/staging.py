@@ -69,7 +69,7 @@ class Fingerprint:
 
         Blocking: no; the sums are queued on the device.
         """
-        return cls(_place_of(gradient), _column_sums(_flat_bits(gradient)))
+        return cls(_place_of(gradient), column_sums(gradient))
 
     def is_untouched(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is the same tensor, of the same version.
@@ -98,8 +98,13 @@ def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.reshape(-1).view(_BITS[gradient.element_size()])
 
 
-def _column_sums(bits: torch.Tensor) -> torch.Tensor:
-    """The sums of each column of as many whole rows as there are, then what is left over."""
+def column_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of a tensor's bits, in the order of its memory: of each column of as many whole rows as
+    there are, then what is left over.
+
+    Blocking: no; they are queued on its device.
+    """
+    bits = _flat_bits(tensor)
     whole = bits.numel() // _COLUMN_COUNT * _COLUMN_COUNT
     if not whole:
         return bits.clone()

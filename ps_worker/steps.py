@@ -17,7 +17,7 @@ What it deliberately does not do: network; everything is handed to the backgroun
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -77,6 +77,7 @@ class PushBody(NamedTuple):
     presence: bytes
     eager: Hyperparameters | None
     pulled_peer_version: int | None
+    is_assign: bool = False
 
 
 class StepSink(Protocol):
@@ -87,6 +88,9 @@ class StepSink(Protocol):
 
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
         """Blocks of an open step, in the order in which they shall leave."""
+
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """Of an open step, nothing takes part but these blocks."""
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """The end of a step."""
@@ -149,9 +153,34 @@ class Step:
         bodies = []
         for block, payload, presence in parts:
             self._check_length(block, payload)
-            bodies.append(PushBody(block, payload, presence, eager, peer_version(block)))
+            is_initial = self.clock == 0
+            bodies.append(
+                PushBody(block, payload, presence, eager, peer_version(block), is_initial)
+            )
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
+
+    def edit(self, parts: Iterable[BlockPart], edit: bytes) -> PushTicket:
+        """Make an edit of the step, and end it: these values replace those of the tensors present,
+        if all workers say the same edit. What was pushed before takes no part.
+
+        Args:
+            parts: the blocks with tensors that were changed.
+            edit: names all that was changed in the model, alike at every worker that did the same.
+
+        Shapes, Raises: as `push_blocks`.
+
+        Blocking: no. The ticket raises EditRefused where the workers do not all mean this.
+        """
+        self._check_open()
+        bodies = []
+        for block, payload, presence in parts:
+            self._check_length(block, payload)
+            bodies.append(PushBody(block, payload, presence, None, None, is_assign=True))
+        self._sink.withdraw(self.table, self.clock, frozenset(body.block for body in bodies))
+        if bodies:
+            self._sink.submit(self.table, self.clock, bodies, 0)
+        return self._end(SealTerms(edit=edit))
 
     def push_parts(self, parts: Iterable[BlockPart]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""
@@ -192,7 +221,9 @@ class Step:
         self._check_open()
         if hyperparameters:
             self.table.spec.optimizer.merged(hyperparameters)
-        terms = SealTerms(hyperparameters, contribution_scale, skip, last, clip_scale)
+        return self._end(SealTerms(hyperparameters, contribution_scale, skip, last, clip_scale))
+
+    def _end(self, terms: SealTerms) -> PushTicket:
         self._sealed = True
         self._parts = {}  # its ticket and this step hold each other: the values shall not wait
         self._steps.sealed(self)

@@ -27,10 +27,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ps_core.consistency import Consistency, Mode, StalePolicy
-from ps_core.errors import InvalidConfig, InvalidTensor, PushpullError, WaitExpired
+from ps_core.errors import (
+    EditRefused,
+    InvalidConfig,
+    InvalidTensor,
+    PushpullError,
+    WaitExpired,
+)
 from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
+from ps_worker.edits import REMEDIES, Edited, digest_of, names_of, problem_of
 from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
@@ -60,6 +67,9 @@ class _SealedStep:
         is_skipped: it takes no part in the update.
         problem: why, if a gradient was not finite.
         pulled: what has come of it so far.
+        edited: the parameters that it gives the servers, where it is an edit.
+        is_edit: whether it is one.
+        refused: why nothing of it was taken, if that is known.
         is_taken_over: it has become the parameters' values.
         has_gradients: gradients of the next step have come since.
     """
@@ -69,6 +79,9 @@ class _SealedStep:
     is_skipped: bool
     problem: str
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
+    edited: Edited = field(default_factory=dict)
+    is_edit: bool = False
+    refused: EditRefused | None = None
     is_taken_over: bool = False
     has_gradients: bool = False
 
@@ -165,7 +178,8 @@ class TrainedModel:
         """Whether `step` would only wait for the step before, which has not ended: no gradient has
         come since.
         """
-        return self._sealed is not None and not self._sealed.has_gradients
+        sealed = self._sealed
+        return sealed is not None and not sealed.has_gradients and not sealed.is_edit
 
     def gradient_came(self) -> None:
         """A backward pass runs: the next `step` is one of its own.
@@ -265,9 +279,78 @@ class TrainedModel:
             table.settle()
         for buffers in self.buffers:
             buffers.settle()
+        self._take_edits()
         with uninterrupted():
             self._sealed = sealed = self._seal(groups, scale, before)
         return self._end(sealed)
+
+    # --- what the script has changed
+
+    def _take_edits(self) -> None:
+        """Gives the servers the parameters that were changed since the last step, in a step
+        before that of the gradients (SEMANTICS S16).
+
+        Blocking: until it has ended; reads every parameter.
+
+        Raises:
+            EditRefused: the setting has no such step, or the workers do not mean the same.
+            InvalidTensor: the values are none that the table may have.
+        """
+        if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
+            return
+        awake = [table for table in self.tables if not table.is_asleep]
+        found = {table: table.edited() for table in awake}
+        edited = {table: indexes for table, indexes in found.items() if indexes}
+        if not edited:
+            return
+        self._check_may_edit(edited)
+        problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
+        with uninterrupted():
+            self._sealed = self._seal_edit(edited, problem)
+        self._end(self._sealed)
+
+    def _check_may_edit(self, edited: Edited) -> None:
+        why = "with mode='eager', whose blocks were applied as they left"
+        if not self.options.applies_on_arrival:
+            reasons = (self._client.why_no_edit(table.handle) for table in self.tables)
+            why = next((reason for reason in reasons if reason), "")
+        if why:
+            raise EditRefused(
+                f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
+                f"step, {why}. Nothing was sent of this step, and the change stays until it is "
+                "undone or taken. Change it under BSP: set_consistency('bsp') at every worker, the "
+                "change, step(), and set_consistency() back"
+            )
+
+    def _seal_edit(self, edited: Edited, problem: str) -> _SealedStep:
+        """Seals the step on every table; nothing is waited for. One with a problem is nobody's: it
+        ends the clock for all, who need not wait for this worker so.
+        """
+        name = f"refused by worker {self._client.rank}".encode() if problem else digest_of(edited)
+        for buffers in self.buffers:
+            buffers.push()
+        for buffers in self.buffers:
+            buffers.seal()
+        tickets = {
+            table: table.edit(() if problem else edited.get(table, ()), name)
+            for table in self.tables
+            if not table.is_asleep
+        }
+        return _SealedStep(tickets, None, False, problem, edited=edited, is_edit=True)
+
+    def _end_refused(self, sealed: _SealedStep) -> None:
+        if sealed.is_edit and sealed.problem:
+            raise InvalidTensor(
+                f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
+            )
+        if sealed.refused is None:
+            return
+        own = "no parameter was changed here"
+        if sealed.edited:
+            own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
+        raise EditRefused(
+            f"{sealed.refused.message}; {own}. The step was not taken by anybody. {REMEDIES}"
+        )
 
     def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
         """Sends what is left of the step, and seals it on every table; nothing is waited for."""
@@ -299,7 +382,7 @@ class TrainedModel:
         """Waits for the end of a step, and takes over what came of it; as `_step`."""
         try:
             for table in sealed.tickets:
-                pulled = table.finish()
+                pulled = _finished(table, sealed)
                 if pulled is not None:
                     sealed.pulled[table] = pulled
             with uninterrupted():
@@ -313,7 +396,9 @@ class TrainedModel:
         with uninterrupted():
             self._sealed = None
             self._leave_out(sealed.tickets)
-            self._times.ended()
+            if not sealed.is_edit:
+                self._times.ended()
+        self._end_refused(sealed)
         if sealed.scaling is not None and sealed.scaling.norm is not None:
             self.gradient_norm = sealed.scaling.norm
         if sealed.problem:
@@ -321,7 +406,7 @@ class TrainedModel:
                 f"{sealed.problem}; expected finite values. The step was skipped on every server "
                 "(allow_non_finite=True would apply it)"
             )
-        ended = {} if sealed.is_skipped else sealed.tickets
+        ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
     def _pass_asleep(self) -> None:
@@ -356,9 +441,10 @@ class TrainedModel:
     def _take_over(self, sealed: _SealedStep) -> None:
         """What was pulled becomes parameters, or gradients for the local optimizer; once."""
         aggregates = self.inner is not None and not self.adds
+        is_taken = sealed.refused is None and not sealed.problem
         for table in sealed.tickets:
             if not aggregates:
-                table.write_parameters()
+                table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
         if self.inner is not None and aggregates and not sealed.is_taken_over:
@@ -438,6 +524,17 @@ class TrainedModel:
                     return _not_finite(entry.name, table)
         clock = 1 + max(table.handle.clock for table in self.tables)
         return f"the norm of the gradients is {norm} at step {clock} of '{self.options.name}'"
+
+
+def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
+    """As `TrainedTable.finish`; where nothing of the step is taken, its clock is over all the same,
+    and what was asked for comes.
+    """
+    while True:
+        try:
+            return table.finish()
+        except EditRefused as error:  # each ticket raises once
+            sealed.refused = sealed.refused or error
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:

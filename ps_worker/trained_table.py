@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.errors import GradientChangedAfterPush, InvalidTensor
-from ps_core.tables import Hyperparameters, unpack_presence
+from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
 from ps_worker.cutting import BlockPart
 from ps_worker.device_copies import Arrival, from_host
-from ps_worker.flat_layout import FlatLayout
+from ps_worker.edits import WrittenValues
+from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.optimizers import Add, ServerOptimizer
 from ps_worker.pending import Pending
 from ps_worker.settings import FromRank0
@@ -88,6 +89,8 @@ class TrainedTable:
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout)
+        self._written = WrittenValues(layout, self._received)
+        self._edit: FlatBuffer | None = None
         self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
         # Hooks run on autograd's threads, one for each device; one of them may end the step before.
@@ -101,6 +104,11 @@ class TrainedTable:
     def name(self) -> str:
         """The table's name."""
         return self.handle.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the table's elements."""
+        return TORCH_DTYPE[self.layout.dtype]
 
     @property
     def staging(self) -> GradientStaging:
@@ -129,6 +137,7 @@ class TrainedTable:
         step = self._client.begin_assign(self.handle)
         step.push_blocks(self._received.blocks(self.handle.table))
         self._pending.add(step.seal())
+        self._written.written()
         for block in range(self.handle.table.block_count):  # as if it had pulled what it gave
             self.handle.steps.saw(block, 0)
 
@@ -184,6 +193,44 @@ class TrainedTable:
         Blocking: no; `settle` waits.
         """
         self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+
+    # --- what the script has changed
+
+    def edited(self) -> list[int]:
+        """The parameters whose values are not those that were written last, as places in the
+        layout; none before that.
+
+        Blocking: reads every parameter once (CPU), or waits for the device.
+        """
+        return self._written.edited() if self._written.is_known else []
+
+    def edit(self, indexes: Collection[int], name: bytes) -> PushTicket:
+        """Ends a step that is an edit: the servers take over these parameters, if all workers say
+        the same; and asks for what comes of it. What has left of gradients takes no part.
+
+        Args:
+            indexes: the parameters, as places in the layout; none where only other tables have any.
+            name: the edit's.
+
+        Blocking: copies the parameters; `finish` waits.
+        """
+        parts: list[BlockPart] = []
+        if indexes:
+            self._edit = FlatBuffer(self.layout, is_shared=self._client.may_share_memory)
+            for index in indexes:
+                self._edit.views[index].copy_(self.layout.placed[index].tensor.detach())
+            parts = [
+                BlockPart(part.block, part.payload, pack_presence(present))
+                for part in self._edit.blocks(self.handle.table)
+                if any(present := self._presence(part.block, indexes))
+            ]
+        ticket = self._client.begin_step(self.handle).edit(parts, name)
+        self._pending.add(ticket)
+        self.begin_pull()
+        return ticket
+
+    def _presence(self, block: int, indexes: Collection[int]) -> tuple[bool, ...]:
+        return tuple(s.tensor in indexes for s in self.handle.table.segments(block))
 
     # --- when the step ends
 
@@ -290,6 +337,7 @@ class TrainedTable:
         for arrival in self._landing:  # of what the pull before has brought
             arrival.synchronize()
         self._landing.clear()
+        self._written.is_known = False
         self._pull = self._client.start_pull(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
@@ -299,7 +347,7 @@ class TrainedTable:
         Raises:
             PushpullError: as `Client.wait`.
         """
-        if self._pending:
+        if self._pending or self._pull is not None:
             # Blocks that left before the step was found to be skipped may have been refused.
             self._pending.wait((InvalidTensor,) if self._was_skipped else ())
             self._ended()
@@ -316,11 +364,17 @@ class TrainedTable:
         self.settle()
         return None if pull is None else pull.future.result()
 
-    def write_parameters(self) -> None:
-        """What was pulled becomes the parameters' values."""
-        tensors = [entry.tensor for entry in self.layout.placed]
+    def write_parameters(self, but: Collection[int] = ()) -> None:
+        """What was pulled becomes the parameters' values.
+
+        Args:
+            but: parameters that keep theirs, as places in the layout.
+        """
+        pairs = zip(self.layout.placed, self._received.views, strict=True)
+        moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
-            self._landing = from_host(zip(tensors, self._received.views, strict=True))
+            self._landing = from_host(moves)
+        self._written.written(but)
 
     def write_gradients(self, pulled: Pulled) -> None:
         """AGGREGATE: what was pulled becomes the gradients; tensors absent everywhere get None."""
@@ -343,6 +397,7 @@ class TrainedTable:
 
     def _ended(self) -> None:
         self._pull = None
+        self._edit = None
         self._eager = None
         self._was_skipped = False
         if self._staging is not None:

@@ -201,9 +201,9 @@ INVALID_PUSHES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "clock far ahead": (_set(clock=66), "INVALID_CONFIG", ("clock 66", "at most 65")),
     "largest clock": (_set(clock=2**64 - 1), "INVALID_CONFIG", (f"clock {2**64 - 1}",)),
     "ASSIGN": (
-        _set(kind=parameters_pb2.PUSH_KIND_ASSIGN),
+        _set(kind=parameters_pb2.PUSH_KIND_ASSIGN, clock=0),
         "INVALID_CONFIG",
-        ("ASSIGN", "clock 2 by rank 0", "expected clock 0"),
+        ("ASSIGN", "clock 0 by rank 0", "expected clock 0"),
     ),
     "unknown kind": (_set(kind=9), "INVALID_CONFIG", ("kind is 9; expected one of 0, 1, 2",)),
     "eager with a number that SGD lacks": (

@@ -152,6 +152,7 @@ EDGE_MODULES = {
     "ps_worker.consistent_pulls",
     "ps_worker.device_copies",
     "ps_worker.distributed_optimizer",
+    "ps_worker.edits",
     "ps_worker.engine",
     "ps_worker.entry_stream",
     "ps_worker.interrupts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from hypothesis import given
@@ -25,6 +25,9 @@ class Sealed:
         """Nothing is sent here."""
 
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """Nothing is sent here."""
+
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Nothing is sent here."""
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:

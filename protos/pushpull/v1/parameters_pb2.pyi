@@ -226,7 +226,7 @@ class RangeSeal(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ...) -> None: ...
 
 class Seal(_message.Message):
-    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last", "clip_scale")
+    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last", "clip_scale", "edit")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class Seal(_message.Message):
     SKIP_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     CLIP_SCALE_FIELD_NUMBER: _ClassVar[int]
+    EDIT_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     clock: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangeSeal]
@@ -243,7 +244,8 @@ class Seal(_message.Message):
     skip: bool
     last: bool
     clip_scale: float
-    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ..., clip_scale: _Optional[float] = ...) -> None: ...
+    edit: bytes
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ..., clip_scale: _Optional[float] = ..., edit: _Optional[bytes] = ...) -> None: ...
 
 class UpdateScale(_message.Message):
     __slots__ = ("table_id", "clock", "ranges", "scale")

@@ -77,6 +77,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
     ERROR_CODE_UPDATE_FAILED: _ClassVar[ErrorCode]
     ERROR_CODE_INVALID_CHECKPOINT: _ClassVar[ErrorCode]
+    ERROR_CODE_EDIT_REFUSED: _ClassVar[ErrorCode]
 
 class ChangeOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -141,6 +142,7 @@ ERROR_CODE_ALREADY_PAST: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_UPDATE_FAILED: ErrorCode
 ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
+ERROR_CODE_EDIT_REFUSED: ErrorCode
 CHANGE_OUTCOME_UNSPECIFIED: ChangeOutcome
 CHANGE_OUTCOME_TAKEN: ChangeOutcome
 CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome

@@ -1,0 +1,154 @@
+"""Parameters that a script has changed between two steps: found, named, and where they may be
+(SEMANTICS S16).
+
+    p.data.fill_(0.0); module.load_state_dict(...); nn.init.orthogonal_(p)   --step()--> an edit
+
+Rules:
+    - A parameter is edited if its bits are not those that this worker wrote into it last. What made
+      them differ does not matter: neither autograd's version counter nor the tensor's memory is
+      asked.
+    - On the CPU it is compared with what was pulled, bit by bit. On a device its sums of bits by
+      column are, with those of the moment in which it was written.
+
+What it deliberately does not do: send anything (`ps_worker.trained_table` does), or decide what
+becomes of a step (`ps_worker.trained_model` does).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_worker.flat_layout import FlatLayout
+from ps_worker.staging import FlatBuffer, column_sums, is_finite, same_bits
+
+if TYPE_CHECKING:
+    from ps_worker.trained_table import TrainedTable
+
+_DIGEST_BYTES = 16
+_NAMED_COUNT = 3
+
+REMEDIES = "Do the same at every rank before the same step: the same seed, the same checkpoint"
+"""What to do where the workers of a step disagree."""
+
+
+class WrittenValues:
+    """What this worker wrote last into the parameters of a table.
+
+    Args:
+        layout: the parameters.
+        received: what the values were copied from. It must not change while `is_known`.
+
+    Attributes:
+        is_known: whether the parameters were written, and nothing is on its way that will be.
+    """
+
+    def __init__(self, layout: FlatLayout, received: FlatBuffer) -> None:
+        self._layout = layout
+        self._received = received
+        self._sums: dict[int, torch.Tensor] = {}
+        self.is_known = False
+
+    def written(self, but: Collection[int] = ()) -> None:
+        """The parameters have the values that were received.
+
+        Args:
+            but: those that have not.
+
+        Blocking: no; sums are queued on the devices.
+        """
+        self.is_known = True
+        for index, entry in enumerate(self._layout.placed):
+            self._sums.pop(index, None)
+            if entry.tensor.device.type != "cpu" and index not in but:
+                self._sums[index] = column_sums(entry.tensor.detach())
+
+    def edited(self) -> list[int]:
+        """The parameters that have other values now.
+
+        Blocking: reads every parameter once (CPU), or waits for the device.
+        """
+        found = []
+        on_device: list[tuple[int, torch.Tensor]] = []
+        for index, entry in enumerate(self._layout.placed):
+            now, sums = entry.tensor.detach(), self._sums.get(index)
+            if sums is not None and now.device == sums.device:
+                on_device.append((index, _differ(sums, column_sums(now))))
+            elif not self._is_same(index, now):
+                found.append(index)
+        if on_device:  # one transfer for each device, not one for each parameter
+            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
+            # What is laid out otherwise has other sums, and perhaps the same values.
+            found += [
+                i
+                for (i, _), flag in zip(on_device, flags, strict=True)
+                if flag and not self._is_same(i, self._layout.placed[i].tensor.detach())
+            ]
+        return sorted(found)
+
+    def _is_same(self, index: int, now: torch.Tensor) -> bool:
+        expected = self._received.views[index]
+        if now.shape != expected.shape:
+            return False
+        if now.dtype is not expected.dtype:  # as it was rounded when it was written
+            expected = expected.to(now.dtype)
+        return same_bits(expected, now.cpu())
+
+
+def _differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    if before.shape != now.shape:
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    return (before != now).any()
+
+
+Edited = Mapping["TrainedTable", Sequence[int]]
+"""Parameters that were changed, by table, as places in its layout."""
+
+
+def names_of(edited: Edited) -> str:
+    """Which parameters they are, in words; of many the first few."""
+    names = [f"'{name}'" for name in _names(edited)]
+    more_count = len(names) - _NAMED_COUNT
+    words = ", ".join(names[:_NAMED_COUNT])
+    return words + (f" and {more_count} more" if more_count > 0 else "")
+
+
+def _names(edited: Edited) -> Iterator[str]:
+    for table, indexes in edited.items():
+        for index in indexes:
+            yield table.layout.placed[index].name
+
+
+def digest_of(edited: Edited) -> bytes:
+    """What names an edit: the same at all workers that changed the same to the same values.
+
+    Blocking: brings what was changed into host memory.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for table, indexes in edited.items():
+        for index in indexes:
+            entry = table.layout.placed[index]
+            values = entry.tensor.detach().to(device="cpu", dtype=table.dtype).contiguous()
+            for word in (table.name, entry.name):
+                digest.update(len(word).to_bytes(4, "little") + word.encode())
+            digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def problem_of(edited: Edited, *, may_be_infinite: bool) -> str:
+    """Why values are no parameters of the table; empty if they are."""
+    for table, indexes in edited.items():
+        for index in indexes:
+            entry, expected = table.layout.placed[index], table.handle.spec.tensors[index].shape
+            now = entry.tensor.detach()
+            if tuple(now.shape) != tuple(expected):
+                return f"'{entry.name}' has shape {tuple(now.shape)}; expected {tuple(expected)}"
+            if not may_be_infinite and not is_finite(now):
+                return (
+                    f"'{entry.name}' was given an infinity or a NaN; expected finite values "
+                    "(allow_non_finite=True would take it)"
+                )
+    return ""

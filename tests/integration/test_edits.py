@@ -1,0 +1,185 @@
+"""Parameters that a script changes between two steps: taken by all workers, or refused (S16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ps_worker as ps
+from tests.integration import edit_jobs as jobs
+from tests.integration.training_jobs import Values
+from tests.integration.training_models import Branched, batches, differing, seeded, values
+from tests.integration.worker_pool import Pool, Workers
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(WORKERS)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def workers(pool: Pool) -> Iterator[Workers]:
+    with (
+        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as connected,
+    ):
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Iterator[Workers]:
+    with (
+        ps.local_cluster(servers=2, workers=1) as cluster,
+        pool.connected(cluster.address, 1) as connected,
+    ):
+        yield connected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the workers have it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_one_process(
+    edits: dict[int, str],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    late: bool = False,
+    worker_count: int = WORKERS,
+) -> list[Values]:
+    """As `jobs.train_edited`, of all workers' gradients."""
+    model = seeded(Branched)
+    reference = optimizer(model.parameters())
+    inputs = [list(batches(4, rank=rank)) for rank in range(worker_count)]
+    history = []
+    for step in range(4):
+        if step in edits and not late:
+            jobs.EDITS[edits[step]](model)
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for rank in range(worker_count):
+            model.zero_grad()
+            model(inputs[rank][step], is_long=(step * rank) % 2 == 0).square().mean().backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+        for p in model.parameters():
+            p.grad = sums[p] * torch.tensor(1.0 / worker_count) if p in sums else None
+        if step in edits and late:
+            jobs.EDITS[edits[step]](model)
+        reference.step()
+        history.append(values(model))
+    return history
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def check_all_equal(histories: list[list[Values]], expected: list[Values]) -> None:
+    for rank, history in enumerate(histories):
+        for step, (ours, theirs) in enumerate(zip(history, expected, strict=True)):
+            assert differing(ours, theirs) == [], f"rank {rank}, step {step}"
+
+
+@pytest.mark.parametrize("edit", jobs.EDITS)
+@pytest.mark.parametrize("late", [False, True], ids=["before forward", "after backward"])
+def test_an_edit_of_all_workers_is_as_in_one_process(
+    workers: Workers, edit: str, late: bool
+) -> None:
+    """Momentum goes on as it was; what had left of the gradients counts once."""
+    histories = workers.run(
+        jobs.train_edited, name=f"{edit} late={late}".replace("/", ""), edits={2: edit}, late=late
+    )
+    check_all_equal(histories, in_one_process({2: edit}, momentum, late=late))
+
+
+def test_an_edit_before_the_first_step_needs_no_ceremony(workers: Workers) -> None:
+    """At every rank, after the optimizer was made."""
+    histories = workers.run(jobs.train_edited, name="first", edits={0: "load_state_dict"})
+    check_all_equal(histories, in_one_process({0: "load_state_dict"}, momentum))
+
+
+@pytest.mark.parametrize("options", [{"mode": "eager"}, {"kernels": "fast"}], ids=str)
+def test_an_edit_in_every_step(workers: Workers, options: dict[str, Any]) -> None:
+    edits = dict.fromkeys(range(4), "clamp_")
+    histories = workers.run(
+        jobs.train_edited, name=f"every {options}", edits=edits, late=False, **options
+    )
+    expected = in_one_process(edits, momentum)
+    if options.get("kernels") == "fast":
+        expected = histories[0]
+    check_all_equal(histories, expected)
+
+
+def test_state_of_the_servers_stays_as_it_was(workers: Workers) -> None:
+    edits = {1: "load_state_dict", 3: "nn.init"}
+    histories = workers.run(
+        jobs.train_edited, name="adamw", edits=edits, optimizer=ps.AdamW(lr=0.01)
+    )
+    check_all_equal(histories, in_one_process(edits, adam))
+
+
+@pytest.mark.parametrize("remedy", ["undo", "load_state_dict"])
+@pytest.mark.parametrize(
+    "edits", [{0: "nn.init"}, {1: "nn.init"}, {0: "nn.init", 1: "data.fill_"}], ids=str
+)
+def test_ranks_that_differ_are_told_and_go_on(
+    workers: Workers, edits: dict[int, str], remedy: str
+) -> None:
+    """Nobody takes the step, nobody waits; what was changed stays until it is undone or done by
+    all.
+    """
+    found = workers.run(jobs.differ, name=f"{edits} {remedy}", edits=edits, remedy=remedy)
+    parameter = {"nn.init": "'sometimes.weight'", "data.fill_": "'first.weight'"}
+    for rank, (told, edited, after, later, _) in enumerate(found):
+        assert "clock 2 of table" in told
+        assert "worker" in told
+        if rank in edits:
+            assert f"{parameter[edits[rank]]}" in told
+            assert "Do the same at every rank" in told
+        assert differing(edited, after) == []
+        assert later == ["", "", ""]
+    assert differing(found[0][4], found[1][4]) == []
+
+
+@pytest.mark.parametrize("consistency", ["asp", "ssp:2", "bsp:backup=1"])
+def test_where_no_step_is_all_workers_an_edit_is_refused(
+    workers: Workers, consistency: str
+) -> None:
+    found = workers.run(
+        jobs.differ, name=f"refused {consistency}", edits={0: "nn.init"}, remedy="undo",
+        consistency=consistency,
+    )  # fmt: skip
+    told, edited, after, later, _ = found[0]
+    assert "'sometimes.weight', 'last.bias'" in told
+    assert "set_consistency('bsp')" in told
+    assert differing(edited, after) == []
+    assert later == ["", "", ""]
+    assert (found[1][0], found[1][3]) == ("", ["", "", ""])
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asp"])
+@pytest.mark.parametrize("edit", jobs.EDITS)
+def test_a_worker_alone_may_edit_in_every_setting(
+    pool: Pool, alone: Workers, consistency: str, edit: str
+) -> None:
+    histories = alone.run(
+        jobs.train_edited, name=f"{edit} {consistency}".replace("/", ""), edits={2: edit},
+        consistency=consistency,
+    )  # fmt: skip
+    check_all_equal(histories, in_one_process({2: edit}, momentum, worker_count=1))
