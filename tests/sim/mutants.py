@@ -169,7 +169,7 @@ _ONE_TABLE = (
         "an invalid push leaves half a step behind",
         "S4",
         _GATE,
-        "        if step.invalid and not step.skip:",
+        "        if invalid and not step.skip:",
         "        step.skip = seal.terms.skip\n        if False:",
         _STEPS,
     ),
