@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -355,8 +356,7 @@ class _Part:
         while not self._is_done:
             self._check()
             for key in self._room.opened():
-                await self._node.works.idle()
-                self._node.copied(key, self.number)
+                await self._node.works.in_turn(partial(self._node.copied, key, self.number))
             await self._write_next()
         self._check()
         if not self._specs:

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from ps_core import limits
 from ps_core.change import Settled, TableCut
@@ -139,7 +140,7 @@ class ParameterNode:
         """A view is about to be observed: make what takes long, while others have their turns."""
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
-        await self.works.idle()
+        await self.works.in_turn(_nothing_more)
 
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
@@ -262,23 +263,32 @@ class ParameterNode:
     def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
         """Entries arrived on `stream`."""
         self.works.finish()
-        at_once(self._taking(stream, events))
+        effects = self._decided(stream, events)
+        if self.replicas is None and _replies(effects):
+            self._reply_to(effects)
+        else:
+            at_once(self._carrying_out(effects))
+        self._arm()
 
     async def take(self, stream: EntryStream, events: Sequence[EntryEvent]) -> None:
         """As `entries`, where they may change many blocks: in as many turns as that takes."""
         await self.works.done(self._taking(stream, events))
 
-    @decides
     def _taking(self, stream: EntryStream, events: Iterable[EntryEvent]) -> Work[None]:
+        effects = self._decided(stream, events)
+        yield
+        yield from self._carrying_out(effects)
+        self._arm()
+
+    @decides
+    def _decided(self, stream: EntryStream, events: Iterable[EntryEvent]) -> list[Effect]:
         now_s = self.now()
         effects: list[Effect] = []
         for event in events:
             place = event.place
             stream.expect((place.table_id, place.range_id, event.sequence), now_s)
             effects += self.machine.entry(event, now_s)
-        yield
-        yield from self._carrying_out(effects)
-        self._arm()
+        return effects
 
     def block_count(self, event: EntryEvent) -> int:
         """How many blocks an entry may change: a seal those of its range."""
@@ -513,8 +523,7 @@ class ParameterNode:
                 case _:
                     self._do_other(deed)
         for some in pieces_of(replies):
-            for reply in some:
-                self._reply(reply)
+            self._reply_to(some)
             yield
         for record, squares in reduced:
             yield from self._carrying_out(self.machine.reduced(record, squares))
@@ -543,6 +552,11 @@ class ParameterNode:
         self.metrics.failed_updates.inc()
         logs.error("table_failed", table_id=record.table_id, reason=failure.message)
         return effects
+
+    @carries_out
+    def _reply_to(self, effects: Iterable[ReplyTo]) -> None:
+        for effect in effects:
+            self._reply(effect)
 
     def _reply(self, effect: ReplyTo) -> None:
         ending = effect.ending
@@ -608,6 +622,15 @@ class ParameterNode:
             read.on_answer(refused(effect.range_id, effect.error))
         else:
             self.on_cut_answered(effect)
+
+
+def _replies(effects: Sequence[Effect]) -> TypeGuard[Sequence[ReplyTo]]:
+    """Whether there is nothing else to do: so it is for most pushes."""
+    return all(isinstance(effect, ReplyTo) for effect in effects)
+
+
+def _nothing_more() -> None:
+    pass
 
 
 def _nothing(effect: AnswerPull | RefusePull) -> None:

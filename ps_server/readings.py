@@ -138,8 +138,7 @@ class Reading:
     async def _begin_some(self) -> None:
         """Begin all ranges, or the next if none is on its way."""
         while self._begun_count < len(self._ranges) and (self._is_one or not self._answers):
-            await self._node.works.idle()
-            self._begin_next()
+            await self._node.works.in_turn(self._begin_next)
             await self._node.turns.breathe()
 
     def close(self) -> None:

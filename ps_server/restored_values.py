@@ -29,6 +29,7 @@ from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.restored_blocks import RestoredTables
 from ps_server.node import ParameterNode
+from ps_server.range_machine import RangeMachine
 from ps_server.restored_ranges import Key, RestoredRanges
 
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
@@ -135,10 +136,12 @@ class RestoredValues:
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
-        await self._node.works.idle()
+        await self._node.works.in_turn(lambda: self._was_read(key, part, versions))
+        return byte_count
+
+    def _was_read(self, key: Key, part: RangeMachine, versions: dict[int, int]) -> None:
         self._ranges.was_read(key, part, versions)
         self._hand_over()
-        return byte_count
 
     def _hand_over(self) -> None:
         """What is loaded is served, where nobody else has anything of the range."""

@@ -148,8 +148,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         if not request.cut:
             raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
         lasts_s = min(request.deadline_ms / 1000 or limits.DEFAULT_CUT_S, limits.MAX_CUT_S)
-        await self._node.works.idle()
-        clock = self._node.begin_cut(session, TableId(request.table_id), request.cut, lasts_s)
+        place = session, TableId(request.table_id), request.cut
+        clock = await self._node.works.in_turn(partial(self._node.begin_cut, *place, lasts_s))
         return parameters_pb2.BeginCutResponse(clock=clock)
 
     @translated
@@ -158,8 +158,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.EndCutResponse:
         """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "EndCut")
-        await self._node.works.idle()
-        self._node.end_cut(session, TableId(request.table_id), request.cut)
+        place = session, TableId(request.table_id), request.cut
+        await self._node.works.in_turn(partial(self._node.end_cut, *place))
         return parameters_pb2.EndCutResponse()
 
     @translated
@@ -168,8 +168,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.SettleChangeResponse:
         """See parameters.proto."""
         self._node.sessions.admit(request.session, "SettleChange")
-        await self._node.works.idle()
-        settled = self._node.settle_change(TableId(request.table_id), request.number)
+        change = TableId(request.table_id), request.number
+        settled = await self._node.works.in_turn(partial(self._node.settle_change, *change))
         return parameters_pb2.SettleChangeResponse(
             outcome=change_outcome_to_proto(None if settled is None else settled.outcome),
             after_clock=0 if settled is None else settled.after_clock,
@@ -245,8 +245,9 @@ async def _take_entries(
             await node.take(stream, turn)
         else:
             if node.works.is_busy:
-                await node.works.idle()
-            node.entries(stream, turn)
+                await node.works.in_turn(partial(node.entries, stream, turn))
+            else:
+                node.entries(stream, turn)
         turn, block_count = _turn(node, events)
         if turn:
             await asyncio.sleep(0)  # let others in, and what is answered out

@@ -383,7 +383,8 @@ class ShardStore:
         change: Callable[[], None],
         means: dict[int, Contribution],
     ) -> None:
-        before = self._bytes_of(blocks)
+        states = [self._states[block] for block in blocks]
+        slot_counts = [len(state.slots) for state in states]
         changes.begin(blocks)
         try:
             change()
@@ -393,9 +394,10 @@ class ShardStore:
         if means:
             self._put_means(blocks, means)
         changes.end(blocks)  # what else is raised leaves blocks marked: nobody takes a part
-        self._block_bytes += self._bytes_of(blocks) - before
-        for block in blocks:
+        for block, state, slot_count in zip(blocks, states, slot_counts, strict=True):
             self._versions[block] += 1
+            if len(state.slots) != slot_count:  # each is like the values
+                self._block_bytes += (len(state.slots) - slot_count) * state.values.nbytes
 
     def _put_means(self, blocks: Sequence[int], means: dict[int, Contribution]) -> None:
         """The updates that they are of are in the blocks."""

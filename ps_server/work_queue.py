@@ -5,6 +5,8 @@
 
 Rules:
     - A work begins at once where none is under way.
+    - What is called between two works finds none under way, and what it begins is done before what
+      waits: it is as if it were a work itself.
     - What cannot wait lets what is under way be done first (`finish`).
     - A work that failed has ended: who waits for it hears of that, and else `on_failure` does.
 
@@ -44,7 +46,6 @@ class WorkQueue:
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
         self._on_failure = on_failure
         self._jobs: deque[_Job] = deque()
-        self._waiting: list[Callable[[], None]] = []
         self._is_running = False
 
     @property
@@ -68,24 +69,15 @@ class WorkQueue:
         if is_next:
             try:
                 if self._is_done(self._jobs[0], has_time):
-                    self._ended()
+                    self._jobs.popleft()
             except Exception:
-                self._ended()
+                self._jobs.popleft()
                 raise
 
     def between(self, callback: Callable[[], None]) -> None:
         """Call it when nothing is under way: now, or in its turn."""
         if self.is_busy:
             self._jobs.append(_Job(callback))
-        else:
-            callback()
-
-    def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call it once, when no work is under way or waits any more; another may begin before it
-        gets to anything.
-        """
-        if self.is_busy:
-            self._waiting.append(callback)
         else:
             callback()
 
@@ -103,29 +95,28 @@ class WorkQueue:
     def _has_next_ended(self, has_time: HasTime) -> bool:
         job = self._jobs[0]
         if callable(job.work):
-            self._ended()
-            try:
-                job.work()
-            except Exception as failure:  # noqa: BLE001 - whoever asked for it has gone on
-                self._on_failure(failure)
+            self._jobs.popleft()
+            self._call(job.work)
             return True
         try:
             is_done = self._is_done(job, has_time)
-        except Exception as failure:  # noqa: BLE001 - as above
-            self._ended()
+        except Exception as failure:  # noqa: BLE001 - whoever asked for it has gone on
+            self._jobs.popleft()
             self._on_failure(failure)
             return True
         if is_done:
-            self._ended()
+            self._jobs.popleft()
         return is_done
 
-    def _ended(self) -> None:
-        """The first job has."""
-        self._jobs.popleft()
-        if not self._jobs:
-            waiting, self._waiting = self._waiting, []
-            for callback in waiting:
-                callback()
+    def _call(self, callback: Callable[[], None]) -> None:
+        """Between two works: what waits is out of sight."""
+        behind, self._jobs = self._jobs, deque()
+        try:
+            callback()
+        except Exception as failure:  # noqa: BLE001 - as above
+            self._on_failure(failure)
+        finally:
+            self._jobs.extend(behind)
 
     def _is_done(self, job: _Job, has_time: HasTime) -> bool:
         """Take steps of a job, one at least, to its end or until there is no time.

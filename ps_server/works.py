@@ -85,19 +85,22 @@ class Works:
         self._go_on()
         return await result
 
-    async def idle(self) -> None:
-        """Wait until nothing is under way: what the caller does then, without waiting for anything
-        else before, comes between two works.
-        """
-        while self._queue.is_busy:
-            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def in_turn(self, call: Callable[[], ResultT]) -> ResultT:
+        """Call it when nothing is under way: now, or in its turn; what it returns or raises."""
+        if not self._queue.is_busy:
+            return call()
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
-            def is_idle(waiter: asyncio.Future[None] = idle) -> None:
-                if not waiter.done():
-                    waiter.set_result(None)
+        def called() -> None:
+            if result.done():  # nobody waits any more
+                return
+            try:
+                result.set_result(call())
+            except Exception as failure:  # noqa: BLE001 - it is for who waits
+                result.set_exception(failure)
 
-            self._queue.when_idle(is_idle)
-            await idle
+        self.between(called)
+        return await result
 
     def finish(self) -> None:
         """What is under way, or waits, is done now."""

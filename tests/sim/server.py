@@ -100,7 +100,7 @@ class SimServer:
 
     def observe(self, view: ClusterView) -> None:
         """As `ParameterNode`: between two works."""
-        self.works.when_idle(lambda: self._observe(view))
+        self.works.between(lambda: self._observe(view))
 
     def _observe(self, view: ClusterView) -> None:
         if view.view_number > self.machine.view_number:
@@ -422,7 +422,7 @@ class SimServer:
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
         """A read of one range arrived: it begins between two works."""
-        self.works.when_idle(lambda: self.capture(event, on_answer))
+        self.works.between(lambda: self.capture(event, on_answer))
 
     def capture(
         self,

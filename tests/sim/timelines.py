@@ -295,7 +295,7 @@ class TimelineServer(ReplicatedServer):
     def _was_read(self, note: Callable[[], None]) -> None:
         """The loop hears of it, when it gets to that."""
         if not self._is_away(lambda: self._was_read(note)):
-            self.works.when_idle(lambda: self._handed_over(note))
+            self.works.between(lambda: self._handed_over(note))
 
     def _handed_over(self, note: Callable[[], None]) -> None:
         note()

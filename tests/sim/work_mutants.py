@@ -27,7 +27,7 @@ WORK_MUTANTS = (
         "a read is answered between two steps of an update",
         "S15",
         "tests/sim/server.py",
-        "        self.works.when_idle(lambda: self.capture(event, on_answer))",
+        "        self.works.between(lambda: self.capture(event, on_answer))",
         "        number = next(self.waiters)\n        self.reads[number] = on_answer\n"
         "        for _ in self._carrying_out(self.machine.pull(event(number), self.now_s)):\n"
         "            pass",

@@ -56,16 +56,8 @@ class SimWorks:
         self._go_on()
 
     def between(self, callback: Callable[[], None]) -> None:
+        self._world.counts["waits for a work"] += self._queue.is_busy
         self._queue.between(callback)
-
-    def when_idle(self, callback: Callable[[], None]) -> None:
-        """As who waits for `Works.idle`: something else may have begun when it gets on."""
-        if self._queue.is_busy:
-            self._world.counts["waits for a work"] += 1
-            again = lambda: self._in_turn(lambda: self.when_idle(callback))  # noqa: E731
-            self._queue.when_idle(lambda: self._world.after(0.0, again))
-        else:
-            callback()
 
     def finish(self) -> None:
         if self._queue.is_busy:

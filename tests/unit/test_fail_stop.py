@@ -186,7 +186,7 @@ def test_what_a_backup_has_is_released_between_two_works() -> None:
         node.replicas.peer_said(backup, answers_message([Ack(RANGE, log.number, EPOCH)]))
         assert log.held_count == held_count > 0
         is_over.append(True)
-        await node.works.idle()
+        await node.works.in_turn(lambda: None)
         assert log.held_count == 0
         assert node.applied_count == 1
         await node.replicas.close()

@@ -185,7 +185,7 @@ def test_a_worker_that_is_gone_ends_what_it_sent_in_short_turns() -> None:
             view = stage.view(2, NodeState.GONE)
             await stage.node.prepare(view)
             stage.node.observe(view)
-            await stage.node.works.idle()
+            await stage.node.works.in_turn(lambda: None)
             assert not stage.node.machine.parts[RANGE].state.by_rank[0].held
 
         return observed()
@@ -257,7 +257,7 @@ def test_what_is_loaded_is_handed_over_between_two_works() -> None:
         stage.node.works.begin(long())
         stage.node.works.between(values._hand_over)
         values._hand_over()
-        await stage.node.works.idle()
+        await stage.node.works.in_turn(lambda: None)
 
     asyncio.run(whole())
     assert all(

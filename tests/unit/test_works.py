@@ -58,7 +58,7 @@ def test_a_long_work_goes_on_in_other_turns_and_who_comes_waits() -> None:
         assert bench.works.is_busy
         done = asyncio.create_task(bench.works.done(bench.work("c", 1)))
         bench.works.between(lambda: bench.lines.append("between"))
-        await bench.works.idle()
+        await bench.works.in_turn(lambda: None)
         assert await done == "c"
         behind = bench.lines[bench.lines.index(f"b{FEW_STEPS}") :]
         assert behind == [
@@ -81,7 +81,7 @@ def test_others_have_their_turns_between_two_steps() -> None:
 
         bench.begin("a", FEW_STEPS + 5)
         look()
-        await bench.works.idle()
+        await bench.works.in_turn(lambda: None)
         assert {*range(FEW_STEPS, FEW_STEPS + 5)} <= {*seen}
 
     asyncio.run(asyncio.wait_for(whole(), 30.0))
@@ -122,12 +122,74 @@ def test_who_does_not_wait_any_more_changes_nothing() -> None:
         bench = Bench()
         bench.begin("a", FEW_STEPS + 1)
         gone = [asyncio.create_task(bench.works.done(bench.work("b", 1)))]
-        gone.append(asyncio.create_task(bench.works.idle()))  # type: ignore[arg-type]
+        gone.append(asyncio.create_task(bench.works.in_turn(lambda: "never")))
         await asyncio.wait(gone, timeout=0)
         for task in gone:
             task.cancel()
-        await bench.works.idle()
+        await bench.works.in_turn(lambda: None)
         assert bench.lines[-1] == "b ends"
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_who_waits_has_its_turn_however_much_comes_behind() -> None:
+    """Each work begins another before it ends: the queue is never empty."""
+
+    async def whole() -> None:
+        bench = Bench()
+
+        def endless() -> Work[None]:
+            for _ in range(FEW_STEPS + 1):
+                bench.now_s += 2 * limits.SLICE_S
+                yield
+            if not called:
+                bench.works.begin(endless())
+
+        called: list[bool] = []
+        bench.works.begin(endless())
+        await bench.works.in_turn(lambda: called.append(bench.works.is_busy))
+        assert called == [False]
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_what_is_begun_between_two_works_is_done_before_those_that_wait() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        bench.begin("a", FEW_STEPS + 1)
+        bench.works.between(lambda: bench.begin("b", FEW_STEPS + 1))
+        done = asyncio.create_task(bench.works.done(bench.work("c", 1)))
+        await done
+        ends = [line for line in bench.lines if line.endswith("ends")]
+        assert ends == ["a ends", "b ends", "c ends"]
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_what_cannot_wait_between_two_works_leaves_those_that_wait() -> None:
+    async def whole() -> None:
+        bench = Bench()
+
+        def called() -> None:
+            bench.begin("b", FEW_STEPS + 1)
+            bench.works.finish()
+            bench.lines.append("called")
+
+        bench.begin("a", FEW_STEPS + 1)
+        bench.works.between(called)
+        assert await bench.works.done(bench.work("c", 1)) == "c"
+        assert bench.lines[-4:] == ["b ends", "called", "c0", "c ends"]
+
+    asyncio.run(asyncio.wait_for(whole(), 30.0))
+
+
+def test_who_has_its_turn_is_told_what_was_raised() -> None:
+    async def whole() -> None:
+        bench = Bench()
+        bench.begin("a", FEW_STEPS + 1)
+        with pytest.raises(ZeroDivisionError):
+            await bench.works.in_turn(lambda: 1 // 0)
+        assert bench.failures == []
 
     asyncio.run(asyncio.wait_for(whole(), 30.0))
 
