@@ -53,7 +53,8 @@ def train(options: TrainOptions) -> None:
     started again, and goes on from there; with --max-restarts a dead worker is, too.
 
     Exit code: 0 when every worker has finished; 1 when a role died that the run cannot do without,
-    with the reason; 130 after Ctrl-C.
+    with the reason; 3 when every worker has finished and a checkpoint failed, periodic or last; 130
+    after Ctrl-C.
 
     Example: `pushpull train examples/digits_cnn.py --workers 2 --servers 2 -- --epochs 5`
     """
@@ -116,6 +117,7 @@ def up(options: UpOptions) -> None:
         lease_s=options.lease_s,
         checkpoints=options.checkpoints,
         update_log=options.update_logs,
+        max_restarts=options.max_restarts,
     )
     guarded(lambda output: run_up(settings, output))
 

@@ -3,7 +3,7 @@
     worker, finished               -> all have: the run ends well; else it goes on
     worker that died               -> started again while restarts are left; else the end
     server that died, with backups -> started again while restarts are left; it goes on in any case
-    server that died, with a log   -> started again, however often, if it had served
+    server that died, with a log   -> started again while restarts are left; it goes on from its log
     server that died, without      -> the end: nothing can bring its values back
     scheduler                      -> the end
 
@@ -13,17 +13,33 @@ Rules:
       made.
     - A server that never served has lost nothing; if it cannot be started again, the cluster that
       was asked for does not come to be, and the run ends.
+    - What is refused (a setting, the join secret) is refused again: a role that ends so is not
+      started again.
+    - A role that dies soon after its start is started again later each time: at once, after 1 s,
+      2 s, 4 s ... up to `MAX_PAUSE_S`. What ails it may last.
 
 What it deliberately does not do: start or stop anything (the supervisor does).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from ps_runtime.launcher import RoleExit, describe_exit
 
 FAILURE_EXIT_CODE = 1
+
+REFUSED_EXIT_CODE = 2
+"""With which a role ends that was refused, by the scheduler or for its settings."""
+
+LOGGED_RESTARTS = 5
+"""How often servers with an update log are started again, where nobody says how often."""
+
+STEADY_S = 60.0
+"""A role that ran for so long did not die of its start."""
+
+MAX_PAUSE_S = 30.0
 
 _CANNOT_GO_ON = "and the run cannot go on"
 
@@ -45,9 +61,10 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class StartAgain:
-    """The role is started again, and the run goes on."""
+    """The role is started again after a pause, in seconds, and the run goes on."""
 
     message: str
+    after_s: float = 0.0
 
 
 Meaning = Ending | GoOn | StartAgain
@@ -60,7 +77,8 @@ class ExitRules:
     Args:
         worker_count: the workers that it starts; when all have finished it ends well.
         replica_count: servers that hold each range.
-        max_restarts: how many dead roles may be started again, all in all.
+        max_restarts: how many dead roles may be started again, all in all; None: servers with an
+            update log `LOGGED_RESTARTS` times, and nobody else.
         has_update_log: whether a server that is started again has what it had.
     """
 
@@ -68,13 +86,17 @@ class ExitRules:
         self,
         worker_count: int,
         replica_count: int = 1,
-        max_restarts: int = 0,
+        max_restarts: int | None = None,
         *,
         has_update_log: bool = False,
     ) -> None:
         self._worker_count = worker_count
         self._replica_count = replica_count
-        self._max_restarts = max_restarts
+        self._max_restarts = max_restarts or 0
+        self._max_server_restarts = self._max_restarts
+        if max_restarts is None and has_update_log:
+            self._max_server_restarts = LOGGED_RESTARTS
+        self._quick_ends: Counter[str] = Counter()
         self._has_update_log = has_update_log
         self._restart_count = 0
         self._finished_count = 0
@@ -98,9 +120,8 @@ class ExitRules:
         if role_exit.returncode == 0:
             self._finished_count += 1
             return Ending(0) if self._finished_count == self._worker_count else GoOn()
-        if self._may_restart():
-            consequence = "and has its rank when the scheduler has declared the old one gone"
-            return self._restart(role_exit, "it", consequence)
+        if self._restart_count < self._max_restarts:
+            return self._restart(role_exit, "it", ", and takes its rank over")
         return self._the_end(role_exit, _CANNOT_GO_ON)
 
     def _of_server(self, role_exit: RoleExit, serving_count: int) -> Meaning:
@@ -108,33 +129,54 @@ class ExitRules:
         was_part = role_exit.was_ready or name in self._served
         if role_exit.was_ready:
             self._served.add(name)
-            if self._has_update_log:  # who dies before it served again is judged as without one
-                return StartAgain(f"{name} {role_exit.fate}; it goes on from its update log")
-            if self._replica_count == 1:
+        if was_part and not self._has_update_log:
+            if role_exit.was_ready and self._replica_count == 1:
                 lost = "its values are lost, which no other server had (--replicas 2 keeps copies)"
                 return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")
-        if was_part and not serving_count:
-            lost = "no server is left that serves, and the values are lost"
-            return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")
-        if self._may_restart():
-            backups = "its ranges go on at their backups, and it" if role_exit.was_ready else "it"
-            return self._restart(role_exit, backups, "")
+            if not serving_count:
+                lost = "no server is left that serves, and the values are lost"
+                return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")
+        is_refused = role_exit.returncode == REFUSED_EXIT_CODE
+        if not is_refused and self._restart_count < self._max_server_restarts:
+            who = self._who_goes_on(role_exit) if was_part else "it"
+            return self._restart(role_exit, who)
         if not was_part:
             return self._the_end(role_exit, "before it served")
+        if self._has_update_log and (self._replica_count == 1 or not serving_count):
+            return self._the_end(role_exit, f"{_CANNOT_GO_ON}: what it has is in its update log")
         if not role_exit.was_ready:
-            return GoOn(f"{name} {role_exit.fate} before it served again; the others go on")
-        return GoOn(f"{name} {role_exit.fate}; its ranges go on at their backups")
+            return GoOn(f"{_fate(role_exit, ' before it served again')}; the others go on")
+        return GoOn(f"{_fate(role_exit)}; its ranges go on at their backups")
 
-    def _may_restart(self) -> bool:
-        return self._restart_count < self._max_restarts
+    def _who_goes_on(self, role_exit: RoleExit) -> str:
+        if self._has_update_log:
+            return "it goes on from its update log, and"
+        return "its ranges go on at their backups, and it" if role_exit.was_ready else "it"
 
-    def _restart(self, role_exit: RoleExit, who: str, consequence: str) -> StartAgain:
+    def _restart(self, role_exit: RoleExit, who: str, consequence: str = "") -> StartAgain:
         self._restart_count += 1
-        restarts = f"(restart {self._restart_count} of {self._max_restarts})"
-        told = f"{role_exit.command.name} {role_exit.fate}; {who} is started again {restarts}"
-        return StartAgain(f"{told}, {consequence}" if consequence else told)
+        name = role_exit.command.name
+        if role_exit.ran_s >= STEADY_S:
+            self._quick_ends[name] = 0
+        quick_count = self._quick_ends[name]
+        self._quick_ends[name] += 1
+        after_s = min(2.0 ** (quick_count - 1), MAX_PAUSE_S) if quick_count else 0.0
+        later = f" in {after_s:g} s" if after_s else ""
+        is_server = role_exit.command.kind == "server"
+        most = self._max_server_restarts if is_server else self._max_restarts
+        told = (
+            f"{_fate(role_exit)}; {who} is started again{later} "
+            f"(restart {self._restart_count} of {most}){consequence}"
+        )
+        return StartAgain(told, after_s)
 
     def _the_end(self, role_exit: RoleExit, when: str) -> Ending:
-        if self._max_restarts and not self._may_restart():
-            when = f"after {self._max_restarts} restarts, {when}"
+        if self._restart_count:
+            when = f"after {self._restart_count} restarts (see --max-restarts) {when}"
         return Ending(FAILURE_EXIT_CODE, describe_exit(role_exit, when))
+
+
+def _fate(role_exit: RoleExit, when: str = "") -> str:
+    """Which role ended, how, and why if it said so."""
+    why = f" ({role_exit.reason})" if role_exit.reason else ""
+    return f"{role_exit.command.name} {role_exit.fate}{when}{why}"

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from ps_cli.exit_rules import Ending
 from ps_cli.output import Output
+from ps_cli.scheduler_query import SchedulerQuery
 from ps_core.errors import PushpullError
 
 DEADLINE_S = 60.0
 """A step may have to end, and everything has to be written; a second signal ends it earlier."""
 
 
-async def make_last(scheduler: str, ending: Ending, output: Output) -> None:
-    """Make a checkpoint of what the servers hold now, and say where it is, or why there is none."""
+async def make_last(scheduler: str, ending: Ending, output: Output) -> bool:
+    """Make a checkpoint of what the servers hold now, and say where it is, or why there is none.
+
+    Returns:
+        Whether nothing is lost: there is one, or nothing to be written.
+    """
+    with contextlib.suppress(PushpullError):
+        async with SchedulerQuery(scheduler) as query:
+            if not (await query.status()).view.tables:
+                output.say("there is no last checkpoint, since there is no table")
+                return True
     if ending.exit_code:
         output.say(f"{ending.message}: making a last checkpoint; once more to stop at once")
     reason = "stopped" if ending.exit_code else "the end of training"
@@ -21,8 +32,9 @@ async def make_last(scheduler: str, ending: Ending, output: Output) -> None:
         url, byte_count = await asyncio.to_thread(create, scheduler, reason, DEADLINE_S)
     except PushpullError as error:
         output.complain(f"there is no last checkpoint: {error.message}")
-    else:
-        output.say(f"checkpoint {url} ({byte_count:,} bytes)")
+        return False
+    output.say(f"checkpoint {url} ({byte_count:,} bytes)")
+    return True
 
 
 def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:

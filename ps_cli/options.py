@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from ps_cli.exit_rules import LOGGED_RESTARTS
 from ps_runtime.cluster_shape import CheckpointPlan, UpdateLogPlan
 
 OptionsT = TypeVar("OptionsT")
@@ -66,6 +67,17 @@ LeaseS = Annotated[
         min=0.0,
         help="A server that is not heard for so many seconds is replaced by its backups; its "
         "heartbeats come three times as often. 0: the scheduler's own setting.",
+    ),
+]
+
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        min=0,
+        show_default=f"servers with --update-log: {LOGGED_RESTARTS}; others: 0",
+        help="How many roles that died may be started again, all in all; one that dies soon after "
+        "its start later each time, after up to 30 s.",
     ),
 ]
 

@@ -70,6 +70,13 @@ class Output:
         else:
             self._write(message)
 
+    def warn(self, message: str) -> None:
+        """Something that went wrong while the tool goes on; the live table stays."""
+        if self._live is not None:
+            self._console.print(Text(f"pushpull: {message}", style="bold red"))
+        else:
+            self.complain(message)
+
     def print(self, view: RenderableType) -> None:
         """Something with a form of its own, such as a table."""
         self._console.print(view)

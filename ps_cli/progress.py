@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -165,6 +165,30 @@ def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float) -> list[str]:
     if len(rows) > MAX_LINE_WORKERS:
         return [f"{head} {_summary(rows)}"]
     return [f"{head} worker {row.sample.rank}: {_line(row)}" for row in rows]
+
+
+def early_ends(rows: Sequence[WorkerRow], cut_off: Collection[int]) -> list[str]:
+    """The workers that ended before their steps were done, a line each.
+
+    Args:
+        rows: all workers', when all have ended.
+        cut_off: ranks whose process ended without leaving the cluster.
+    """
+    found = []
+    for row in rows:
+        sample = row.sample
+        is_short = sample.step_count < sample.planned_step_count
+        is_cut_off = sample.rank in cut_off and sample.state == "gone"
+        if is_short or is_cut_off:
+            planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
+            how = "it left after step"
+            if is_cut_off:
+                how = "its process ended without leaving the cluster, last heard at step"
+            found.append(
+                f"worker {sample.rank} ended before its steps were done: {how} "
+                f"{sample.step_count}{planned}"
+            )
+    return found
 
 
 def _line(row: WorkerRow) -> str:

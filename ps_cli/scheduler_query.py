@@ -1,5 +1,5 @@
-"""The two calls that the command line makes, as an operator: the scheduler's status and the
-servers'.
+"""The calls that the command line makes, as an operator: the scheduler's status and the servers',
+and the end of a process that it has started.
 """
 
 from __future__ import annotations
@@ -50,6 +50,27 @@ class SchedulerQuery:
                 return await self._ask(self.session)
         self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
         return await self._ask(self.session)
+
+    async def process_ended(self, launch_id: bytes, reason: str) -> int:
+        """Say that a process has ended that this one started with that launch_id.
+
+        Returns:
+            How many of its nodes had not left, and are gone.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        if self.session is None:
+            self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.DeregisterNodeRequest(
+            session=self.session, reason=reason, launch_id=launch_id
+        )
+        answer: scheduler_pb2.DeregisterNodeResponse = await answer_of(
+            self._stub.DeregisterNode(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer.ended_count
 
     async def _ask(
         self, session: types_pb2.SessionIdentity

@@ -95,12 +95,28 @@ class WaitEntry(TypedDict):
     waits_for: str
 
 
+class CheckpointsEntry(TypedDict):
+    """What became of the cluster's checkpoints; `newest` is the directory of the newest complete
+    one, `failure` why the last one failed that did. Ages are null where there was none.
+    """
+
+    url: str
+    complete_count: int
+    failed_count: int
+    newest: str | None
+    newest_age_s: float | None
+    failed_number: int | None
+    failure: str | None
+    failure_age_s: float | None
+
+
 class StatusDocument(TypedDict):
     """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
     with the workers that came beyond these. `ranges_by_in_sync` has the numbers of ranges, of those
     that hold anything, by how many living replicas hold all that is committed;
     `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is where one is
-    being made, `restored_from` the one that the cluster was started from.
+    being made, `checkpoints` what became of those before (null where there are to be none),
+    `restored_from` the one that the cluster was started from.
     """
 
     cluster_id: str
@@ -110,6 +126,7 @@ class StatusDocument(TypedDict):
     server_count: int
     is_finished: bool
     checkpoint: str | None
+    checkpoints: CheckpointsEntry | None
     restored_from: str | None
     replica_count: int
     min_in_sync: int
@@ -154,6 +171,7 @@ def status_document(
         server_count=view.server_count,
         is_finished=view.finished,
         checkpoint=None if view.checkpoint is None else view.checkpoint.url,
+        checkpoints=_checkpoints(response.checkpoints),
         restored_from=view.restored_from or None,
         replica_count=replica_count,
         min_in_sync=max(1, response.min_in_sync),
@@ -164,6 +182,22 @@ def status_document(
         servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
         tables=[_table(table, stats, knows_all) for table in view.tables],
         waits=[*_worker_waits(response), *_range_waits(answers, view)],
+    )
+
+
+def _checkpoints(history: scheduler_pb2.CheckpointHistory) -> CheckpointsEntry | None:
+    if not history.url:
+        return None
+    has_one, has_failed = bool(history.complete_count), bool(history.failed_count)
+    return CheckpointsEntry(
+        url=history.url,
+        complete_count=history.complete_count,
+        failed_count=history.failed_count,
+        newest=history.complete_url if has_one else None,
+        newest_age_s=history.complete_ms / 1000 if has_one else None,
+        failed_number=history.failed_number if has_failed else None,
+        failure=history.failed_reason if has_failed else None,
+        failure_age_s=history.failed_ms / 1000 if has_failed else None,
     )
 
 

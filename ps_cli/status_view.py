@@ -8,7 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ps_cli.status_document import NodeEntry, ServerEntry, StatusDocument, TableEntry, WaitEntry
+from ps_cli.progress import duration
+from ps_cli.status_document import (
+    CheckpointsEntry,
+    NodeEntry,
+    ServerEntry,
+    StatusDocument,
+    TableEntry,
+    WaitEntry,
+)
 
 MAX_WAIT_COUNT = 20
 """More waits than these are counted, not listed."""
@@ -19,7 +27,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def status_view(document: StatusDocument) -> RenderableType:
     """The document as tables."""
-    parts: list[RenderableType] = [_head(document)]
+    parts: list[RenderableType] = [_head(document), *_checkpoints(document["checkpoints"])]
     are_replicated = document["replica_count"] > 1
     servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
     sections = (
@@ -68,6 +76,34 @@ def _head(document: StatusDocument) -> Text:
         ranges = ", ".join(document["unserved_ranges"])
         text.append(f"\nno server has ranges {ranges}, which hold blocks of tables", "yellow")
     return text
+
+
+def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
+    """A line for the newest that is complete, and one for the last that failed."""
+    if entry is None:
+        return []
+    if entry["newest"] is None:
+        lines = [Text(f"checkpoints go to {entry['url']}; none is complete yet")]
+    else:
+        lines = [
+            Text(
+                f"checkpoints {entry['complete_count']} complete, the newest "
+                f"{_ago(entry['newest_age_s'])}: {entry['newest']}"
+            )
+        ]
+    if entry["failure"] is not None:
+        lines.append(
+            Text(
+                f"checkpoints {entry['failed_count']} failed; checkpoint {entry['failed_number']}, "
+                f"{_ago(entry['failure_age_s'])}: {entry['failure']}",
+                "red",
+            )
+        )
+    return lines
+
+
+def _ago(age_s: float | None) -> str:
+    return "" if age_s is None else f"{duration(age_s)} ago"
 
 
 def _degraded(document: StatusDocument) -> str:

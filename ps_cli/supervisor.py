@@ -22,6 +22,10 @@ from ps_core.errors import PushpullError
 from ps_runtime.launcher import Launcher, RoleExit, RoleProcess
 
 
+async def _nothing(_: RoleExit) -> None:
+    """What is done about the end of a role by whoever does nothing about it."""
+
+
 class Supervisor:
     """Owns the launcher of one run.
 
@@ -35,7 +39,8 @@ class Supervisor:
         self._output = output
         self._shown_kinds = shown_kinds
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[RoleExit | signal.Signals] = asyncio.Queue()
+        self._events: asyncio.Queue[RoleExit | signal.Signals | Exception] = asyncio.Queue()
+        self._following: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
 
@@ -44,6 +49,7 @@ class Supervisor:
         work: Coroutine[Any, Any, None],
         rules: ExitRules,
         last: Callable[[Ending], Coroutine[Any, Any, None]] | None = None,
+        ended: Callable[[RoleExit], Coroutine[Any, Any, None]] = _nothing,
     ) -> Ending:
         """Do `work` until the run ends, then stop every role.
 
@@ -51,25 +57,34 @@ class Supervisor:
             work: starts the roles and shows what they do; it is cancelled at the end.
             rules: what the end of a role means.
             last: what is done before the roles are stopped, unless the run failed.
+            ended: what is done when a role has ended, before it is started again.
 
         Returns:
             How it ended; the caller tells the user.
         """
         self._catch_signals()
         working = asyncio.create_task(work)
-        watching = asyncio.create_task(self._first_ending(rules))
+        watching = asyncio.create_task(self._first_ending(rules, ended))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             ending = watching.result() if watching.done() else _failure(working)
             if last is not None and ending.exit_code != FAILURE_EXIT_CODE:
                 working.cancel()
-                await self._unless_stopped(last(ending))
+                await self._unless_stopped(self._last(last, ending))
             return ending
         finally:
-            for task in (working, watching):
+            tasks = (working, watching, *self._following)
+            for task in tasks:
                 task.cancel()
             await asyncio.to_thread(self._stop)
-            await asyncio.gather(working, watching, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _last(
+        self, last: Callable[[Ending], Coroutine[Any, Any, None]], ending: Ending
+    ) -> None:
+        if not ending.exit_code:  # else roles may be about to be started again
+            await asyncio.gather(*self._following)
+        await last(ending)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         doing = asyncio.create_task(work)
@@ -91,19 +106,41 @@ class Supervisor:
         self._is_stopping = True
         self.launcher.stop()
 
-    async def _first_ending(self, rules: ExitRules) -> Ending:
+    async def _first_ending(
+        self, rules: ExitRules, ended: Callable[[RoleExit], Coroutine[Any, Any, None]]
+    ) -> Ending:
         while True:
             event = await self._events.get()
             if isinstance(event, signal.Signals):
                 return Ending(128 + event, f"stopped by {event.name}")
+            if isinstance(event, Exception):
+                raise event
             servers = (p for p in self.launcher.processes if p.command.kind == "server")
             meaning = rules.judge(event, sum(server.is_serving for server in servers))
+            again = meaning if isinstance(meaning, StartAgain) else None
+            following = asyncio.create_task(self._follow(event, ended, again))
+            self._following.add(following)
+            following.add_done_callback(self._following.discard)
             if isinstance(meaning, Ending):
                 return meaning
             if meaning.message:
                 self._output.say(meaning.message)
-            if isinstance(meaning, StartAgain):
-                await asyncio.to_thread(self.launcher.start, event.command)
+
+    async def _follow(
+        self,
+        role_exit: RoleExit,
+        ended: Callable[[RoleExit], Coroutine[Any, Any, None]],
+        again: StartAgain | None,
+    ) -> None:
+        """What follows the end of a role, beside whatever else happens."""
+        try:
+            await ended(role_exit)
+            if again is not None:
+                await asyncio.sleep(again.after_s)
+                await asyncio.to_thread(self.launcher.start, role_exit.command)
+        except Exception as error:  # noqa: BLE001 - raised where the run is watched
+            if not self._is_stopping:
+                self._events.put_nowait(error)
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ps_cli.checkpoint_watch import CheckpointWatch
 from ps_cli.exit_rules import Ending, ExitRules
 from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
-from ps_cli.progress import RateWindow, WorkerRow, live_view, plain_lines, worker_samples
+from ps_cli.progress import (
+    RateWindow,
+    WorkerRow,
+    early_ends,
+    live_view,
+    plain_lines,
+    worker_samples,
+)
 from ps_cli.scheduler_query import SchedulerQuery
 from ps_cli.supervisor import Supervisor
 from ps_core.errors import PushpullError
@@ -24,14 +34,22 @@ from ps_runtime.cluster_shape import (
     UpdateLogPlan,
 )
 from ps_runtime.launcher import (
+    RoleExit,
     start_scheduler,
     start_servers,
     worker_command,
 )
 from ps_runtime.role_environment import thread_count, usable_core_count
+from pushpull.v1 import scheduler_pb2
 
 LIVE_INTERVAL_S = 0.5
 """The workers report each second; half of that keeps the table at most half a second behind."""
+
+LOOK_S = 1.0
+"""How often the scheduler is asked where nothing is shown meanwhile."""
+
+CHECKPOINT_EXIT_CODE = 3
+"""The run ended well, and a checkpoint failed, periodic or last."""
 
 DEFAULT_LINE_INTERVAL_S = 5.0
 
@@ -57,7 +75,7 @@ class TrainSettings:
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
         checkpoints: where it keeps them, and which it starts from.
         update_log: where its servers keep what they did.
-        max_restarts: how many dead roles may be started again, all in all.
+        max_restarts: how many dead roles may be started again, all in all; None: as `ExitRules`.
     """
 
     script: Path
@@ -73,7 +91,7 @@ class TrainSettings:
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
     update_log: UpdateLogPlan = NO_UPDATE_LOG
-    max_restarts: int = 0
+    max_restarts: int | None = None
 
 
 class TrainRun:
@@ -87,6 +105,9 @@ class TrainRun:
         self._shown: tuple[WorkerRow, ...] = ()
         self._note = ""
         self._scheduler = ""
+        self._checkpoints = CheckpointWatch(output)
+        self._has_last = not settings.checkpoints.url
+        self._cut_off: set[int] = set()
 
     async def run(self) -> int:
         """Train to the end, and say how it ended.
@@ -103,7 +124,8 @@ class TrainRun:
 
         Returns:
             Exit code 0 if every worker finished, 1 if a role died that the run cannot do without,
-            128 + the number of the signal that ended it.
+            3 if every worker finished and a checkpoint failed, 128 + the number of the signal that
+            ended it.
 
         Raises:
             InvalidConfig: there is no such cluster.
@@ -122,14 +144,38 @@ class TrainRun:
             settings.max_restarts,
             has_update_log=bool(settings.update_log.path),
         )
-        last = self._last if settings.checkpoints.url else None
-        ending = await supervisor.run(self._work(supervisor, shape), rules, last)
+        ending = await supervisor.run(self._work(supervisor, shape), rules, self._last, self._ended)
         self._output.close()
-        return ending
+        if ending.exit_code:
+            return ending
+        return replace(ending, exit_code=self._checkpoint_exit_code())
+
+    async def _ended(self, role_exit: RoleExit) -> None:
+        """Tell the scheduler that a worker's process has ended: nobody waits for its silence."""
+        launch_id = role_exit.command.launch_id
+        if not launch_id or not self._scheduler:
+            return
+        with contextlib.suppress(PushpullError):  # then it is silent until it is gone
+            async with SchedulerQuery(self._scheduler) as query:
+                if await query.process_ended(launch_id, role_exit.fate):
+                    self._cut_off.add(role_exit.command.index or 0)
 
     async def _last(self, ending: Ending) -> None:
-        if self._scheduler:
-            await make_last(self._scheduler, ending, self._output)
+        """What is done while the servers still serve."""
+        if not self._scheduler:
+            return
+        with contextlib.suppress(PushpullError):
+            async with SchedulerQuery(self._scheduler) as query:
+                self._observe(await query.status())
+        if self._settings.checkpoints.url:
+            self._has_last = await make_last(self._scheduler, ending, self._output)
+
+    def _checkpoint_exit_code(self) -> int:
+        return CHECKPOINT_EXIT_CODE if self._checkpoints.failed_count or not self._has_last else 0
+
+    def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
+        self._rates.observe(worker_samples(status, time.monotonic()))
+        self._checkpoints.observe(status.checkpoints)
 
     def _shape(self, environment: Mapping[str, str]) -> ClusterShape:
         settings = self._settings
@@ -163,15 +209,19 @@ class TrainRun:
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:
+        """Look often, so that what fails is told at once; show as often as is asked for."""
         interval_s = LIVE_INTERVAL_S if self._output.is_terminal else self._settings.line_interval_s
+        shown_s = -math.inf
         while True:
             try:
-                self._rates.observe(worker_samples(await query.status(), time.monotonic()))
+                self._observe(await query.status())
                 self._note = ""
             except PushpullError as error:
                 self._note = f"(the scheduler does not answer: {error.message})"
-            self._show()
-            await asyncio.sleep(interval_s)
+            if time.monotonic() - shown_s >= interval_s:
+                shown_s = time.monotonic()
+                self._show()
+            await asyncio.sleep(min(max(shown_s + interval_s - time.monotonic(), 0), LOOK_S))
 
     def _show(self) -> None:
         elapsed_s = time.monotonic() - self._began_s
@@ -190,10 +240,20 @@ class TrainRun:
 
     def _tell(self, ending: Ending) -> None:
         elapsed_s = time.monotonic() - self._began_s
-        if ending.exit_code == 0:
-            self._output.say(f"{self._settings.worker_count} workers finished in {elapsed_s:.1f} s")
-        else:
+        if ending.exit_code not in (0, CHECKPOINT_EXIT_CODE):
             self._output.complain(ending.message)
+            return
+        count = self._settings.worker_count
+        early = early_ends(self._rates.rows(), self._cut_off)
+        finished = f"{count - len(early)} of {count}" if early else f"{count}"
+        self._output.say(f"{finished} workers finished in {elapsed_s:.1f} s")
+        for line in early:
+            self._output.warn(line)
+        if ending.exit_code:
+            failed = "the last checkpoint"
+            if self._has_last:
+                failed = f"of its checkpoints {self._checkpoints.failed_count}"
+            self._output.complain(f"the run has ended well, but {failed} failed")
 
 
 def thread_environment(

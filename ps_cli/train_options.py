@@ -13,6 +13,7 @@ from ps_cli.options import (
     CheckpointKeep,
     CheckpointUrl,
     LeaseS,
+    MaxRestarts,
     MaxWorkerCount,
     MinInSync,
     PlansStorage,
@@ -51,13 +52,7 @@ class TrainOptions(PlansStorage):
     update_log: UpdateLogPath = ""
     update_log_mb: UpdateLogMb = 0
     update_log_sync: UpdateLogSync = False
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="How many workers and servers that died may be started again, all in all.",
-        ),
-    ] = 0
+    max_restarts: MaxRestarts = None
     interval: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),

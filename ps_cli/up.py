@@ -36,6 +36,7 @@ class UpSettings:
         lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
         checkpoints: where it keeps them, and which it starts from.
         update_log: where its servers keep what they did.
+        max_restarts: how many dead servers may be started again; None: as `ExitRules`.
     """
 
     worker_count: int
@@ -48,6 +49,7 @@ class UpSettings:
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
     update_log: UpdateLogPlan = NO_UPDATE_LOG
+    max_restarts: int | None = None
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
@@ -75,6 +77,7 @@ async def run_up(settings: UpSettings, output: Output) -> int:
     rules = ExitRules(
         worker_count=0,
         replica_count=settings.replica_count,
+        max_restarts=settings.max_restarts,
         has_update_log=bool(settings.update_log.path),
     )
     addresses: list[str] = []

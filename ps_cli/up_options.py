@@ -13,6 +13,7 @@ from ps_cli.options import (
     CheckpointKeep,
     CheckpointUrl,
     LeaseS,
+    MaxRestarts,
     MaxWorkerCount,
     MinInSync,
     PlansStorage,
@@ -44,6 +45,7 @@ class UpOptions(PlansStorage):
     update_log: UpdateLogPath = ""
     update_log_mb: UpdateLogMb = 0
     update_log_sync: UpdateLogSync = False
+    max_restarts: MaxRestarts = None
     listen: Annotated[
         str,
         typer.Option(help="Where the scheduler listens; port 0 takes a free one."),

@@ -90,6 +90,8 @@ class Node:
     @property
     def gone_words(self) -> str:
         """Of a worker that is gone: who, and why."""
+        if not self.silence_ms:
+            return f"worker {self.rank} was declared gone: its process has ended"
         silence_s = round(self.silence_ms / 1000, 1)
         return f"worker {self.rank} was declared gone after {silence_s:g} s of silence"
 

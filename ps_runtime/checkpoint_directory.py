@@ -30,6 +30,11 @@ from ps_runtime.disk import DISK, Disk
 _EXTRAS = {"s3": "s3fs, which comes with: pip install 'pushpull[s3]'"}
 """What a protocol needs that is not always installed."""
 
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+
+_TRIED = b"pushpull was here\n" * 256
+"""What is written to see whether anything can be: more than a full disk has left for a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -48,6 +53,15 @@ class Location:
     def is_local(self) -> bool:
         """Whether it is a path of this machine."""
         return isinstance(self.filesystem, LocalFileSystem)
+
+    @property
+    def has_directories(self) -> bool:
+        """Whether directories are made there before their files; in an object store a bucket would
+        be.
+        """
+        protocol = self.filesystem.protocol
+        named = {protocol} if isinstance(protocol, str) else set(protocol)
+        return named.isdisjoint(_OBJECT_STORES)
 
     def child(self, name: str) -> Location:
         """The place of that name in it."""
@@ -169,6 +183,33 @@ class CheckpointDirectory:
                 self.location.filesystem.makedirs(self.location.path, exist_ok=True)
         if self.has_manifest():
             raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
+
+    def try_out(self, file: str) -> None:
+        """Write a file that is new in the directory, which is made if need be, and remove it.
+
+        Blocking: until it is durable, and gone.
+
+        Raises:
+            InvalidCheckpoint: that cannot be done.
+        """
+        final = self.local_path(file)
+        with reported(self.url, "written to"):
+            if final is None:
+                if self.location.has_directories:
+                    self.location.filesystem.makedirs(self.location.path, exist_ok=True)
+                self.location.filesystem.pipe_file(self._path(file), _TRIED)
+                self.location.filesystem.rm_file(self._path(file))
+                return
+            self._disk.make_directory(final.parent)
+            try:
+                descriptor = self._disk.create(final)
+                try:
+                    self._disk.write(descriptor, _TRIED, 0)
+                    self._disk.sync(descriptor)
+                finally:
+                    self._disk.close(descriptor)
+            finally:
+                self._disk.remove(final)
 
     def begin(self, file: str, spool: Path | None = None) -> Path:
         """Where to write a file on this machine, before `commit`.

@@ -14,6 +14,7 @@ What it deliberately does not do: keep others from writing under the same URL.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
@@ -21,6 +22,9 @@ from ps_core.manifest import Manifest, directory_name, number_of
 from ps_runtime.checkpoint_directory import CheckpointDirectory, Location, locate
 from ps_runtime.checkpoint_reader import CheckpointReader
 from ps_runtime.disk import DISK, Disk
+
+_TRIED_PREFIX = ".writable-"
+"""How a file is called that is written to see whether one can be."""
 
 
 class CheckpointStore:
@@ -53,6 +57,24 @@ class CheckpointStore:
         """
         numbered = [(number_of(name), name) for name in self.location.names()]
         return [name for number, name in sorted((n, m) for n, m in numbered if n is not None)]
+
+    def check_writable(self) -> None:
+        """Write a small file there and remove it, as whoever writes checkpoints will.
+
+        Blocking: until it is durable, and gone.
+
+        Raises:
+            InvalidCheckpoint: that cannot be done; the message has the remedy.
+        """
+        place = CheckpointDirectory(self.location, self._disk)
+        try:
+            place.try_out(f"{_TRIED_PREFIX}{os.urandom(8).hex()}")
+        except InvalidCheckpoint as error:
+            raise InvalidCheckpoint(
+                f"no checkpoint can be written: {error.message}; expected a place where this "
+                "process may make and remove files, the scheduler, every server and every worker: "
+                "give another --checkpoint-url, or none"
+            ) from error
 
     def next_number(self) -> int:
         """The number after the largest that is there, of complete checkpoints or not; from 1.

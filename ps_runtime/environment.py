@@ -61,6 +61,8 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
     "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",
     "PUSHPULL_PARENT_PID": "The process that started the role, for PUSHPULL_DIE_WITH_PARENT.",
+    "PUSHPULL_LAUNCH_ID": "What a worker tells the scheduler, so that who started its process can "
+    "say that it has ended; 32 hexadecimal digits, kept between the two.",
     "PUSHPULL_THREADS": "Threads that torch uses in the role; 0 leaves torch's own choice.",
 }
 """Name to meaning, in the order of docs and --help."""

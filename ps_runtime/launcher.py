@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
-from ps_runtime import join_secret, role_starts
+from ps_runtime import join_secret, logs, role_starts
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.role_environment import role_environment
 from ps_runtime.role_starts import RoleChild, RoleStart
@@ -50,6 +51,11 @@ STOP_GRACE_S = 2.0
 
 _DRAIN_GRACE_S = 1.0
 """Calls in progress get this long when a role stops: less than `STOP_GRACE_S`, or it is killed."""
+
+_LAUNCH_ID = "PUSHPULL_LAUNCH_ID"
+
+_LOG_HEAD_WORDS = 3
+"""Before the event of a log line: when, how grave and who."""
 
 _READER_JOIN_S = 1.0
 _FIRST_POLL_S = 0.005
@@ -73,6 +79,11 @@ class RoleCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def launch_id(self) -> bytes:
+        """What its nodes have told the scheduler, so that their end can be told; empty: nothing."""
+        return bytes.fromhex(self.environment.get(_LAUNCH_ID, ""))
+
+    @property
     def name(self) -> str:
         """As people read it: "scheduler", "server 0", "worker 3"."""
         return self.kind if self.index is None else f"{self.kind} {self.index}"
@@ -81,7 +92,7 @@ class RoleCommand:
 @dataclass(frozen=True, slots=True)
 class RoleExit:
     """How a role ended: `returncode` as subprocess has it, negative for a signal; `was_ready` says
-    whether it had come to serve.
+    whether it had come to serve, `ran_s` how many seconds after its start it ended.
     """
 
     command: RoleCommand
@@ -89,6 +100,7 @@ class RoleExit:
     was_stopped: bool
     recent_lines: tuple[str, ...]
     was_ready: bool = False
+    ran_s: float = 0.0
 
     @property
     def how(self) -> str:
@@ -97,6 +109,15 @@ class RoleExit:
             return f"exit code {self.returncode}"
         name = _signal_name(-self.returncode)
         return f"signal {-self.returncode}" + (f" ({name})" if name else "")
+
+    @property
+    def reason(self) -> str:
+        """Why, as the role said itself; empty if it said nothing. A worker's script speaks for
+        itself.
+        """
+        if self.returncode <= 0 or self.command.kind == "worker":
+            return ""
+        return reason_of(self.recent_lines)
 
     @property
     def fate(self) -> str:
@@ -140,6 +161,7 @@ class RoleProcess:
         self._is_reaped = False
         self._recent_lines: deque[str] = deque(maxlen=RECENT_LINE_COUNT)
         self._was_stopped = False
+        self._began_s = time.monotonic()
         self._ended = threading.Event()
         self._exit: RoleExit | None = None
         self._reader: threading.Thread | None = None
@@ -218,7 +240,9 @@ class RoleProcess:
             # hold the pipe open.
             self._reader.join(_READER_JOIN_S)
         was_stopped, was_ready = self._was_stopped, self._ready_file.exists()
-        self._exit = RoleExit(self.command, returncode, was_stopped, self.recent_lines, was_ready)
+        ran_s = time.monotonic() - self._began_s
+        lines = self.recent_lines
+        self._exit = RoleExit(self.command, returncode, was_stopped, lines, was_ready, ran_s)
         self._ended.set()
         on_exit(self._exit)
 
@@ -365,9 +389,29 @@ def _read_ready(path: Path) -> ReadyRole:
     return ReadyRole(address=written["address"], http_address=written["http_address"])
 
 
+def reason_of(lines: Sequence[str]) -> str:
+    """Why a role ended, as it said itself in the last error of its log, or in what is wrong with
+    its command line; empty if it said nothing of the kind.
+    """
+    for text in reversed(lines):
+        head = text.split(" event=", 1)[0].split()
+        fields = logs.fields_of(text)
+        if fields and len(head) == _LOG_HEAD_WORDS and head[1] == "error":
+            said = (fields.get(name) for name in ("message", "error", "reason"))
+            return next((each for each in said if each), fields["event"])
+        program, is_wrong, reason = text.partition(": error: ")
+        if is_wrong and program.endswith(".py"):
+            return reason
+    return ""
+
+
 def describe_exit(role_exit: RoleExit, when: str) -> str:
-    """The message about a role that ended: which, how, when, and what it said last."""
+    """The message about a role that ended: which, how, when, and why if it said so itself, else
+    what it said last.
+    """
     head = f"{role_exit.command.name} ended with {role_exit.how} {when}"
+    if role_exit.reason:
+        return f"{head}; it said: {role_exit.reason}"
     if not role_exit.recent_lines:
         return f"{head}; it printed nothing"
     lines = "\n".join(f"  [{role_exit.command.name}] {line}" for line in role_exit.recent_lines)
@@ -423,5 +467,10 @@ def worker_command(
     rank: int, scheduler: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> RoleCommand:
     """The command of worker `rank` of a local cluster; `arguments` are the script and its own."""
-    added = {**environment, "PUSHPULL_SCHEDULER": scheduler, "PUSHPULL_RANK": str(rank)}
+    added = {
+        **environment,
+        "PUSHPULL_SCHEDULER": scheduler,
+        "PUSHPULL_RANK": str(rank),
+        _LAUNCH_ID: secrets.token_hex(16),
+    }
     return RoleCommand("worker", rank, "ps_worker", tuple(arguments), added)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 import traceback
@@ -19,6 +20,8 @@ LOGGER_NAME = "pushpull"
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE_CHARACTERS = 2_000
 """A value longer than this is cut: one bad request must not fill a disk."""
+
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)')
 
 _logger = logging.getLogger(LOGGER_NAME)
 
@@ -71,6 +74,17 @@ def configure(role: str, level: str) -> None:
 def line(event: str, fields: dict[str, object]) -> str:
     """The text of an event: ``event=... key=value ...``."""
     return " ".join([f"event={_quoted(event)}", *(f"{k}={_quoted(v)}" for k, v in fields.items())])
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """What a line of `line` has, "event" included; nothing if it is none."""
+    found: dict[str, str] = {}
+    for name, value in _FIELD.findall(text):
+        try:
+            found[name] = json.loads(value) if value.startswith('"') else value
+        except ValueError:
+            found[name] = value
+    return found if "event" in found else {}
 
 
 def debug(event: str, **fields: object) -> None:

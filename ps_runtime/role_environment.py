@@ -14,6 +14,7 @@ _ADDRESSING = (
     "ADVERTISE",
     "CLUSTER_ID",
     "HTTP_LISTEN",
+    "LAUNCH_ID",
     "LISTEN",
     "MIN_IN_SYNC",
     "RANK",

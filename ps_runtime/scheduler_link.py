@@ -64,6 +64,7 @@ class SchedulerLink:
         min_in_sync: in-sync replicas below which a range takes no pushes.
         range_count: key ranges of the cluster.
         left_url: where a worker that leaves puts its own state; empty: nowhere.
+        checkpoint_url: servers: where checkpoints go; empty: nowhere.
         lease_s: a node that is not heard for so long counts as silent.
         token_key: servers: what session tokens are checked with. Otherwise empty.
         view: the newest view that came, or None before the first.
@@ -85,6 +86,7 @@ class SchedulerLink:
         self.min_in_sync: int = max(answer.min_in_sync, 1)
         self.range_count: int = answer.range_count
         self.left_url: str = answer.left_url
+        self.checkpoint_url: str = answer.checkpoint_url
         self.lease_s: float = answer.lease_ms / 1000
         self.token_key: bytes = answer.token_key
         self.cluster_features: tuple[str, ...] = tuple(answer.features)

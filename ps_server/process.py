@@ -15,10 +15,19 @@ from pathlib import Path
 import torch
 
 from ps_core import limits
-from ps_core.errors import Fenced, ForeignCluster, Internal, InvalidConfig, PushpullError
+from ps_core.errors import (
+    Fenced,
+    ForeignCluster,
+    Internal,
+    InvalidCheckpoint,
+    InvalidConfig,
+    PushpullError,
+    Unauthenticated,
+)
 from ps_runtime import channels, clock, config, kept_values, logs, machine_memory, shutdown
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
+from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.http2.server import StreamServer
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
@@ -45,6 +54,10 @@ from ps_server.update_log import LogSetting
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
+
+_FAILED = 1
+_REFUSED = 2
+"""Exit codes; with the second one, to start it again as it is would change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,7 @@ def main() -> None:
         channels.run(_serve(settings))
     except PushpullError as error:
         logs.error("failed", error=error.code, message=error.message)
-        sys.exit(1)
+        sys.exit(_REFUSED if isinstance(error, InvalidConfig | Unauthenticated) else _FAILED)
 
 
 async def _serve(settings: ServerConfig) -> None:
@@ -276,7 +289,7 @@ async def _run(
         stack.callback(wishes.close)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         attach(node, link.view_at_least)
-        await link.view_at_least(1, settings.connect_deadline_s)
+        await _first_view(link, settings, stack)
         # What a server at rest has stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
@@ -409,6 +422,38 @@ def _keep_checkpoints(
     stack.push_async_callback(checkpoints.close)
     link.on_view.append(lambda view: node.works.between(partial(checkpoints.observe, view)))
     return restored
+
+
+async def _first_view(
+    link: SchedulerLink, settings: ServerConfig, stack: contextlib.AsyncExitStack
+) -> None:
+    """Wait for it, and see whether this server can write where checkpoints go.
+
+    One whose cluster trains already is needed, and so only says that it cannot: the others may be
+    waiting for it.
+
+    Raises:
+        InvalidConfig: it cannot.
+    """
+    view = await link.view_at_least(1, settings.connect_deadline_s)
+    url = link.checkpoint_url
+    if not url:
+        return
+    trying = asyncio.create_task(asyncio.to_thread(lambda: CheckpointStore(url).check_writable()))
+    if not view.tables:
+        try:
+            await trying
+        except InvalidCheckpoint as error:
+            raise InvalidConfig(error.message) from error
+        return
+
+    def told(tried: asyncio.Task[None]) -> None:
+        failure = None if tried.cancelled() else tried.exception()
+        if failure is not None:
+            logs.error("checkpoints_not_writable", url=url, reason=str(failure))
+
+    trying.add_done_callback(told)
+    stack.callback(trying.cancel)
 
 
 def _open_lanes(lanes: SharedLanes, *, must: bool) -> None:

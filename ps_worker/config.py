@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.config import check_choice, resolve
 from ps_worker.straggler import ComputeTime
+
+_LAUNCH_ID = re.compile("[0-9a-f]{32}")
 
 ROLES = ("worker", "reader", "operator")
 """What a client connects as."""
@@ -86,7 +89,18 @@ class WorkerConfig:
         },
     )
 
+    launch_id: str = field(
+        default="",
+        metadata={
+            "help": "what whoever started this process drew for it, 32 hexadecimal digits: with it "
+            "an operator tells the scheduler that the process has ended (`pushpull train` does); "
+            "empty: nobody can"
+        },
+    )
+
     def __post_init__(self) -> None:
+        if self.launch_id and not _LAUNCH_ID.fullmatch(self.launch_id):
+            raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
         check_choice("role", self.role, ROLES)
         if self.rank is not None and self.rank < 0:
             raise InvalidConfig(f"rank is {self.rank}; expected 0 or more")

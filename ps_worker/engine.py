@@ -105,6 +105,7 @@ class Engine:
             protocol_version=PROTOCOL_VERSION,
             features=FEATURES,
             cluster_id=config.cluster_id,
+            launch_id=bytes.fromhex(config.launch_id),
         )
         link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
         try:

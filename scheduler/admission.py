@@ -29,6 +29,7 @@ from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 PROTOCOL_VERSION = 1
 REGISTRATION_ID_BYTES = 16
 LOG_ID_BYTES = 16
+LAUNCH_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 300
 MAX_FINGERPRINT_BYTES = 1024
 MAX_FEATURE_COUNT = 64
@@ -72,6 +73,10 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
         raise InvalidConfig(
             f"registration_id has {len(request.registration_id)} bytes; expected "
             f"{REGISTRATION_ID_BYTES}"
+        )
+    if len(request.launch_id) not in (0, LAUNCH_ID_BYTES):
+        raise InvalidConfig(
+            f"launch_id has {len(request.launch_id)} bytes; expected {LAUNCH_ID_BYTES}, or none"
         )
     if request.protocol_version != PROTOCOL_VERSION:
         raise InvalidConfig(

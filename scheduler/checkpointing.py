@@ -59,6 +59,9 @@ _REMEMBERED_COUNT = 100
 _GIVEN_UP_COUNT = 16
 """Checkpoints that came to nothing, whose directories are looked at again."""
 
+_MAX_REASON_CHARACTERS = 2_000
+"""Of why one failed, in answers about the cluster."""
+
 _RETRY_S = 10.0
 """How long after one that was due has failed the next is tried."""
 
@@ -120,6 +123,26 @@ class Checkpointing:
         self._has_left_parts = False
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._complete_count = self._failed_count = 0
+        self._newest: tuple[str, float] | None = None
+        self._failed: tuple[CheckpointFailed, float] | None = None
+
+    def history(self, now_s: float) -> scheduler_pb2.CheckpointHistory:
+        """What became of them."""
+        told = scheduler_pb2.CheckpointHistory(
+            url=self._cluster.settings.checkpoint_url,
+            complete_count=self._complete_count,
+            failed_count=self._failed_count,
+        )
+        if self._newest is not None:
+            told.complete_url, complete_s = self._newest
+            told.complete_ms = round((now_s - complete_s) * 1000)
+        if self._failed is not None:
+            failed, failed_s = self._failed
+            told.failed_number = failed.number
+            told.failed_reason = failed.reason[:_MAX_REASON_CHARACTERS]
+            told.failed_ms = round((now_s - failed_s) * 1000)
+        return told
 
     @property
     def clock(self) -> int:
@@ -247,6 +270,8 @@ class Checkpointing:
             self._start(self._remove(transition.url))
         if isinstance(transition, CheckpointFailed):
             self._metrics.checkpoints.labels(result="failed").inc()
+            self._failed_count += 1
+            self._failed = transition, now_s
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
         manifest = manifest_of(self._cluster.settings, attempt, self._cluster.view.world_size)
@@ -261,7 +286,7 @@ class Checkpointing:
             self._made = {**dict(newest), attempt.number: made}
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
             self._last_s, self._not_before_s = now_s, 0.0
-            self._count(manifest)
+            self._count(manifest, directory.url)
             logs.info(
                 "checkpoint_complete",
                 url=directory.url,
@@ -275,8 +300,10 @@ class Checkpointing:
         if not problem and self._policy.keep:
             await self._prune()
 
-    def _count(self, manifest: Manifest) -> None:
+    def _count(self, manifest: Manifest, url: str) -> None:
         complete_s = clock.now_s()
+        self._complete_count += 1
+        self._newest = url, complete_s
         self._metrics.checkpoints.labels(result="complete").inc()
         self._metrics.checkpoint_bytes.set(manifest.byte_count)
         self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)

@@ -37,11 +37,12 @@ from typing import Generic, TypeVar
 from ps_core import rights
 from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import Overloaded
+from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
 from scheduler import update_offers, view_size
+from scheduler.admission import LAUNCH_ID_BYTES
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
 from scheduler.checkpoint_state import WorkerPlace
 from scheduler.checkpoints import Checkpoints
@@ -237,6 +238,28 @@ class Cluster:
         if transitions and session.role is Role.SERVER:
             transitions += self._configured()
         return Decision(None, self._changed(*transitions))
+
+    def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
+        """An operator says that the process has ended which it started with this id; the reply is
+        how many nodes that had not left are gone for it.
+
+        Raises:
+            NotPermitted: the caller is no operator.
+            InvalidConfig: it is no launch_id.
+            Fenced: the caller is of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.caller(session, "DeregisterNode")
+        if node.role is not Role.OPERATOR:
+            raise NotPermitted(
+                f"the end of another process is an operator's to tell; the caller's role is "
+                f"{node.role.value}"
+            )
+        if len(launch_id) != LAUNCH_ID_BYTES:
+            raise InvalidConfig(f"launch_id has {len(launch_id)} bytes; expected {LAUNCH_ID_BYTES}")
+        ended = self._members.process_ended(launch_id)
+        count = sum(isinstance(each, NodeLeft | WorkerGone) for each in ended)
+        return Decision(count, self._changed(*ended))
 
     def caller(self, session: Session, method: str) -> Node:
         """Who calls a method of the contract, which it may.

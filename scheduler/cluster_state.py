@@ -231,6 +231,7 @@ class Registration:
     waited_s: float | None = None
     update_log: UpdateLogClaim | None = None
     memory: ServerMemory = ServerMemory()
+    launch_id: bytes = field(default=b"", repr=False)
 
     def shares_log(self, other: Registration) -> bool:
         """Whether both keep the same update log: one of them has ended, since it has one lock."""

@@ -8,7 +8,9 @@ Rules:
       gone may be replaced, and more workers may come, up to max_workers, whose ranks are free again
       when they have left.
     - A worker that is silent for longer than its timeout is declared gone, for good: its
-      incarnation is fenced. Time in which the scheduler itself was paused does not count.
+      incarnation is fenced. Time in which the scheduler itself was paused does not count. One
+      whose process has ended is gone at once, when who started that process says so: it alone
+      knows the process's launch_id.
     - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
       have replicas, that holds nothing of any range any more.
 
@@ -240,6 +242,22 @@ class Membership:
         if member is None or not member.node.state.is_member:
             return []
         return self._leave(member.node, reason)
+
+    def process_ended(self, launch_id: bytes) -> list[Transition]:
+        """The process that was started with this id has ended, says who started it: its workers are
+        gone, its readers have left.
+        """
+        transitions: list[Transition] = []
+        for member in list(self._state.members.values()):
+            node = member.node
+            is_its = bool(launch_id) and member.registration.launch_id == launch_id
+            if not is_its or not node.state.is_member:
+                continue
+            if node.role is Role.WORKER:
+                transitions += self._declare_gone(node, 0.0)
+            elif node.role is Role.READER:
+                transitions += self._leave(node, "its process has ended")
+        return transitions
 
     def look(self, now_s: float) -> list[Transition]:
         """Note who has fallen silent, who is given up and which workers are gone."""

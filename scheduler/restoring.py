@@ -12,17 +12,19 @@ from scheduler.cluster_state import Restored, RestoredTable
 
 
 def checkpoints_under(url: str) -> tuple[str, int]:
-    """The address of the place for checkpoints, made absolute, and the largest number there.
+    """The address of the place for checkpoints, made absolute, and the largest number there. A file
+    is written and removed there, so that a place that takes none is not found out hours later.
 
-    Blocking: lists it.
+    Blocking: lists it, and writes.
 
     Raises:
         InvalidConfig: there is no such protocol, or what it needs is not installed.
-        InvalidCheckpoint: it cannot be listed.
+        InvalidCheckpoint: it cannot be listed, or nothing can be written there.
     """
     if not url:
         return "", 0
     store = CheckpointStore(url)
+    store.check_writable()
     return store.url, store.next_number() - 1
 
 

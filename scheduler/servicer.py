@@ -186,6 +186,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             min_in_sync=settings.min_in_sync,
             range_count=settings.range_count,
             left_url=self.checkpointing.left_url,
+            checkpoint_url=settings.checkpoint_url if session.role is Role.SERVER else "",
         )
 
     @translated
@@ -212,12 +213,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def DeregisterNode(
         self, request: scheduler_pb2.DeregisterNodeRequest, context: Context
     ) -> scheduler_pb2.DeregisterNodeResponse:
-        """Ends the caller's membership."""
+        """Ends the caller's membership; or hears from an operator that a process has ended."""
+        ended_count = 0
         with self._refusals_counted():
             session = _session(request.session)
             reason = request.reason or "no reason given"
-            self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
-        return scheduler_pb2.DeregisterNodeResponse()
+            if request.launch_id:
+                ended_count = self._carry_out(
+                    self._cluster.process_ended(session, request.launch_id)
+                )
+            else:
+                self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
+        return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
 
     @translated
     async def WatchCluster(
@@ -374,6 +381,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             view=self._view_message,
             replica_count=self._cluster.settings.replica_count,
             min_in_sync=self._cluster.settings.min_in_sync,
+            checkpoints=self.checkpointing.history(now_s),
         )
         for node in self._cluster.view.nodes:
             said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
@@ -539,6 +547,7 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
         update_log=_claim(request.update_log) if request.HasField("update_log") else None,
         memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
+        launch_id=request.launch_id,
     )
 
 

@@ -7,7 +7,14 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from ps_cli.progress import RateWindow, duration, live_view, plain_lines, worker_samples
+from ps_cli.progress import (
+    RateWindow,
+    duration,
+    early_ends,
+    live_view,
+    plain_lines,
+    worker_samples,
+)
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 MEGABYTE = 1_000_000
@@ -158,3 +165,19 @@ def test_the_live_view_has_a_row_a_worker() -> None:
 )
 def test_durations(elapsed_s: float, shown: str) -> None:
     assert duration(elapsed_s) == shown
+
+
+def test_a_worker_that_ended_before_its_steps_were_done_is_named() -> None:
+    window = RateWindow()
+    statuses = [worker(rank, 12 + rank, planned_step_count=12) for rank in range(4)]
+    statuses[1].progress.step_count = 5
+    statuses[2].progress.planned_step_count = 0
+    for status, state in zip(statuses, ("LEFT", "LEFT", "GONE", "GONE"), strict=True):
+        status.node.state = getattr(types_pb2, f"NODE_STATE_{state}")
+    window.observe(worker_samples(message(*statuses), now_s=100.0))
+    first, second = early_ends(window.rows(), cut_off={2})
+    assert first == "worker 1 ended before its steps were done: it left after step 5 of 12"
+    assert second == (
+        "worker 2 ended before its steps were done: its process ended without leaving the cluster, "
+        "last heard at step 14"
+    )

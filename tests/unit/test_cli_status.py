@@ -278,3 +278,31 @@ def test_a_dead_server_that_serves_nothing_makes_nothing_unknown() -> None:
             assignment.primary_node_id = 1
     made = status_document(answer, {1: stats(6), 2: Recovering("connection refused")})
     assert made["tables"][0]["clock"] == 6
+
+
+def test_checkpoints_that_are_complete_and_that_failed_have_a_row_each() -> None:
+    response = cluster()
+    assert status_document(response, {})["checkpoints"] is None
+    response.checkpoints.url = "/runs/7"
+    assert "checkpoints go to /runs/7; none is complete yet" in shown(response)
+    response.checkpoints.complete_count = 3
+    response.checkpoints.complete_url = "/runs/7/00000003-c1"
+    response.checkpoints.complete_ms = 65_000
+    response.checkpoints.failed_count = 2
+    response.checkpoints.failed_number = 5
+    response.checkpoints.failed_reason = "server 1: no space left"
+    response.checkpoints.failed_ms = 4_000
+    document = status_document(response, {})
+    assert document["checkpoints"] == {
+        "url": "/runs/7",
+        "complete_count": 3,
+        "failed_count": 2,
+        "newest": "/runs/7/00000003-c1",
+        "newest_age_s": 65.0,
+        "failed_number": 5,
+        "failure": "server 1: no space left",
+        "failure_age_s": 4.0,
+    }
+    text = shown(response)
+    assert "checkpoints 3 complete, the newest 1m05s ago: /runs/7/00000003-c1" in text
+    assert "checkpoints 2 failed; checkpoint 5, 4s ago: server 1: no space left" in text

@@ -128,3 +128,83 @@ def test_a_scheduler_that_was_paused_gives_a_silent_worker_its_whole_time_again(
     harness.pass_time(1)
     assert harness.node(worker).state is NodeState.GONE
     assert harness.node(worker).silence_ms == 10_500
+
+
+# --- a process that has ended
+
+PROCESS = b"p" * 16
+
+
+def process_ended(harness: Harness, session: Session, launch_id: bytes = PROCESS) -> int:
+    decision = harness.cluster.process_ended(session, launch_id)
+    harness.transitions += decision.transitions
+    return decision.reply
+
+
+def test_who_started_a_process_says_that_it_has_ended_and_its_workers_are_gone_at_once() -> None:
+    harness = Harness(worker_timeout_s=0.0)
+    harness.join(Role.SERVER)
+    living, dead = harness.join(Role.WORKER), harness.join(Role.WORKER, launch_id=PROCESS)
+    reader = harness.join(Role.READER, launch_id=PROCESS)
+    operator = harness.join(Role.OPERATOR)
+    number = harness.cluster.view.view_number
+    assert process_ended(harness, operator) == 2
+    assert harness.cluster.view.view_number == number + 1
+    assert harness.node(dead).state is NodeState.GONE
+    assert harness.node(reader).state is NodeState.LEFT
+    assert harness.node(living).state is NodeState.ALIVE
+    words = "worker 1 was declared gone: its process has ended"
+    assert harness.node(dead).ended_words == words
+    refused(errors.Fenced, words, by=lambda: harness.beat(dead), of=harness)
+    assert harness.join(Role.WORKER).rank == dead.rank
+    assert process_ended(harness, operator) == 0, "it is told once"
+
+
+def test_a_process_of_which_nobody_is_left_changes_nothing() -> None:
+    harness = Harness()
+    worker = harness.join(Role.WORKER, launch_id=PROCESS)
+    operator = harness.join(Role.OPERATOR)
+    harness.leave(worker)
+    number = harness.cluster.view.view_number
+    assert process_ended(harness, operator) == 0
+    assert process_ended(harness, operator, b"q" * 16) == 0
+    assert harness.cluster.view.view_number == number
+    assert harness.node(worker).state is NodeState.LEFT
+
+
+def test_servers_are_not_concerned() -> None:
+    harness = Harness()
+    server = harness.join(Role.SERVER, launch_id=PROCESS)
+    assert process_ended(harness, harness.join(Role.OPERATOR)) == 0
+    assert harness.node(server).state is NodeState.ALIVE
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.READER, Role.SERVER])
+def test_it_is_an_operators_to_tell(role: Role) -> None:
+    harness = Harness()
+    caller = harness.join(role, launch_id=PROCESS)
+    refused(
+        errors.NotPermitted,
+        "an operator's to tell",
+        role.value,
+        by=lambda: process_ended(harness, caller),
+        of=harness,
+    )
+
+
+def test_a_launch_id_has_its_length_and_is_in_no_refusal() -> None:
+    harness = Harness()
+    refused(
+        errors.InvalidConfig,
+        "launch_id has 3 bytes; expected 16",
+        by=lambda: harness.join(Role.WORKER, launch_id=b"abc"),
+        of=harness,
+    )
+    operator = harness.join(Role.OPERATOR)
+    refused(
+        errors.InvalidConfig,
+        "launch_id has 3 bytes",
+        by=lambda: process_ended(harness, operator, b"abc"),
+        of=harness,
+    )
+    assert "launch" not in repr(asking(Role.WORKER, 9, launch_id=PROCESS))

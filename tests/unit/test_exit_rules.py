@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ps_cli.exit_rules import Ending, ExitRules, GoOn, Meaning, StartAgain
+from ps_cli.exit_rules import (
+    LOGGED_RESTARTS,
+    STEADY_S,
+    Ending,
+    ExitRules,
+    GoOn,
+    Meaning,
+    StartAgain,
+)
 from ps_runtime.launcher import RoleCommand, RoleExit
 
 KILLED = -9
@@ -21,6 +31,11 @@ def server(index: int = 1, returncode: int = KILLED, *, was_ready: bool = True) 
 
 def worker(index: int = 0, returncode: int = KILLED) -> RoleExit:
     return ended("worker", index, returncode)
+
+
+def judged(rules: ExitRules, ran_s: float = 1.0) -> Meaning:
+    """What the end of a server with a log means that had served, and ran for so long."""
+    return rules.judge(replace(server(), ran_s=ran_s), 0)
 
 
 def message_of(meaning: Meaning) -> str:
@@ -63,15 +78,59 @@ def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> 
     assert "no server is left that serves, and the values are lost" in last.message
 
 
-def test_a_server_with_an_update_log_is_started_again_as_often_as_it_has_served() -> None:
+def test_a_server_with_an_update_log_is_started_again_so_often_and_later_each_time() -> None:
     rules = ExitRules(worker_count=2, has_update_log=True)
-    for _ in range(3):
-        meaning = rules.judge(server(), 0)
-        assert meaning == StartAgain(
-            "server 1 was killed by SIGKILL; it goes on from its update log"
-        )
-    last = rules.judge(server(was_ready=False), 1)  # what kills it at once would do so for ever
-    assert isinstance(last, GoOn | Ending)
+    first = rules.judge(server(), 0)
+    assert first == StartAgain(
+        "server 1 was killed by SIGKILL; it goes on from its update log, and is started again "
+        "(restart 1 of 5)"
+    )
+    pauses = []
+    for _ in range(LOGGED_RESTARTS - 1):
+        again = rules.judge(server(was_ready=False), 0)
+        assert isinstance(again, StartAgain)
+        pauses.append(again.after_s)
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    last = rules.judge(server(returncode=1), 0)
+    assert isinstance(last, Ending)
+    assert "server 1 ended with exit code 1 after 5 restarts" in last.message
+    assert "and the run cannot go on: what it has is in its update log" in last.message
+
+
+def test_with_backups_one_that_cannot_come_back_from_its_log_leaves_the_others_alone() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=0, has_update_log=True)
+    assert isinstance(rules.judge(server(), 1), GoOn)
+    assert isinstance(rules.judge(server(2), 0), Ending)
+
+
+def test_a_pause_has_a_bound_and_ends_with_a_role_that_ran_for_long() -> None:
+    rules = ExitRules(worker_count=2, max_restarts=20, has_update_log=True)
+    pauses = [again.after_s for _ in range(9) if isinstance(again := judged(rules), StartAgain)]
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    steady = judged(rules, ran_s=STEADY_S)
+    assert isinstance(steady, StartAgain)
+    assert steady.after_s == 0.0
+    assert " in " not in steady.message.split("started again")[1]
+
+
+def test_what_was_refused_is_not_tried_again() -> None:
+    rules = ExitRules(worker_count=2, max_restarts=5, has_update_log=True)
+    meaning = rules.judge(server(returncode=2, was_ready=False), 0)
+    assert isinstance(meaning, Ending)
+    assert meaning.message.startswith("server 1 ended with exit code 2 before it served")
+
+
+def test_the_reason_is_told_with_each_restart_and_at_the_end() -> None:
+    why = '2026-01-31T12:00:00.123Z error server event=failed error=X message="the disk is full"'
+    rules = ExitRules(worker_count=2, max_restarts=1, has_update_log=True)
+    full = replace(server(returncode=1), recent_lines=(why, "and a last line"))
+    assert rules.judge(full, 0) == StartAgain(
+        "server 1 ended with exit code 1 (the disk is full); it goes on from its update log, and "
+        "is started again (restart 1 of 1)"
+    )
+    assert message_of(rules.judge(full, 0)).endswith("; it said: the disk is full")
+    killed = replace(full, returncode=KILLED)
+    assert "the disk is full" not in message_of(ExitRules(2).judge(killed, 1)).splitlines()[0]
 
 
 def test_the_last_server_is_not_started_again_on_nothing() -> None:
@@ -87,13 +146,13 @@ def test_dead_roles_are_started_again_as_often_as_may_be_all_in_all() -> None:
         "again (restart 1 of 2)"
     )
     assert second == StartAgain(
-        "worker 0 ended with exit code 3; it is started again (restart 2 of 2), and has its rank "
-        "when the scheduler has declared the old one gone"
+        "worker 0 ended with exit code 3; it is started again (restart 2 of 2), and takes its rank "
+        "over"
     )
     assert isinstance(rules.judge(server(1), 1), GoOn)
     third = rules.judge(worker(1), 2)
     assert isinstance(third, Ending)
-    assert "after 2 restarts, and the run cannot go on" in third.message
+    assert "after 2 restarts (see --max-restarts) and the run cannot go on" in third.message
 
 
 def test_a_worker_that_was_started_again_and_finishes_counts_once() -> None:

@@ -103,6 +103,25 @@ def test_a_failure_is_logged_with_its_traceback(
     assert pushpull_logger.level == logging.ERROR
 
 
+@given(
+    event=st.text(min_size=1, max_size=20),
+    fields=st.dictionaries(
+        st.sampled_from(("message", "error", "reason", "url")),
+        st.text(max_size=40),
+    ),
+)
+def test_what_a_line_has_can_be_read_from_it(event: str, fields: dict[str, str]) -> None:
+    assert logs.fields_of(f"time error server {logs.line(event, dict(fields))}") == {
+        "event": event,
+        **fields,
+    }
+
+
+def test_what_is_no_log_line_has_no_fields() -> None:
+    assert logs.fields_of("Traceback (most recent call last):") == {}
+    assert logs.fields_of("a script's own line, with key=value") == {}
+
+
 def test_a_long_value_is_cut_and_a_wrong_level_named() -> None:
     assert len(logs.line("x", {"value": "y" * 10_000})) < logs.MAX_VALUE_CHARACTERS + 100
     with pytest.raises(tree.InvalidConfig, match="log level is 'loud'; expected one of debug"):

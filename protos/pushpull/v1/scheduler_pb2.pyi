@@ -18,7 +18,7 @@ class GetJoinChallengeResponse(_message.Message):
     def __init__(self, challenge: _Optional[bytes] = ...) -> None: ...
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof", "memory")
+    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof", "memory", "launch_id")
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class RegisterNodeRequest(_message.Message):
     UPDATE_LOG_FIELD_NUMBER: _ClassVar[int]
     JOIN_PROOF_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_ID_FIELD_NUMBER: _ClassVar[int]
     registration_id: bytes
     role: _types_pb2.NodeRole
     address: str
@@ -45,7 +46,8 @@ class RegisterNodeRequest(_message.Message):
     update_log: UpdateLogClaim
     join_proof: bytes
     memory: ServerMemory
-    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ..., memory: _Optional[_Union[ServerMemory, _Mapping]] = ...) -> None: ...
+    launch_id: bytes
+    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ..., memory: _Optional[_Union[ServerMemory, _Mapping]] = ..., launch_id: _Optional[bytes] = ...) -> None: ...
 
 class ServerMemory(_message.Message):
     __slots__ = ("byte_count", "pool")
@@ -78,7 +80,7 @@ class CustomUpdate(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "range_count", "left_url")
+    __slots__ = ("session", "worker_count", "heartbeat_interval_ms", "lease_ms", "token_key", "features", "replica_count", "min_in_sync", "range_count", "left_url", "checkpoint_url")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class RegisterNodeResponse(_message.Message):
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     RANGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEFT_URL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_URL_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     worker_count: int
     heartbeat_interval_ms: int
@@ -99,7 +102,8 @@ class RegisterNodeResponse(_message.Message):
     min_in_sync: int
     range_count: int
     left_url: str
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., range_count: _Optional[int] = ..., left_url: _Optional[str] = ...) -> None: ...
+    checkpoint_url: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., worker_count: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., token_key: _Optional[bytes] = ..., features: _Optional[_Iterable[str]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., range_count: _Optional[int] = ..., left_url: _Optional[str] = ..., checkpoint_url: _Optional[str] = ...) -> None: ...
 
 class TableProgress(_message.Message):
     __slots__ = ("table_id", "clock")
@@ -174,16 +178,20 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, view_number: _Optional[int] = ...) -> None: ...
 
 class DeregisterNodeRequest(_message.Message):
-    __slots__ = ("session", "reason")
+    __slots__ = ("session", "reason", "launch_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_ID_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     reason: str
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    launch_id: bytes
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., launch_id: _Optional[bytes] = ...) -> None: ...
 
 class DeregisterNodeResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("ended_count",)
+    ENDED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ended_count: int
+    def __init__(self, ended_count: _Optional[int] = ...) -> None: ...
 
 class WatchClusterRequest(_message.Message):
     __slots__ = ("session",)
@@ -298,16 +306,38 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_types_pb2.Node, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., last_heard_ms: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("view", "nodes", "replica_count", "min_in_sync")
+    __slots__ = ("view", "nodes", "replica_count", "min_in_sync", "checkpoints")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.ClusterView
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     replica_count: int
     min_in_sync: int
-    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ...) -> None: ...
+    checkpoints: CheckpointHistory
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointHistory, _Mapping]] = ...) -> None: ...
+
+class CheckpointHistory(_message.Message):
+    __slots__ = ("url", "complete_count", "failed_count", "complete_url", "complete_ms", "failed_number", "failed_reason", "failed_ms")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_URL_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_MS_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    complete_count: int
+    failed_count: int
+    complete_url: str
+    complete_ms: int
+    failed_number: int
+    failed_reason: str
+    failed_ms: int
+    def __init__(self, url: _Optional[str] = ..., complete_count: _Optional[int] = ..., failed_count: _Optional[int] = ..., complete_url: _Optional[str] = ..., complete_ms: _Optional[int] = ..., failed_number: _Optional[int] = ..., failed_reason: _Optional[str] = ..., failed_ms: _Optional[int] = ...) -> None: ...
 
 class CreateCheckpointRequest(_message.Message):
     __slots__ = ("session", "reason", "covered_by", "view_number")

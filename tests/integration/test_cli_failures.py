@@ -1,0 +1,154 @@
+"""What fails while a run goes on is told at once, counted, and in the exit code; real processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launcher import Launcher, start_scheduler, start_servers
+from tests.integration.command_line import START_DEADLINE_S, Tool, run_warm
+
+pytestmark = pytest.mark.timeout(180)
+
+NEVER = {"PUSHPULL_WORKER_TIMEOUT_S": "0"}
+"""A worker that is silent is not declared gone for that, however long."""
+
+UNTIL_TOLD = """
+import pathlib
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    print("is training", flush=True)
+    while not pathlib.Path("enough").exists():
+        client.push_pull(table, [1.0] * 64)
+"""
+
+ENDS_EARLY = """
+import os
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    client.report(planned_steps=8)
+    while table.clock < 8:
+        client.push_pull(table, [1.0] * 64)
+        if client.rank == 1 and table.clock == 4:
+            os._exit(0)
+    print(f"rank {client.rank} took {table.clock} steps", flush=True)
+"""
+
+NO_TABLE = """
+import ps_worker as ps
+
+ps.connect().close()
+"""
+
+
+def write(directory: Path, program: str) -> str:
+    (directory / "script.py").write_text(program)
+    return "script.py"
+
+
+def test_a_checkpoint_that_fails_is_told_at_once_is_in_the_status_and_in_the_exit_code(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    arguments = (
+        *("train", write(tmp_path, UNTIL_TOLD), "-w", "1", "-s", "1", "--interval", "60"),
+        *("--checkpoint-url", "runs", "--checkpoint-every", "0.5s"),
+    )
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
+        tool.wait_for("is training")
+        shutil.rmtree(runs)
+        runs.touch()
+        told = tool.wait_for(r"pushpull: checkpoint (\d+) failed: server \d+: (.*)\n")
+        assert "Not a directory" in told.group(2)
+        asked = run_warm("status", "--json", "--scheduler", address, cwd=tmp_path)
+        shown = run_warm("status", "--scheduler", address, cwd=tmp_path)
+        (tmp_path / "enough").touch()
+        assert tool.end(START_DEADLINE_S) == 3, tool.text
+    checkpoints = json.loads(asked.stdout)["checkpoints"]
+    assert checkpoints["failed_count"] >= 1
+    assert checkpoints["failed_number"] >= int(told.group(1))
+    assert "Not a directory" in checkpoints["failure"]
+    assert f"checkpoints {checkpoints['failed_count']} failed; checkpoint" in shown.stdout
+    assert "pushpull: there is no last checkpoint" in tool.text
+    assert "1 workers finished in" in tool.text
+    assert "pushpull: the run has ended well, but the last checkpoint failed" in tool.text
+
+
+@pytest.mark.parametrize("command", [("train", "script.py"), ("up",)])
+def test_a_place_for_checkpoints_that_takes_none_is_refused_at_once(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    write(tmp_path, UNTIL_TOLD)
+    (tmp_path / "file").touch()
+    found = run_warm(*command, "--checkpoint-url", "file/runs", cwd=tmp_path, has_warm_roles=True)
+    assert found.returncode == 1
+    said = found.stderr.splitlines()[-1]
+    assert said.startswith("pushpull: scheduler ended with exit code 2")
+    assert "file/runs cannot be written to: Not a directory" in said
+    assert said.endswith("give another --checkpoint-url, or none")
+    assert "Traceback" not in found.stderr
+
+
+def test_a_server_that_cannot_write_checkpoints_does_not_join(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with Launcher() as launcher:
+        shape = ClusterShape(1, 1, checkpoints=CheckpointPlan(str(runs)))
+        scheduler = start_scheduler(launcher, shape)
+        runs.rmdir()  # what the scheduler has there, the server has not
+        runs.touch()
+        (server,) = start_servers(launcher, shape, scheduler.address)
+        ended = server.wait(START_DEADLINE_S)
+    assert ended is not None
+    assert (ended.returncode, ended.was_ready) == (2, False)
+    assert f"no checkpoint can be written: {runs} cannot be written to" in ended.reason
+    assert ended.reason.endswith("give another --checkpoint-url, or none")
+
+
+def test_a_run_without_tables_has_no_last_checkpoint_to_wait_for(tmp_path: Path) -> None:
+    arguments = ("train", write(tmp_path, NO_TABLE), "-w", "1", "--checkpoint-url", "runs")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(30) == 0, tool.text
+    assert "there is no last checkpoint, since there is no table" in tool.text
+
+
+def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Path) -> None:
+    arguments = ("train", write(tmp_path, ENDS_EARLY), "-w", "2", "-s", "1")
+    with Tool(*arguments, cwd=tmp_path, variables=NEVER, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert "[worker 0] rank 0 took 8 steps" in tool.text
+    assert "1 of 2 workers finished in" in tool.text
+    assert (
+        "pushpull: worker 1 ended before its steps were done: its process ended without leaving "
+        "the cluster, last heard at step"
+    ) in tool.text
+
+
+def test_a_server_that_cannot_start_is_started_again_so_often_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "server-0").touch()
+    arguments = (
+        *("train", write(tmp_path, UNTIL_TOLD), "-w", "1", "-s", "1"),
+        *("--update-log", "log", "--max-restarts", "2"),
+    )
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 1, tool.text
+    why = "log/server-0: no update log can be kept there: .*File exists"
+    tool.wait_for(
+        rf"server 0 ended with exit code 1 \(.*{why}.*is started again \(restart 1 of 2\)"
+    )
+    tool.wait_for(rf"server 0 .*{why}.*is started again in 1 s \(restart 2 of 2\)")
+    tool.wait_for(
+        r"pushpull: server 0 ended with exit code 1 after 2 restarts \(see --max-restarts\) before "
+        rf"it served; it said: .*{why}"
+    )
