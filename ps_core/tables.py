@@ -151,6 +151,17 @@ _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
 takes roots of negative numbers. A learning rate may have any sign and size within
 MAX_HYPERPARAMETER_MAGNITUDE, as schedulers set it."""
 
+CLAMPED = frozenset(
+    {
+        OptimizerKind.SGD, OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.ADAGRAD,
+        OptimizerKind.RMSPROP,
+    }
+)  # fmt: skip
+"""Optimizers whose values can be clamped after each update: they have the hyperparameters
+`clamp_min` and `clamp_max` where those are given, and else neither."""
+
+CLAMP_NAMES = ("clamp_min", "clamp_max")
+
 Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
 
@@ -186,11 +197,12 @@ class OptimizerSpec:
         is_custom = self.kind is OptimizerKind.CUSTOM
         merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
         bounds = {} if is_custom else _HYPERPARAMETER_BOUNDS
+        others = CLAMP_NAMES if self.kind in CLAMPED else ()
         for name, value in (*self.hyperparameters, *given):
-            if name not in merged:
+            if name not in merged and name not in others:
                 raise InvalidConfig(
                     f"{self.label} has no hyperparameter '{name}'; it has "
-                    f"{', '.join(sorted(merged)) or 'none'}"
+                    f"{', '.join(sorted({*merged, *others})) or 'none'}"
                 )
             if not math.isfinite(value):
                 raise InvalidConfig(f"hyperparameter '{name}' is {value}; expected a finite number")
@@ -205,6 +217,11 @@ class OptimizerSpec:
                     f"hyperparameter '{name}' is {value}; expected at least {low}, below {high}"
                 )
             merged[name] = value + 0.0  # -0.0 is 0.0: equal numbers are the same bits
+        if others and merged.get("clamp_min", -math.inf) > merged.get("clamp_max", math.inf):
+            raise InvalidConfig(
+                f"clamp_min is {merged['clamp_min']}; expected at most clamp_max, "
+                f"{merged['clamp_max']}"
+            )
         return tuple(sorted(merged.items()))
 
 

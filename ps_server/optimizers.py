@@ -162,6 +162,8 @@ class Optimizer:
             state.steps = kernel.steps_after(steps, numbers)
         else:
             self._apply_in_part(state, gradient, present, numbers)
+        if "clamp_min" in numbers or "clamp_max" in numbers:
+            _clamp(state, present, numbers.get("clamp_min"), numbers.get("clamp_max"))
 
     def _apply_in_part(
         self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
@@ -215,6 +217,15 @@ class Optimizer:
         self._kernel.run(_piece(state, gradient, (low, high, steps)), numbers)
         for neighbour, before in saved:
             neighbour.copy_(before)
+
+
+def _clamp(state: BlockState, present: Mask | None, low: float | None, high: float | None) -> None:
+    """As `torch.clamp_` of the present tensors; what is behind the block's end stays zero."""
+    runs = [(0, state.length, 0)]
+    if present is not None:
+        runs = _runs(state.bounds, np.where(present, 0, -1))
+    for begin, end, _ in runs:
+        state.values[begin:end].clamp_(low, high)
 
 
 def _piece(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> Piece:

@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     What a script does to parameters between two steps (`load_state_dict`, `nn.init`, in-place
     changes of any kind) is taken over with the next step: under BSP, where every worker does the
-    same.
+    same. To clamp in every step, in any setting, give the optimizer `clamp`.
 
     Blocking: until all tables exist and rank 0's parameters have been taken over.
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_worker.flat_layout import FlatLayout
-from ps_worker.staging import FlatBuffer, column_sums, is_finite, same_bits
+from ps_worker.staging import FlatBuffer, column_sums, is_finite, is_same_memory, same_bits
 
 if TYPE_CHECKING:
     from ps_worker.trained_table import TrainedTable
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 _DIGEST_BYTES = 16
 _NAMED_COUNT = 3
 
-REMEDIES = "Do the same at every rank before the same step: the same seed, the same checkpoint"
+REMEDIES = (
+    "Do the same at every rank before the same step: the same seed, the same checkpoint. To clamp "
+    "in every step, give the optimizer clamp=(least, greatest)"
+)
 """What to do where the workers of a step disagree."""
 
 
@@ -50,6 +53,7 @@ class WrittenValues:
         self._layout = layout
         self._received = received
         self._sums: dict[int, torch.Tensor] = {}
+        self._homes = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self.is_known = False
 
     def written(self, but: Collection[int] = ()) -> None:
@@ -62,8 +66,10 @@ class WrittenValues:
         """
         self.is_known = True
         for index, entry in enumerate(self._layout.placed):
+            if entry.tensor.is_cpu:
+                continue
             self._sums.pop(index, None)
-            if entry.tensor.device.type != "cpu" and index not in but:
+            if index not in but:
                 self._sums[index] = column_sums(entry.tensor.detach())
 
     def edited(self) -> list[int]:
@@ -74,7 +80,16 @@ class WrittenValues:
         found = []
         on_device: list[tuple[int, torch.Tensor]] = []
         for index, entry in enumerate(self._layout.placed):
-            now, sums = entry.tensor.detach(), self._sums.get(index)
+            tensor, (home, byte_count, dtype) = entry.tensor, self._homes[index]
+            if (
+                tensor.is_cpu
+                and tensor.dtype is dtype
+                and tensor.is_contiguous()
+                and tensor.nbytes == byte_count
+                and is_same_memory(tensor.data_ptr(), home, byte_count)
+            ):
+                continue  # as nearly always: a model may have thousands
+            now, sums = tensor.detach(), self._sums.get(index)
             if sums is not None and now.device == sums.device:
                 on_device.append((index, _differ(sums, column_sums(now))))
             elif not self._is_same(index, now):

@@ -5,8 +5,9 @@ group and an optimizer can be turned into each other, and torch's learning-rate 
 names that they look for.
 
 Rules:
-    - Fields, defaults and bounds are those of the `torch.optim` namesake. `Custom` has none: what
-      it is, and which numbers it has, is the servers' to say.
+    - Fields, defaults and bounds are those of the `torch.optim` namesake, and `clamp`, which torch
+      leaves to the script. `Custom` has none: what it is, and which numbers it has, is the servers'
+      to say.
     - `hyperparameters` gives the numbers that travel with each step; the switches (`nesterov`,
       `amsgrad`, `centered`, `maximize`) and `initial_accumulator_value` are the table's for good.
 
@@ -18,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
+    CLAMP_NAMES,
     HYPERPARAMETER_DEFAULTS,
     Hyperparameters,
     Kernels,
@@ -40,6 +42,12 @@ class SupportsFloat(Protocol):
     def __float__(self) -> float: ...
 
 
+Clamp: TypeAlias = tuple[float | None, float | None]
+"""The least and the greatest that a parameter may be after an update, as `torch.clamp_` has them;
+None for a side without a bound. The servers clamp what an update has touched, so a script that does
+it between steps changes nothing (and may leave it)."""
+
+
 class ServerOptimizer:
     """Base of the optimizers below: conversion from and to parameter groups and table settings."""
 
@@ -47,7 +55,13 @@ class ServerOptimizer:
     kind: ClassVar[OptimizerKind]
 
     def defaults(self) -> dict[str, Any]:
-        """The keys and values of a torch parameter group with these settings."""
+        """The keys and values of a torch parameter group with these settings: torch's own, and
+        `clamp` if there is one.
+        """
+        found = self._settings()
+        return {key: value for key, value in found.items() if key != "clamp" or value is not None}
+
+    def _settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
@@ -56,7 +70,7 @@ class ServerOptimizer:
         Raises:
             InvalidConfig: as the optimizer's own constructor.
         """
-        return type(self)(**{key: group.get(key, own) for key, own in self.defaults().items()})
+        return type(self)(**{key: group.get(key, own) for key, own in self._settings().items()})
 
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
         """The optimizer as a table's setting, every number filled in."""
@@ -72,7 +86,7 @@ class ServerOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class SGD(ServerOptimizer):
-    """`torch.optim.SGD`, on the servers.
+    """`torch.optim.SGD`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
         InvalidConfig: a number out of bounds, or Nesterov without momentum or with dampening.
@@ -86,8 +100,10 @@ class SGD(ServerOptimizer):
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        clamp_numbers(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "momentum", "weight_decay")
         _require_number("SGD", "dampening", self.dampening)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
@@ -99,7 +115,7 @@ class SGD(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class Adam(ServerOptimizer):
-    """`torch.optim.Adam`, on the servers.
+    """`torch.optim.Adam`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
         InvalidConfig: a number out of bounds.
@@ -113,15 +129,17 @@ class Adam(ServerOptimizer):
     weight_decay: float = 0.0
     amsgrad: bool = False
     maximize: bool = False
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        clamp_numbers(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "eps", "weight_decay")
         _require_betas("Adam", self.betas)
 
 
 @dataclass(frozen=True, slots=True)
 class AdamW(ServerOptimizer):
-    """`torch.optim.AdamW`, on the servers.
+    """`torch.optim.AdamW`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
         InvalidConfig: a number out of bounds.
@@ -135,15 +153,17 @@ class AdamW(ServerOptimizer):
     weight_decay: float = 1e-2
     amsgrad: bool = False
     maximize: bool = False
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        clamp_numbers(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "eps", "weight_decay")
         _require_betas("AdamW", self.betas)
 
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(ServerOptimizer):
-    """`torch.optim.Adagrad`, on the servers.
+    """`torch.optim.Adagrad`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
         InvalidConfig: a number out of bounds.
@@ -157,8 +177,10 @@ class Adagrad(ServerOptimizer):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     maximize: bool = False
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        clamp_numbers(type(self).__name__, self.clamp)
         _require_not_negative(
             self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
         )
@@ -166,7 +188,7 @@ class Adagrad(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class RMSprop(ServerOptimizer):
-    """`torch.optim.RMSprop`, on the servers.
+    """`torch.optim.RMSprop`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
         InvalidConfig: a number out of bounds.
@@ -181,8 +203,10 @@ class RMSprop(ServerOptimizer):
     momentum: float = 0.0
     centered: bool = False
     maximize: bool = False
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        clamp_numbers(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "alpha", "eps", "weight_decay", "momentum")
 
 
@@ -312,7 +336,27 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
             raise InvalidConfig(f"the parameter group has no '{key}', which {kind.value} needs")
         value = group[key] if index is None else group[key][index]
         found.append((name, _require_number(kind.value, name, value)))
-    return tuple(sorted(found))
+    return tuple(sorted([*found, *clamp_numbers(kind.value, group.get("clamp"))]))
+
+
+def clamp_numbers(optimizer: str, clamp: object) -> Hyperparameters:
+    """The hyperparameters that say a clamp: of the sides that have a bound.
+
+    Raises:
+        InvalidConfig: it is no pair of finite numbers or None, or the least is the greater.
+    """
+    if clamp is None:
+        return ()
+    if not isinstance(clamp, tuple | list) or len(clamp) != 2:
+        raise InvalidConfig(f"{optimizer}: clamp is {clamp!r}; expected (least, greatest)")
+    found = [
+        (name, _require_number(optimizer, name, bound))
+        for name, bound in zip(CLAMP_NAMES, clamp, strict=True)
+        if bound is not None
+    ]
+    if len(found) == 2 and found[0][1] > found[1][1]:
+        raise InvalidConfig(f"{optimizer}: clamp is {clamp!r}; expected the least first")
+    return tuple(found)
 
 
 def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) -> None:
@@ -330,6 +374,13 @@ def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) ->
                 f"group now says {group[name]}"
             )
     created = dict(spec.hyperparameters)
+    given = dict(clamp_numbers(table, group.get("clamp")))
+    for name in CLAMP_NAMES:
+        if name in created and name not in given:
+            raise InvalidConfig(
+                f"'clamp' of table '{table}' has {name} {created[name]}; the parameter group now "
+                "has none, which would mean the table's: expected another bound, such as 1e18"
+            )
     for name in _FIXED_AT_CREATION:
         if name in group and name in created and float(group[name]) != created[name]:
             raise InvalidConfig(

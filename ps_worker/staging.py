@@ -24,6 +24,7 @@ What it deliberately does not do: send, or decide about seals (`ps_worker.distri
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,9 @@ CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
 
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _COLUMN_COUNT = 1021
 """A prime, so that no layer's rows are as long: what changes alike in every row, as a sign does, is
@@ -115,8 +119,22 @@ def column_sums(tensor: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def is_same_memory(first: int, second: int, byte_count: int) -> bool:
+    """Whether so many bytes at two addresses are the same.
+
+    Blocking: reads both; other threads run meanwhile. 16 to 24 GB/s a core, where `torch.equal` of
+    integers read 6 to 14.
+    """
+    return not _memcmp(first, second, byte_count)
+
+
 def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether two CPU tensors of one shape and dtype have the same bits."""
+    """Whether two CPU tensors of one shape and dtype have the same bits.
+
+    Blocking: reads both. Other threads run meanwhile.
+    """
+    if staged.is_contiguous() and gradient.is_contiguous():
+        return is_same_memory(staged.data_ptr(), gradient.data_ptr(), staged.nbytes)
     bits = _BITS[staged.element_size()]
     return torch.equal(staged.view(bits), gradient.view(bits))
 

@@ -319,7 +319,8 @@ class TrainedModel:
                 f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
                 f"step, {why}. Nothing was sent of this step, and the change stays until it is "
                 "undone or taken. Change it under BSP: set_consistency('bsp') at every worker, the "
-                "change, step(), and set_consistency() back"
+                "change, step(), and set_consistency() back; or before the optimizer is made. To "
+                "clamp in every step, give the optimizer clamp=(least, greatest)"
             )
 
     def _seal_edit(self, edited: Edited, problem: str) -> _SealedStep:

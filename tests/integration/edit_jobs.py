@@ -125,3 +125,21 @@ def differ(
     later = [one_step(model, optimizer, x) for x in inputs[2:]]
     optimizer.close()
     return told, edited, after, later, values(model)
+
+
+def train_clamped(client: ps.Client, name: str, **options: Any) -> tuple[list[Values], int]:
+    """The parameters after each of four steps, clamped by the servers and, to no effect, by the
+    script; and the clock in the end.
+    """
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name, **options)
+    history = []
+    for x in batches(4, rank=client.rank):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        clamp(model)
+        history.append(values(model))
+    clock = optimizer.clock
+    optimizer.close()
+    return history, clock

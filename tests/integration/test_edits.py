@@ -183,3 +183,28 @@ def test_a_worker_alone_may_edit_in_every_setting(
         consistency=consistency,
     )  # fmt: skip
     check_all_equal(histories, in_one_process({2: edit}, momentum, worker_count=1))
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asp"])
+def test_a_clamp_of_the_servers_leaves_the_scripts_nothing_to_do(
+    workers: Workers, alone: Workers, consistency: str
+) -> None:
+    """It is no edit: it takes no clock, and is refused nowhere."""
+    optimizer = ps.SGD(lr=0.1, momentum=0.9, clamp=(-0.1, 0.1))
+    name = f"clamped {consistency}"
+    for history, clock in workers.run(
+        jobs.train_clamped, name=name, optimizer=optimizer, consistency=consistency
+    ):
+        assert clock == 4
+        assert all(v.abs().max() <= 0.1 for v in history[-1].values())
+    ((history, _),) = alone.run(
+        jobs.train_clamped, name=name, optimizer=optimizer, consistency=consistency
+    )
+    model, x = seeded(Branched), list(batches(4))
+    reference = momentum(model.parameters())
+    for step in range(4):
+        reference.zero_grad()
+        model(x[step]).square().mean().backward()
+        reference.step()
+        jobs.clamp(model)
+        assert differing(history[step], values(model)) == []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ps_core.keys import TableId
 from ps_core.tables import (
+    CLAMP_NAMES,
     NATIVE_CODEC,
     DType,
     Hyperparameters,
@@ -85,7 +86,7 @@ class Case:
 
 
 def torch_names(numbers: Mapping[str, float]) -> dict[str, Any]:
-    names: dict[str, Any] = dict(numbers)
+    names: dict[str, Any] = {n: v for n, v in numbers.items() if n not in CLAMP_NAMES}
     if "beta1" in names:
         names["betas"] = (names.pop("beta1"), names.pop("beta2"))
     return names
@@ -117,6 +118,11 @@ CASES = [
         RMSPROP, {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1},
         {"centered": True, "maximize": True},
     ),
+    Case(SGD, {"lr": 0.1, "momentum": 0.9, "clamp_min": -0.5, "clamp_max": 0.25}),
+    Case(ADAM, {"lr": 0.01, "clamp_min": 0.1}),
+    Case(ADAMW, {"lr": 0.01, "clamp_max": -0.1}),
+    Case(ADAGRAD, {"lr": 0.05, "clamp_min": 0.5, "clamp_max": 0.5}),
+    Case(RMSPROP, {"lr": 0.02, "clamp_min": 0.0, "clamp_max": 1.0}),
 ]  # fmt: skip
 
 
@@ -220,6 +226,10 @@ def torch_run(case: Case, dtype: torch.dtype, course: Sequence[Step]) -> Iterato
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer.param_groups[0].update(torch_names(dict(step.numbers)))
         optimizer.step()
+        clamp = [dict(step.numbers).get(name) for name in CLAMP_NAMES]
+        for parameter in parameters if any(bound is not None for bound in clamp) else ():
+            if parameter.grad is not None:
+                parameter.data.clamp_(*clamp)
         yield torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 

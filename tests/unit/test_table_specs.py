@@ -168,10 +168,21 @@ def test_numbers_that_are_given_go_before_the_tables_own_and_those_before_the_de
 
 
 def test_a_number_that_the_optimizer_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="sgd has no hyperparameter 'beta1'; it has dampening"):
+    expected = "sgd has no hyperparameter 'beta1'; it has clamp_max, clamp_min, dampening"
+    with pytest.raises(InvalidConfig, match=expected):
         SGD.merged((("beta1", 0.5),))
     with pytest.raises(InvalidConfig, match="'lr'; it has none"):
         OptimizerSpec(OptimizerKind.ADD).merged((("lr", 0.5),))
+
+
+def test_a_clamp_is_there_where_it_is_given() -> None:
+    given = (("clamp_max", 0.5),)
+    assert dict(SGD.merged(given))["clamp_max"] == 0.5
+    assert "clamp_min" not in dict(SGD.merged(given))
+    with pytest.raises(InvalidConfig, match=r"clamp_min is 1\.0; expected at most clamp_max, 0\.5"):
+        SGD.merged((*given, ("clamp_min", 1.0)))
+    with pytest.raises(InvalidConfig, match="add has no hyperparameter 'clamp_max'; it has none"):
+        OptimizerSpec(OptimizerKind.ADD).merged(given)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

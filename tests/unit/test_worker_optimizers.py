@@ -59,6 +59,9 @@ BAD: list[tuple[type[ServerOptimizer], dict[str, Any], str]] = [
     (Adagrad, {"lr_decay": -1.0}, "lr_decay"),
     (RMSprop, {"alpha": -1.0}, "alpha"),
     (RMSprop, {"momentum": -1.0}, "momentum"),
+    (SGD, {"clamp": 0.5}, r"clamp is 0.5; expected \(least, greatest\)"),
+    (Adam, {"clamp": (1.0, 0.5)}, "expected the least first"),
+    (AdamW, {"clamp": (None, float("inf"))}, "clamp_max is inf; expected a finite number"),
 ]
 
 
@@ -88,6 +91,20 @@ def test_a_group_overrides_what_the_optimizer_says() -> None:
     assert dict(spec.hyperparameters)["lr"] == 0.2
     with pytest.raises(InvalidConfig, match="lr is -3"):
         SGD().with_group({"lr": -3})
+
+
+def test_a_clamp_is_a_groups_own() -> None:
+    clamped = SGD(lr=0.1, clamp=(-0.5, None))
+    assert clamped.defaults()["clamp"] == (-0.5, None)
+    spec = clamped.spec()
+    assert dict(spec.hyperparameters)["clamp_min"] == -0.5
+    assert "clamp_max" not in dict(spec.hyperparameters)
+    group = {**SGD().defaults(), "clamp": (-0.25, 0.25)}
+    assert SGD().with_group(group).clamp == (-0.25, 0.25)
+    assert dict(optimizers.numbers_of(spec, group))["clamp_max"] == 0.25
+    optimizers.check_switches(spec, group, "t")
+    with pytest.raises(InvalidConfig, match=r"table 't' has clamp_min -0\.5; the parameter group"):
+        optimizers.check_switches(spec, {**group, "clamp": (None, 0.25)}, "t")
 
 
 def test_a_custom_updates_numbers_are_what_is_in_the_group() -> None:
