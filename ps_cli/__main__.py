@@ -16,7 +16,7 @@ from rich.console import Console
 from ps_cli.bench_options import BenchOptions
 from ps_cli.checkpoint_app import checkpoint_app
 from ps_cli.compare_options import CompareOptions
-from ps_cli.options import options_of
+from ps_cli.options import ScriptCommand, options_of
 from ps_cli.output import FILE_WIDTH, Output
 from ps_cli.replay_options import ReplayOptions
 from ps_cli.reported import guarded, reported
@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 @options_of(TrainOptions)
 def train(options: TrainOptions) -> None:
     """Train SCRIPT on a local cluster: a scheduler, servers, and a copy of SCRIPT a worker.
@@ -76,7 +76,7 @@ def train(options: TrainOptions) -> None:
     guarded(lambda output: TrainRun(settings, output).run())
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 @options_of(CompareOptions)
 def compare(options: CompareOptions) -> None:
     """Train SCRIPT under several consistency settings, and report what each gives and costs.

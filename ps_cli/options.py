@@ -10,14 +10,40 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from ps_cli.exit_rules import LOGGED_RESTARTS
+from ps_cli.reported import refuse
+from ps_core.errors import InvalidConfig
 from ps_runtime.cluster_shape import CheckpointPlan, UpdateLogPlan
 
 OptionsT = TypeVar("OptionsT")
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for a command line that it cannot read."""
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: it says where options go that are the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does; an option that the command does not have may be meant for the script."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            option = str(getattr(error, "option_name", ""))
+            script = next((word for word in given if word.endswith(".py")), "")
+            if not option or not script:
+                raise
+            refuse(
+                f"{ctx.command_path} has no option {option}; options of the script come after --, "
+                f"as in: {ctx.command_path} {script} -- {option} ..."
+            )
+
 
 Script = Annotated[
     Path,
@@ -95,7 +121,10 @@ def options_of(
     def decorate(command: Callable[[OptionsT], None]) -> Callable[..., None]:
         @functools.wraps(command)
         def called(**given: object) -> None:
-            command(cls(**given))
+            try:
+                command(cls(**given))
+            except InvalidConfig as error:  # options that contradict each other
+                refuse(error.message)
 
         hints = {name: option.annotation for name, option in signature.parameters.items()}
         vars(called).pop("__wrapped__")  # its parameters are not the command's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -12,6 +12,17 @@ from ps_cli.output import Output
 from ps_core.errors import InvalidConfig, PushpullError
 
 USAGE_EXIT_CODE = 2
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command for what is wrong with its command line, in one line.
+
+    Raises:
+        typer.Exit: always.
+    """
+    with Output() as output:
+        output.complain(message)
+    raise typer.Exit(USAGE_EXIT_CODE)
 
 
 def guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:

@@ -14,6 +14,7 @@ from typing import Self
 import grpc
 
 from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
+from ps_runtime.addresses import check_scheduler_address
 from ps_runtime.channels import aio_channel
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.registration import answer_of, operator_session
@@ -111,7 +112,7 @@ async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
     Blocking: up to `QUERY_DEADLINE_S` an address.
 
     Raises:
-        InvalidConfig: the list is empty.
+        InvalidConfig: the list is empty, an address is none, or the join secret cannot be one.
         Unauthenticated: this process does not have the cluster's join secret.
         Recovering: none answers; the message says why for each.
     """
@@ -119,13 +120,15 @@ async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
         raise InvalidConfig(
             "no scheduler given: use --scheduler HOST:PORT or set PUSHPULL_SCHEDULER"
         )
+    for address in addresses:
+        check_scheduler_address(address)
     failures = []
     for address in addresses:
         try:
             async with SchedulerQuery(address) as query:
                 response = await query.status()
                 return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
-        except Unauthenticated:
+        except (Unauthenticated, InvalidConfig):
             raise
         except PushpullError as error:
             failures.append(f"{address}: {error.message}")

@@ -10,6 +10,8 @@ from ps_runtime import logs
 
 MAX_PORT = 65_535
 
+_OTHER_FORMS = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:")
+
 
 def split_address(address: str, field: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[ipv6]:port"; `field` names the setting in errors.
@@ -25,6 +27,28 @@ def split_address(address: str, field: str) -> tuple[str, int]:
             f"{field} is '{address}'; expected host:port with a port of 0 to {MAX_PORT}"
         )
     return bare, int(port)
+
+
+def check_scheduler_address(address: str) -> None:
+    """Refuse what cannot be where a scheduler is; other forms of gRPC's (dns:, unix:) may be.
+
+    Raises:
+        InvalidConfig: naming what it should have been.
+    """
+    if address.startswith(_OTHER_FORMS):
+        return
+    _, scheme, bare = address.rpartition("://")
+    bare = bare.split("/", 1)[0]
+    _, colon, port = bare.rpartition(":")
+    if not colon or bare.endswith("]"):
+        bare, port = f"{bare or 'HOST'}:7000", ""
+    asked = f"the scheduler's address is '{address}'; expected host:port"
+    if scheme:
+        raise InvalidConfig(f"{asked}, without {address.partition('://')[0]}://, such as {bare}")
+    if not port:
+        raise InvalidConfig(f"{asked}, such as {bare}: the scheduler says its port when it starts")
+    if split_address(address, "the scheduler's address")[1] == 0:
+        raise InvalidConfig(f"{asked}; port 0 is nobody's: the scheduler says its own")
 
 
 def join_address(host: str, port: int) -> str:

@@ -26,6 +26,7 @@ from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitE
 from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table, TableSpec
 from ps_runtime import clock, logs, wire, wire_changes
+from ps_runtime.addresses import check_scheduler_address
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.registration import (
     LEAST_ATTEMPT_S,
@@ -125,11 +126,14 @@ class SchedulerLink:
         Blocking: up to `deadline_s`.
 
         Raises:
+            InvalidConfig: there is no address, or one is none.
             WaitExpired: no scheduler answered; names the addresses and the last failure.
             PushpullError: a scheduler answered and refused.
         """
         if not addresses:
             raise InvalidConfig("no scheduler address; give --scheduler or PUSHPULL_SCHEDULER")
+        for address in addresses:
+            check_scheduler_address(address)
         request = scheduler_pb2.RegisterNodeRequest()
         request.CopyFrom(register)
         request.registration_id = register.registration_id or os.urandom(REGISTRATION_ID_BYTES)

@@ -21,6 +21,7 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
 from ps_runtime.config import resolve
 from ps_runtime.imported import spare_import_of
+from ps_worker.client import connect
 from ps_worker.measures import ProcessConfig, open_ports
 from ps_worker.open_clients import close_all
 
@@ -111,8 +112,19 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _show(failure: BaseException, script: Path) -> None:
-    """The traceback as the script's author knows it, from the script's first frame on."""
+    """The traceback as the script's author knows it, from the script's first frame on; of a cluster
+    that could not be joined, the reason alone.
+    """
     trace: TracebackType | None = failure.__traceback__
+    frames = traceback.extract_tb(trace)
+    code = connect.__code__
+    if isinstance(failure, PushpullError) and (
+        frames and (frames[-1].filename, frames[-1].name) == (code.co_filename, code.co_name)
+    ):
+        lines = [frame.lineno for frame in frames if frame.filename == str(script)]
+        where = f"{script}, line {lines[-1]}" if lines else str(script)
+        sys.stderr.write(f"{where}: this worker cannot join: {failure.message}\n")
+        return
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     traceback.print_exception(type(failure), failure, trace or failure.__traceback__)

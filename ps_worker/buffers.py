@@ -20,7 +20,7 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType
-from ps_worker.flat_layout import TABLE_DTYPE, FlatLayout, layout_of
+from ps_worker.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
 from ps_worker.optimizers import Assign
 from ps_worker.pending import Pending
 from ps_worker.settings import FromRank0
@@ -37,13 +37,15 @@ MAX_EXACT_INTEGER = 2**53
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that `module.state_dict()` has, each once, in order of registration."""
+    """The buffers that `module.state_dict()` has, each once, in order of registration; a compiled
+    module's by the names of the plain one.
+    """
     seen: set[int] = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:

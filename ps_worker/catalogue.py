@@ -17,7 +17,7 @@ from ps_worker.settings import (
     consistency_of,
     table_spec,
 )
-from ps_worker.table_handle import TableHandle
+from ps_worker.table_handle import TableHandle, check_handle
 
 
 class Catalogue(Connection):
@@ -106,6 +106,8 @@ class Catalogue(Connection):
             WaitExpired: the scheduler has not settled it in time.
         """
         self.check_usable()
+        for table in tables:
+            check_handle(table)
         deadline_s = self._config.request_deadline_s
         table_ids = {handle.table.table_id for handle in tables}
         joining = self._loop.start(self.engine.joined_after(table_ids, deadline_s))
@@ -148,6 +150,8 @@ class Catalogue(Connection):
             WaitExpired: a server has not promised in time, named by the message; nothing changed.
         """
         self.check_usable()
+        if not isinstance(table, str):
+            check_handle(table)
         name = table if isinstance(table, str) else table.name
         wanted = consistency_of(consistency)
         deadline_s = self.deadline_s(timeout_s)
@@ -159,6 +163,7 @@ class Catalogue(Connection):
     def consistency_of(self, table: TableHandle) -> Consistency:
         """The newest setting of a table, as the cluster's newest view has it."""
         self.check_usable()
+        check_handle(table)
         return self.engine.table(table.table.table_id).consistency
 
     def why_no_edit(self, table: TableHandle) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias, TypedDict, Unpack, overload
 
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
 from ps_worker.checkpoint_verbs import CheckpointVerbs
@@ -24,7 +24,7 @@ from ps_worker.config import worker_config
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
 from ps_worker.pulls import ReadOrder
-from ps_worker.table_handle import TableHandle
+from ps_worker.table_handle import TableHandle, check_handle
 from ps_worker.tickets import PullTicket, PushTicket
 from ps_worker.values import Array, Values, empty, shape_of, writable_raw_of
 
@@ -79,6 +79,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     Raises:
         InvalidConfig: a wrong setting; a rank that is taken; a worker beyond the cluster's number.
         Fenced: the scheduler's cluster is not `cluster_id`.
+        Unauthenticated: this process has not the cluster's join secret.
         WaitExpired: nobody answered in time.
     """
     unknown = set(options) - set(ConnectOptions.__annotations__)
@@ -87,7 +88,11 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             f"connect has no option {', '.join(sorted(unknown))}; it has "
             f"{', '.join(sorted(ConnectOptions.__annotations__))}"
         )
-    return Client(worker_config({"scheduler": scheduler, **options}))
+    try:
+        return Client(worker_config({"scheduler": scheduler, **options}))
+    except PushpullError as refusal:
+        # What goes on within is no help to who asked, and would hide the reason.
+        raise refusal.with_traceback(None) from None
 
 
 class Client(CheckpointVerbs):
@@ -280,6 +285,7 @@ class Client(CheckpointVerbs):
         Raises:
             PushpullError: as `push`, `pull` and `wait`.
         """
+        check_handle(table)
         with self._loop.together():
             ticket = self.push(table, values, hyperparameters=hyperparameters)
             pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
@@ -351,6 +357,7 @@ class Client(CheckpointVerbs):
             InvalidConfig: `consistent` by a worker, on a table that is not BSP.
             WaitExpired: the message says whom the pull waits for.
         """
+        check_handle(table)
         region = region_of(table.table, slice)
         ticket = self._pull(table, region, out, consistent=consistent, timeout_s=timeout_s)
         if callback is None:
@@ -402,6 +409,7 @@ class Client(CheckpointVerbs):
 
 def _numbers(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
     """The numbers of a step, sorted; refused at once where the optimizer lacks one."""
+    check_handle(table)
     if not given:
         return ()
     numbers = tuple(sorted((name, float(value)) for name, value in given.items()))
@@ -413,6 +421,7 @@ def _parts(
     table: TableHandle, values: Values | Mapping[str, Values], part: Part, *, copy: bool
 ) -> list[BlockPart]:
     """The blocks of a push, all checked before the first of them leaves."""
+    check_handle(table)
     pieces = pieces_of(table.table, values, part)
     if copy:
         pieces = [Piece(piece.begin, piece.end, piece.raw.copy()) for piece in pieces]

@@ -39,7 +39,7 @@ from ps_worker.pulls import ReadOrder
 from ps_worker.step_record import StepRecord
 from ps_worker.steps import Step, TableSteps, left_out
 from ps_worker.straggler import ComputeTime
-from ps_worker.table_handle import TableHandle
+from ps_worker.table_handle import TableHandle, check_handle
 from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult, wait_until_ended
 from ps_worker.values import Raw, element_bytes
 
@@ -473,6 +473,7 @@ class Connection:
             raise NotPermitted(f"a {role} may not {verb}; connect with role='worker'")
 
     def _check_own(self, table: TableHandle) -> None:
+        check_handle(table)
         if self._handles.get(table.table.table_id) is not table:
             raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
 

@@ -42,7 +42,7 @@ from ps_worker.imported_model import check_known
 from ps_worker.local_optimizer import inner_optimizer
 from ps_worker.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.optimizer_state import OptimizerState
-from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer
+from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.settings import consistency_of
 from ps_worker.step_scale import amp_scale_of, check_unscaled
 from ps_worker.table_handle import TableHandle
@@ -115,6 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: nn.Module | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
+        check_optimizer(optimizer)
         self._client = client
         self._optimizer = optimizer
         self._model = TrainedModel(

@@ -8,6 +8,8 @@ Rules:
     - Parameters that are frozen when their group is registered get a table of their own
       (``.../frozen``): evaluators can pull a whole model, while training moves none of their bytes.
       The table joins in when one of them is unfrozen.
+    - A compiled module's tensors have the names of the plain one's (`plain_name`), so that
+      checkpoints and other ranks find them.
     - Tensors without elements have a place and no bytes; a group of nothing else has no table.
 
 Invariants:
@@ -39,6 +41,17 @@ TORCH_DTYPE: dict[DType, torch.dtype] = {
 
 TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
 """The inverse of `TORCH_DTYPE`."""
+
+_COMPILED = "_orig_mod"
+"""What `torch.compile` puts into the names of a module's parameters."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or a buffer's name as the module has it that was compiled."""
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
 
 Parameters: TypeAlias = (
     nn.Module
@@ -138,9 +151,9 @@ class _Names:
     def next_for(self, entry: object) -> tuple[str, torch.Tensor]:
         position, self._position = self._position, self._position + 1
         if isinstance(entry, torch.Tensor):
-            return self._known.get(id(entry), f"parameter.{position}"), entry
+            return plain_name(self._known.get(id(entry), f"parameter.{position}")), entry
         if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
-            return str(entry[0]), entry[1]
+            return plain_name(str(entry[0])), entry[1]
         raise InvalidConfig(
             f"expected a parameter or a (name, parameter) pair; got {type(entry).__name__}"
         )

@@ -6,6 +6,7 @@ from torch import nn
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.imported import Imported
+from ps_worker.flat_layout import plain_name
 
 _SHOWN_COUNT = 5
 
@@ -26,7 +27,7 @@ def check_known(imported: Imported, name: str, module: nn.Module) -> None:
     """
     if not imported.is_for(f"{name}/"):
         return
-    unknown = list(imported.unknown(module.state_dict()))
+    unknown = list(imported.unknown([plain_name(key) for key in module.state_dict()]))
     if unknown:
         shown = ", ".join(f"'{tensor}'" for tensor in unknown[:_SHOWN_COUNT])
         more = f" and {len(unknown) - _SHOWN_COUNT} others" * (len(unknown) > _SHOWN_COUNT)

@@ -23,6 +23,11 @@ def inner_optimizer(
     kind = type(optimizer).__name__
     if optimizer.factory is None:
         raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
+    if not callable(optimizer.factory):
+        raise InvalidConfig(
+            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected what makes a torch "
+            "optimizer of parameter groups, such as functools.partial(torch.optim.SGD, lr=0.1)"
+        )
     inner = optimizer.factory(groups)
     if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
         raise InvalidConfig(

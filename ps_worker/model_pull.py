@@ -34,7 +34,7 @@ from ps_core.tables import OptimizerKind, TableSpec
 from ps_runtime.clock import now_s
 from ps_worker.buffers import persistent_buffers, write_values
 from ps_worker.consistent_pulls import Moment
-from ps_worker.flat_layout import TORCH_DTYPE
+from ps_worker.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.pending import Pending
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def pull_model(
         WaitExpired: it took too long.
     """
     end_s = now_s() + client.deadline_s(timeout_s)
-    targets = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    parameters = {plain_name(name): tensor for name, tensor in model.named_parameters()}
+    targets = parameters | dict(persistent_buffers(model))
     tables = _find_tables(client, name, targets, end_s)
     for table in tables:
         _check(table, targets)

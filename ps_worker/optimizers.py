@@ -84,6 +84,59 @@ class ServerOptimizer:
         )
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer of this module: torch's own, a name, a class.
+
+    Raises:
+        InvalidConfig: saying which it should have been.
+    """
+    if isinstance(optimizer, ServerOptimizer):
+        return
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(cls, ServerOptimizer):
+        raise InvalidConfig(
+            f"optimizer is the class {cls.__name__}; expected one with its numbers, such as "
+            f"{_example(cls.__name__)}"
+        )
+    if any((base.__module__, base.__name__) == _TORCH_BASE for base in cls.__mro__):
+        what = f"optimizer is torch's {cls.__name__}, which knows no servers"
+        if cls.__module__.startswith("torch.optim.") and cls.__name__ in _NAMESAKES:
+            raise InvalidConfig(
+                f"{what}; expected {_example(cls.__name__)}, which does the same on the servers"
+            )
+        raise InvalidConfig(
+            f"{what}; expected {_example('Adam')} or another of the servers', or "
+            f"ps_worker.Aggregate(functools.partial({cls.__name__}, lr=0.001)), which runs it at "
+            "the workers"
+        )
+    if isinstance(optimizer, str):
+        known = {name.lower(): name for name in _NAMESAKES}
+        name = known.get(optimizer.lower(), "SGD")
+        raise InvalidConfig(f"optimizer is the text '{optimizer}'; expected {_example(name)}")
+    raise InvalidConfig(
+        f"optimizer is {cls.__name__}; expected one of ps_worker's, such as {_example('SGD')}"
+    )
+
+
+_NAMESAKES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
+"""Those that torch.optim has, too."""
+
+_TORCH_BASE = ("torch.optim.optimizer", "Optimizer")
+"""Of every optimizer of torch: torch is not imported here."""
+
+_EXAMPLES = {
+    "Aggregate": "functools.partial(torch.optim.SGD, lr=0.1)",
+    "Add": "functools.partial(torch.optim.SGD, lr=0.1)",
+    "Assign": "",
+    "Custom": "'lion', lr=0.0001",
+    "SGD": "lr=0.1",
+}
+
+
+def _example(name: str) -> str:
+    return f"ps_worker.{name}({_EXAMPLES.get(name, 'lr=0.001')})"
+
+
 @dataclass(frozen=True, slots=True)
 class SGD(ServerOptimizer):
     """`torch.optim.SGD`, on the servers; with `clamp`, see `Clamp`.

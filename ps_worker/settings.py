@@ -26,6 +26,7 @@ from ps_core.tables import (
     TableSpec,
     TensorSpec,
 )
+from ps_worker.optimizers import check_optimizer
 from ps_worker.values import Values, raw_of
 
 
@@ -186,6 +187,9 @@ def table_spec(
     dtype = _choice(DType, "dtype", options.get("dtype", "float32"))
     kernels = _choice(Kernels, "kernels", options.get("kernels", "fast"))
     tensors = tensors_of(name, layout)
+    is_spec = isinstance(optimizer, OptimizerSpec)
+    if not is_spec and (isinstance(optimizer, type) or not hasattr(optimizer, "spec")):
+        check_optimizer(optimizer)
     spec = optimizer if isinstance(optimizer, OptimizerSpec) else optimizer.spec(kernels)
     return TableSpec(
         name=name,

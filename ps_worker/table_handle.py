@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ps_core.errors import InvalidConfig
 from ps_core.tables import DType, Table, TableSpec
 from ps_worker.cutting import region_of, tensor_named
 from ps_worker.values import Array
 
 if TYPE_CHECKING:
     from ps_worker.steps import TableSteps
+
+
+def check_handle(table: object) -> None:
+    """Refuse what is no handle; a table's name is what is mostly given instead.
+
+    Raises:
+        InvalidConfig: it is none.
+    """
+    if isinstance(table, TableHandle):
+        return
+    if isinstance(table, str):
+        raise InvalidConfig(
+            f"table is the name '{table}'; expected the handle that create_table returned, or "
+            f"client.table('{table}')"
+        )
+    raise InvalidConfig(
+        f"table is {type(table).__name__}; expected the handle that create_table or table returned"
+    )
 
 
 class TableHandle:

@@ -87,7 +87,8 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
         raise Fenced(
             f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
             f"'{settings.cluster_id}'. A scheduler that was started again is a new cluster: "
-            f"its nodes must be started again too"
+            f"its nodes must be started again too, with its cluster_id (PUSHPULL_CLUSTER_ID), or "
+            f"none"
         )
     _check_features(request.features)
     update_offers.check_offers(request)
@@ -279,7 +280,9 @@ def choose_rank(
             raise InvalidConfig(taken)
     if not 0 <= rank < settings.rank_count:
         raise InvalidConfig(
-            f"requested_rank is {rank}; {_sizes(settings)}, ranks 0 to {settings.rank_count - 1}"
+            f"requested_rank is {rank}; {_sizes(settings)}, ranks 0 to {settings.rank_count - 1}: "
+            f"ask for one of these, or for none, or start the cluster with more (--workers, "
+            f"--max-workers)"
         )
     holder, is_further = holders.get(rank), rank >= settings.worker_count
     if is_further:
@@ -295,7 +298,7 @@ def choose_rank(
         )
     taken = f"rank {rank} is taken by {describe(holder)}"
     _check_all_live(request, settings, (holder,), taken, heard)
-    raise InvalidConfig(taken)
+    raise InvalidConfig(f"{taken}; ask for another rank, or for none to be given a free one")
 
 
 def _check_all_live(

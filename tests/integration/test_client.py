@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
@@ -384,3 +384,53 @@ def test_progress_counts_what_was_done(team: Team) -> None:
     assert after.pulled_bytes - before.pulled_bytes == 400
     assert (after.loss, after.planned_step_count, after.step_count) == (0.5, 7, 3)
     assert after.waiting_for == ""
+
+
+# --- mistakes
+
+
+def test_a_tables_name_is_no_handle(team: Team) -> None:
+    client: Any = team.first
+    values = full(4, 1.0)
+    verbs: tuple[Callable[[], Any], ...] = (
+        lambda: client.push("weights", values),
+        lambda: client.seal("weights"),
+        lambda: client.assign("weights", values),
+        lambda: client.push_pull("weights", values),
+        lambda: client.pull("weights"),
+        lambda: client.scale_update("weights", 1, 1.0),
+        lambda: client.catch_up("weights"),
+        lambda: client.consistency_of("weights"),
+        lambda: client.begin_step("weights"),
+        lambda: client.start_pull("weights", np.empty(16, np.uint8)),
+    )
+    for verb in verbs:
+        with pytest.raises(ps.InvalidConfig, match=r"or client\.table\('weights'\)"):
+            verb()
+    with pytest.raises(ps.InvalidConfig, match=r"expected ps_worker\.SGD\(lr=0\.1\)"):
+        client.create_table("mistaken", 4, optimizer="sgd")
+    with pytest.raises(ps.InvalidConfig, match=r"torch's Adam, which knows no servers"):
+        ps.DistributedOptimizer(client, torch.nn.Linear(2, 2), torch.optim.Adam)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "expected"),
+    [
+        ({"rank": 7}, ps.InvalidConfig, "ranks 0 to 1: ask for one of these, or for none"),
+        ({"cluster_id": "other"}, ps.Fenced, "names cluster 'other'; this is cluster"),
+        (
+            {"scheduler": "localhost"},
+            ps.InvalidConfig,
+            "expected host:port, such as localhost:",
+        ),
+    ],
+)
+def test_a_refused_registration_has_its_reason_and_nothing_from_within(
+    team: Team, options: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    given = {"scheduler": team.address, **options}
+    with pytest.raises(error, match=expected) as refused:
+        ps.connect(given.pop("scheduler"), **given)
+    assert refused.value.__cause__ is None
+    assert refused.value.__suppress_context__
+    assert [entry.name for entry in refused.traceback][1:] == ["connect"]

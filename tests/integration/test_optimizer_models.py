@@ -343,3 +343,31 @@ def test_local_and_aggregated_parameters_cannot_be_pulled(
     ps.DistributedOptimizer(client, model, ps.Aggregate(factory), name="sums", **EXACT)
     with pytest.raises(ps.InvalidConfig, match="the workers hold its parameters"):
         ps.pull_model(reader, twin(model), "sums")
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, by its compiler
+def test_a_compiled_model_has_the_names_of_the_plain_one(
+    client: ps.Client, reader: ps.Client
+) -> None:
+    model, copy = seeded(small), seeded(small)
+    compiled: Any = torch.compile(model, backend="eager")
+    ours = ps.DistributedOptimizer(client, compiled, ps.SGD(lr=0.1), name="compiled", **EXACT)
+    theirs = torch.optim.SGD(copy.parameters(), lr=0.1)
+    assert ours.param_groups[0]["param_names"] == [name for name, _ in copy.named_parameters()]
+    for x in batches(2):
+        for each, optimizer in ((compiled, ours), (copy, theirs)):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    check_equal(model, copy)
+    evaluated = seeded(small, seed=5)
+    recompiled: Any = torch.compile(evaluated, backend="eager")
+    assert ps.pull_model(reader, recompiled, "compiled") == 2
+    check_equal(evaluated, copy)
+    partly = seeded(small)
+    partly[0] = torch.compile(partly[0], backend="eager")
+    assert ps.pull_model(reader, partly, "compiled") == 2

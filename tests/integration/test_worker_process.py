@@ -176,3 +176,23 @@ def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts)
         print(gc.isenabled(), gc.get_freeze_count() - before > 100_000, gc.collect() < 100_000)
     """
     assert scripts.run(text) == (0, "True True True\n", "")
+
+
+def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(scripts: Scripts) -> None:
+    with ps.local_cluster(servers=1, workers=2) as cluster:
+        here = {"PUSHPULL_SCHEDULER": cluster.address}
+        for env, expected in (
+            ({**here, "PUSHPULL_RANK": "9"}, "requested_rank is 9; the cluster was started for 2"),
+            ({**here, "PUSHPULL_CLUSTER_ID": "other"}, "the request names cluster 'other'"),
+            (
+                {**here, "PUSHPULL_JOIN_SECRET": "not the cluster's"},
+                "the join secret of this worke",
+            ),
+            ({"PUSHPULL_SCHEDULER": "localhost"}, "expected host:port, such as localhost:"),
+        ):
+            status, out, err = scripts.run(TRAINS, **env)
+            assert (status, out) == (1, "")
+            (line,) = err.splitlines()
+            assert "script" in line
+            assert "line 7: this worker cannot join: " in line
+            assert expected in line

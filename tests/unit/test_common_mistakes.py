@@ -1,0 +1,172 @@
+"""What people get wrong most, each told in a line that says what to do instead."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import ps_worker as ps
+from ps_cli.__main__ import app
+from ps_core.errors import InvalidConfig
+from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_runtime.addresses import check_scheduler_address
+from ps_worker.flat_layout import plain_name
+from ps_worker.local_optimizer import inner_optimizer
+from ps_worker.optimizers import check_optimizer
+from ps_worker.settings import table_spec
+from ps_worker.table_handle import check_handle
+
+WEIGHT = nn.Parameter(torch.zeros(1))
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    """The message of what is refused, which is one line."""
+    with pytest.raises(InvalidConfig) as found:
+        call(*arguments)
+    assert "\n" not in found.value.message
+    return found.value.message
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that a script defines."""
+
+
+@pytest.mark.parametrize(
+    ("given", "came", "expected"),
+    [
+        (torch.optim.SGD, "torch's SGD", "expected ps_worker.SGD(lr=0.1), which does the same on"),
+        (torch.optim.SGD([WEIGHT], lr=0.1), "torch's SGD", "ps_worker.SGD(lr=0.1)"),
+        (torch.optim.AdamW([WEIGHT]), "torch's AdamW", "ps_worker.AdamW(lr=0.001)"),
+        (torch.optim.NAdam, "torch's NAdam", "Aggregate(functools.partial(NAdam, lr=0.001))"),
+        (Own([WEIGHT], lr=0.1), "torch's Own", "Aggregate(functools.partial(Own, lr=0.001))"),
+        ("sgd", "the text 'sgd'", "expected ps_worker.SGD(lr=0.1)"),
+        ("AdamW", "the text 'AdamW'", "expected ps_worker.AdamW(lr=0.001)"),
+        ("fast", "the text 'fast'", "expected ps_worker.SGD(lr=0.1)"),
+        (ps.Adam, "the class Adam", "such as ps_worker.Adam(lr=0.001)"),
+        (ps.Custom, "the class Custom", "such as ps_worker.Custom('lion', lr=0.0001)"),
+        (functools.partial(torch.optim.SGD, lr=0.1), "optimizer is partial", "ps_worker.SGD("),
+        (None, "optimizer is NoneType", "expected one of ps_worker's"),
+    ],
+)
+def test_an_optimizer_that_is_none_of_ours(given: Any, came: str, expected: str) -> None:
+    for call in (check_optimizer, lambda it: table_spec("t", 10, it, {})):
+        message = refused(call, given)
+        assert came in message
+        assert expected in message
+
+
+def test_an_optimizer_of_ours() -> None:
+    for optimizer in (ps.SGD(lr=0.1), ps.Aggregate(), ps.Custom("lion")):
+        check_optimizer(optimizer)
+    spec = OptimizerSpec(OptimizerKind.SGD)
+    assert table_spec("t", 10, spec, {}).optimizer.kind is OptimizerKind.SGD
+
+
+def test_a_factory_that_is_an_optimizer() -> None:
+    made = torch.optim.SGD([WEIGHT], lr=0.1)
+    wrong: Any = ps.Aggregate(made)  # type: ignore[arg-type]
+    message = refused(inner_optimizer, wrong, [{"params": [WEIGHT]}])
+    assert "Aggregate's factory is SGD; expected what makes a torch optimizer" in message
+    assert "functools.partial(torch.optim.SGD, lr=0.1)" in message
+
+
+def test_a_tables_name_where_a_handle_is_due() -> None:
+    assert refused(check_handle, "weights") == (
+        "table is the name 'weights'; expected the handle that create_table returned, or "
+        "client.table('weights')"
+    )
+    assert "table is int; expected the handle" in refused(check_handle, 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("localhost", "expected host:port, such as localhost:7000"),
+        ("", "expected host:port, such as HOST:7000"),
+        ("[::1]", "such as [::1]:7000"),
+        ("http://127.0.0.1:7000", "without http://, such as 127.0.0.1:7000"),
+        ("https://head/", "without https://, such as head:7000"),
+        ("grpc://head:7000/x", "without grpc://, such as head:7000"),
+        ("head:", "expected host:port"),
+        ("head:70000", "expected host:port with a port of 0 to 65535"),
+        ("head:port", "expected host:port"),
+        ("head:0", "port 0 is nobody's"),
+    ],
+)
+def test_a_schedulers_address_that_is_none(address: str, expected: str) -> None:
+    message = refused(check_scheduler_address, address)
+    assert message.startswith(f"the scheduler's address is '{address}'; ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("address", ["h:7000", "[::1]:7000", "dns:///h:7000", "unix:/run/s"])
+def test_a_schedulers_address(address: str) -> None:
+    check_scheduler_address(address)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_orig_mod.0.weight", "0.weight"),
+        ("encoder._orig_mod.weight", "encoder.weight"),
+        ("_orig_mod._orig_mod.weight", "weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("weight", "weight"),
+    ],
+)
+def test_a_compiled_modules_names_are_the_plain_ones(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("train", "script.py", "--checkpoint-every", "5"),
+            "a checkpoint every 5 has no place to go; give --checkpoint-url",
+        ),
+        (
+            ("train", "script.py", "--checkpoint-url", "x", "--checkpoint-every", "often"),
+            "a checkpoint every 'often'; expected a number of steps such as 100, or a time",
+        ),
+        (("up", "--checkpoint-every", "5m"), "has no place to go; give --checkpoint-url"),
+        (("up", "--update-log-mb", "5"), "an update log without one; give --update-log"),
+        (
+            ("train", "script.py", "-w", "2", "--epochs", "5"),
+            "options of the script come after --, as in: pushpull train script.py -- --epochs ...",
+        ),
+        (
+            ("compare", "script.py", "--epochs", "5"),
+            "pushpull compare has no option --epochs; options of the script come after --",
+        ),
+        (("train", "script.py", "-e", "5"), "no option -e; options of the script come after --"),
+        (("status", "--scheduler", "localhost"), "expected host:port, such as localhost:7000"),
+        (("status", "--scheduler", "http://h:7"), "expected host:port, without http://"),
+        (("tables", "list", "--scheduler", "h"), "expected host:port, such as h:7000"),
+        (("checkpoint", "create", "--scheduler", "h"), "expected host:port, such as h:7000"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_refused_in_a_line(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    ran = CliRunner().invoke(app, arguments, prog_name="pushpull")
+    assert isinstance(ran.exception, SystemExit), ran.exception
+    assert ran.exit_code == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("pushpull: ")
+    assert expected in line
+
+
+def test_an_option_that_is_misspelt_before_any_script_is_typers_to_tell() -> None:
+    ran = CliRunner().invoke(app, ("up", "--wrokers", "2"), prog_name="pushpull")
+    assert ran.exit_code == 2
+    assert "--wrokers" in ran.stderr
+    assert "--workers" in ran.stderr
