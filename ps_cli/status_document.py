@@ -110,6 +110,17 @@ class CheckpointsEntry(TypedDict):
     failure_age_s: float | None
 
 
+class KeptEntry(TypedDict):
+    """A server that keeps the values of a cluster that was here before, and is no node of this one;
+    `file` is the one on its machine by which they can be read, null if there is none.
+    """
+
+    address: str
+    cluster_id: str
+    file: str | None
+    last_heard_s: float
+
+
 class StatusDocument(TypedDict):
     """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
     with the workers that came beyond these. `ranges_by_in_sync` has the numbers of ranges, of those
@@ -133,6 +144,7 @@ class StatusDocument(TypedDict):
     ranges_by_in_sync: dict[str, int]
     degraded_range_count: int
     unserved_ranges: list[str]
+    kept_values: list[KeptEntry]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
     tables: list[TableEntry]
@@ -178,6 +190,15 @@ def status_document(
         ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},
         degraded_range_count=sum(n for count, n in in_sync.items() if count < replica_count),
         unserved_ranges=spans(unserved),
+        kept_values=[
+            KeptEntry(
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file or None,
+                last_heard_s=kept.last_heard_ms / 1000,
+            )
+            for kept in response.kept_values
+        ],
         nodes=[_node(status, view) for status in response.nodes],
         servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
         tables=[_table(table, stats, knows_all) for table in view.tables],

@@ -11,6 +11,7 @@ from rich.text import Text
 from ps_cli.progress import duration
 from ps_cli.status_document import (
     CheckpointsEntry,
+    KeptEntry,
     NodeEntry,
     ServerEntry,
     StatusDocument,
@@ -27,7 +28,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def status_view(document: StatusDocument) -> RenderableType:
     """The document as tables."""
-    parts: list[RenderableType] = [_head(document), *_checkpoints(document["checkpoints"])]
+    parts: list[RenderableType] = [
+        _head(document),
+        *_checkpoints(document["checkpoints"]),
+        *map(_kept, document["kept_values"]),
+    ]
     are_replicated = document["replica_count"] > 1
     servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
     sections = (
@@ -100,6 +105,18 @@ def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
             )
         )
     return lines
+
+
+def _kept(entry: KeptEntry) -> Text:
+    """A line about values of another cluster, with what to do about them."""
+    remedy = "stop it when they are of no use"
+    if entry["file"] is not None:
+        remedy = f"pushpull checkpoint rescue {entry['file']} OUT.safetensors there, then stop it"
+    return Text(
+        f"server at {entry['address']} is none of this cluster's: it keeps the values of cluster "
+        f"{entry['cluster_id']}, which was here before; {remedy}",
+        "red",
+    )
 
 
 def _ago(age_s: float | None) -> str:

@@ -34,6 +34,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "WatchCluster": _EVERYBODY,
     "GetClusterStatus": _EVERYBODY,
     "CreateTable": _WORKERS,
+    "ReportKeptValues": frozenset({Role.OPERATOR}),
     "SetConsistency": _CHANGING,
     "PromiseChange": _SERVERS,
     "SetBackups": _SERVERS,

@@ -7,22 +7,32 @@ which this server signs as the scheduler did: `pushpull checkpoint rescue` reads
 
 Only who may read this server's files can use it: it is in the directory of temporary files, for its
 owner alone.
+
+Meanwhile the server says so to the scheduler that it has found, which shows it in its status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.keys import Incarnation, NodeId
-from ps_runtime import wire
-from pushpull.v1 import types_pb2
+from ps_runtime import logs, wire
+from ps_runtime.registration import (
+    ATTEMPT_DEADLINE_S,
+    Addresses,
+    answer_of,
+    operator_session,
+)
+from pushpull.v1 import scheduler_pb2, types_pb2
 
 FORMAT = "pushpull-kept-values"
 
@@ -65,6 +75,39 @@ def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
     if not known:
         raise InvalidConfig(f"{path} has another format than '{FORMAT}'")
     return session, wire.view_from_proto(view)
+
+
+async def keep_saying(
+    addresses: Sequence[str], values: scheduler_pb2.KeptValues, interval_s: float
+) -> None:
+    """Tell the scheduler of these values again and again, until cancelled: its status shows them.
+
+    Args:
+        addresses: the scheduler's, one of which answers.
+        values: which, and where.
+        interval_s: how long to wait where the scheduler does not say.
+    """
+    book = Addresses(addresses)
+    session: types_pb2.SessionIdentity | None = None
+    try:
+        while True:
+            address, wait_s = book.present, interval_s
+            try:
+                stub = book.stub()
+                if session is None:
+                    session = await operator_session(stub, ATTEMPT_DEADLINE_S)
+                request = scheduler_pb2.ReportKeptValuesRequest(session=session, kept_values=values)
+                answer: scheduler_pb2.ReportKeptValuesResponse = await answer_of(
+                    stub.ReportKeptValues(request, timeout=ATTEMPT_DEADLINE_S)
+                )
+                wait_s = answer.again_ms / 1000
+            except PushpullError as error:
+                session = None  # it may be another scheduler again
+                book.leave(address)
+                logs.debug("kept_values_not_told", address=address, error=error.message)
+            await asyncio.sleep(wait_s)
+    finally:
+        await book.close()
 
 
 def _text(message: bytes) -> str:

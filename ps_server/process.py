@@ -317,7 +317,7 @@ async def _run(
         try:
             await _until((finished, link.fenced, failed), tick)
             if isinstance(link.fenced_by, ForeignCluster) and node.shards.stores:
-                await _keep_values(link, node, stack, failed)
+                await _keep_values(settings, server.address, link, node, stack, failed)
         finally:
             if node.health.failure is not None:
                 raise Internal(
@@ -505,6 +505,8 @@ def _watch(
 
 
 async def _keep_values(
+    settings: ServerConfig,
+    address: str,
     link: SchedulerLink,
     node: ParameterNode,
     stack: contextlib.AsyncExitStack,
@@ -527,7 +529,17 @@ async def _keep_values(
         file=kept,
         remedy="pushpull checkpoint rescue FILE OUT.safetensors; then stop this server",
     )
-    await _until((failed,), node.tick)
+    told = scheduler_pb2.KeptValues(
+        address=address, cluster_id=link.session.cluster_id, file="" if kept == "none" else kept
+    )
+    telling = asyncio.create_task(
+        kept_values.keep_saying(settings.scheduler, told, interval_s=link.lease_s)
+    )
+    try:
+        await _until((failed,), node.tick)
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 def _note_failure(failed: asyncio.Event, failure: Exception) -> None:

@@ -55,6 +55,7 @@ from scheduler.cluster_state import (
     Transition,
     UpdateLogClaim,
 )
+from scheduler.kept_values import KeptElsewhere, KeptValues
 from scheduler.restoring import restored_from
 from scheduler.transition_lines import log_transition
 
@@ -108,6 +109,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
+        self._kept = KeptElsewhere(cluster.settings.lease_s)
         self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
         self._view_message = wire.view_to_proto(cluster.view)
         self._measure()
@@ -383,6 +385,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             min_in_sync=self._cluster.settings.min_in_sync,
             checkpoints=self.checkpointing.history(now_s),
         )
+        for _, (kept, heard_s) in self._kept.at(now_s):
+            response.kept_values.add(
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file,
+                last_heard_ms=round((now_s - heard_s) * 1000),
+            )
         for node in self._cluster.view.nodes:
             said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
             response.nodes.add(
@@ -392,6 +401,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 view_number=said.view_number,
             )
         return _fitted(response)
+
+    @translated
+    async def ReportKeptValues(
+        self, request: scheduler_pb2.ReportKeptValuesRequest, context: Context
+    ) -> scheduler_pb2.ReportKeptValuesResponse:
+        """Hears of a server that keeps the values of a cluster before this one."""
+        with self._refusals_counted():
+            self._caller(request.session, "ReportKeptValues")
+            said = request.kept_values
+            kept = KeptValues(said.address, said.cluster_id, said.file)
+            is_news = self._kept.said(kept, clock.now_s())
+        if is_news:
+            logs.warning(
+                "values_kept_elsewhere",
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file or "none",
+            )
+        lease_ms = round(self._cluster.settings.lease_s * 1000)
+        return scheduler_pb2.ReportKeptValuesResponse(again_ms=lease_ms)
 
     async def _created(
         self, request: scheduler_pb2.CreateTableRequest, deadline_s: float

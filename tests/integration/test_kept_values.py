@@ -11,14 +11,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import ps_worker as ps
+from ps_cli.__main__ import app
 from ps_cli.checkpoint_app import checkpoint_app
 from ps_core.errors import ForeignCluster
+from tests.integration.lane_cluster import until
 from tests.joining import SECRET
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,6 +78,22 @@ def running(role: str, ready_file: Path, *arguments: str) -> Iterator[Process]:
         process.end()
 
 
+def until_shown(address: str) -> list[Any]:
+    """What `pushpull status` says of values of clusters before, when it says anything."""
+    found: list[Any] = []
+
+    def is_shown() -> bool:
+        ran = CliRunner().invoke(
+            app, ["status", "--json", "--scheduler", address], env={"PUSHPULL_JOIN_SECRET": SECRET}
+        )
+        assert ran.exit_code == 0, ran.output
+        found[:] = json.loads(ran.stdout)["kept_values"]
+        return bool(found)
+
+    until(is_shown, "the server is shown")
+    return found
+
+
 @pytest.mark.parametrize("cluster_id", ["one", "another"])
 def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
     tmp_path: Path, cluster_id: str
@@ -104,6 +123,9 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         kept = re.search(r"file=(\S+)", server.line("event=values_kept"))
         assert kept is not None
         assert Path(kept[1]).stat().st_mode & 0o077 == 0
+        shown = until_shown(address)
+        assert [entry["file"] for entry in shown] == [kept[1]]
+        assert (shown[0]["address"], shown[0]["cluster_id"]) == (server.address, "one")
         out = tmp_path / "saved.safetensors"
         ran = CliRunner().invoke(checkpoint_app, ["rescue", kept[1], str(out)])
         assert ran.exit_code == 0, ran.output

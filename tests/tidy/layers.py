@@ -89,6 +89,7 @@ PURE_MODULES = {
     "scheduler.cluster",
     "scheduler.cluster_state",
     "scheduler.configurations",
+    "scheduler.kept_values",
     "scheduler.membership",
     "scheduler.ownership",
     "scheduler.placement",

@@ -306,3 +306,18 @@ def test_checkpoints_that_are_complete_and_that_failed_have_a_row_each() -> None
     text = shown(response)
     assert "checkpoints 3 complete, the newest 1m05s ago: /runs/7/00000003-c1" in text
     assert "checkpoints 2 failed; checkpoint 5, 4s ago: server 1: no space left" in text
+
+
+def test_values_that_another_clusters_server_keeps_have_a_row_with_the_remedy() -> None:
+    response = cluster()
+    assert status_document(response, {})["kept_values"] == []
+    kept = response.kept_values.add(address="h:7", cluster_id="c0", last_heard_ms=1_500)
+    text = " ".join(shown(response).split())
+    assert "server at h:7 is none of this cluster's: it keeps the values of cluster c0" in text
+    assert "stop it when they are of no use" in text
+    kept.file = "/tmp/pushpull-server-1-x.json"  # noqa: S108 - shown, and not opened
+    text = " ".join(shown(response).split())
+    assert f"pushpull checkpoint rescue {kept.file} OUT.safetensors there, then stop it" in text
+    assert status_document(response, {})["kept_values"] == [
+        {"address": "h:7", "cluster_id": "c0", "file": kept.file, "last_heard_s": 1.5}
+    ]

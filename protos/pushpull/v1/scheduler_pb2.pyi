@@ -306,18 +306,46 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_types_pb2.Node, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., last_heard_ms: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("view", "nodes", "replica_count", "min_in_sync", "checkpoints")
+    __slots__ = ("view", "nodes", "replica_count", "min_in_sync", "checkpoints", "kept_values")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.ClusterView
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     replica_count: int
     min_in_sync: int
     checkpoints: CheckpointHistory
-    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointHistory, _Mapping]] = ...) -> None: ...
+    kept_values: _containers.RepeatedCompositeFieldContainer[KeptValues]
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointHistory, _Mapping]] = ..., kept_values: _Optional[_Iterable[_Union[KeptValues, _Mapping]]] = ...) -> None: ...
+
+class KeptValues(_message.Message):
+    __slots__ = ("address", "cluster_id", "file", "last_heard_ms")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_MS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    cluster_id: str
+    file: str
+    last_heard_ms: int
+    def __init__(self, address: _Optional[str] = ..., cluster_id: _Optional[str] = ..., file: _Optional[str] = ..., last_heard_ms: _Optional[int] = ...) -> None: ...
+
+class ReportKeptValuesRequest(_message.Message):
+    __slots__ = ("session", "kept_values")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    kept_values: KeptValues
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., kept_values: _Optional[_Union[KeptValues, _Mapping]] = ...) -> None: ...
+
+class ReportKeptValuesResponse(_message.Message):
+    __slots__ = ("again_ms",)
+    AGAIN_MS_FIELD_NUMBER: _ClassVar[int]
+    again_ms: int
+    def __init__(self, again_ms: _Optional[int] = ...) -> None: ...
 
 class CheckpointHistory(_message.Message):
     __slots__ = ("url", "complete_count", "failed_count", "complete_url", "complete_ms", "failed_number", "failed_reason", "failed_ms")

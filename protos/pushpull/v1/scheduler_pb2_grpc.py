@@ -105,6 +105,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusResponse.FromString,
                 _registered_method=True)
+        self.ReportKeptValues = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/ReportKeptValues',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -228,6 +233,15 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportKeptValues(self, request, context):
+        """A server that keeps the values of a cluster that was here before (docs/CHECKPOINTS.md, "When the
+        scheduler is gone") says so, with an operator's session, since it is no node. Shown in the status, and
+        forgotten when it is not said again within three leases. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -300,6 +314,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetClusterStatus,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusResponse.SerializeToString,
+            ),
+            'ReportKeptValues': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportKeptValues,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -681,6 +700,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/GetClusterStatus',
             pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.GetClusterStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportKeptValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/ReportKeptValues',
+            pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,
