@@ -41,6 +41,7 @@ from ps_cli.report_document import (
     Comparison,
     Run,
     document_of,
+    missing_reports,
 )
 from ps_cli.report_html import page_of
 from ps_cli.report_table import measure_text, table_of
@@ -190,6 +191,8 @@ def compare(settings: CompareSettings) -> int:
         runs, code = _all_runs(settings, comparison, progress)
     with Output() as output:
         output.print(table_of(comparison, _rows(comparison, runs)))
+        for remark in missing_reports(runs):
+            output.say(remark)
         output.say(f"report: {settings.report}, figures: {settings.json_path}")
     return code
 

@@ -28,6 +28,7 @@ MAX_LINE_WORKERS = 8
 _SAME_REPORT_S = 0.05
 """Two polls that date a report this close saw the same report."""
 
+_RATE_UNITS = ("B/s", "KB/s", "MB/s", "GB/s", "TB/s")
 _BAR_WIDTH = 16
 _STATES = {
     int(types_pb2.NODE_STATE_ALIVE): "training",
@@ -61,6 +62,14 @@ class WorkerRow:
     steps_per_s: float | None
     bytes_per_s: float | None
 
+    @property
+    def left_s(self) -> float | None:
+        """How long the steps take that are still to be done, at the present rate; None: unknown."""
+        sample = self.sample
+        if not sample.planned_step_count or not self.steps_per_s or sample.state != "training":
+            return None
+        return max(0, sample.planned_step_count - sample.step_count) / self.steps_per_s
+
 
 def worker_samples(
     response: scheduler_pb2.GetClusterStatusResponse, now_s: float
@@ -86,6 +95,20 @@ def _sample(status: scheduler_pb2.NodeStatus, now_s: float) -> WorkerSample:
         staleness=said.staleness,
         waiting_for=said.waiting_for,
     )
+
+
+def still_awaited(
+    response: scheduler_pb2.GetClusterStatusResponse, server_count: int, worker_count: int
+) -> str:
+    """The roles that have not come yet, of so many that were started; empty: all have.
+
+    Who came and is gone again has come.
+    """
+    servers = sum(n.node.role == types_pb2.NODE_ROLE_SERVER for n in response.nodes)
+    ranks = {n.node.rank for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER}
+    missing = (("server", server_count - servers), ("worker", worker_count - len(ranks)))
+    parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in missing if count > 0]
+    return f"waits for {' and '.join(parts)} to join" if parts else ""
 
 
 class RateWindow:
@@ -129,7 +152,7 @@ def live_view(rows: Sequence[WorkerRow], elapsed_s: float, note: str) -> Rendera
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("worker", justify="right")
     table.add_column("progress", no_wrap=True)
-    for name in ("clock", "steps/s", "loss", "staleness", "GB/s"):
+    for name in ("clock", "steps/s", "left", "loss", "staleness", "sent/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", style="yellow", overflow="ellipsis", no_wrap=True)
     for row in rows:
@@ -139,9 +162,10 @@ def live_view(rows: Sequence[WorkerRow], elapsed_s: float, note: str) -> Rendera
             _bar(sample),
             str(sample.clock),
             _number(row.steps_per_s, 1),
+            _left(row.left_s),
             _number(sample.loss, 4),
             str(sample.staleness),
-            _gigabytes(row.bytes_per_s),
+            _rate(row.bytes_per_s),
             sample.waiting_for or ("" if sample.state == "training" else sample.state),
         )
     return Group(head, table)
@@ -157,14 +181,21 @@ def _bar(sample: WorkerSample) -> RenderableType:
     )
 
 
-def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float) -> list[str]:
-    """The periodic lines where there is no terminal: one a worker, or one for all of many."""
+def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") -> list[str]:
+    """The periodic lines where there is no terminal: one a worker, or one for all of many.
+
+    Args:
+        rows: the workers'.
+        elapsed_s: since the run began.
+        awaited: as `still_awaited`.
+    """
     head = f"[train {duration(elapsed_s)}]"
+    lines = [f"{head} {awaited}"] if awaited else []
     if not rows:
-        return [f"{head} no worker has joined yet"]
+        return lines or [f"{head} no worker has joined yet"]
     if len(rows) > MAX_LINE_WORKERS:
-        return [f"{head} {_summary(rows)}"]
-    return [f"{head} worker {row.sample.rank}: {_line(row)}" for row in rows]
+        return [*lines, f"{head} {_summary(rows)}"]
+    return [*lines, *(f"{head} worker {row.sample.rank}: {_line(row)}" for row in rows)]
 
 
 def early_ends(rows: Sequence[WorkerRow], cut_off: Collection[int]) -> list[str]:
@@ -198,9 +229,10 @@ def _line(row: WorkerRow) -> str:
         f"step {sample.step_count}{planned}",
         f"clock {sample.clock}",
         f"{_number(row.steps_per_s, 1)} steps/s",
+        *([] if row.left_s is None else [f"{_left(row.left_s)} left"]),
         f"loss {_number(sample.loss, 4)}",
         f"staleness {sample.staleness}",
-        f"{_gigabytes(row.bytes_per_s)} GB/s",
+        _rate(row.bytes_per_s),
     ]
     if sample.state != "training":
         parts.append(sample.state)
@@ -212,15 +244,17 @@ def _line(row: WorkerRow) -> str:
 def _summary(rows: Sequence[WorkerRow]) -> str:
     clocks = [row.sample.clock for row in rows]
     losses = [row.sample.loss for row in rows if row.sample.loss is not None]
+    lefts = [row.left_s for row in rows if row.left_s is not None]
     slowest = min(rows, key=lambda row: (row.sample.clock, row.sample.rank))
     loss = sum(losses) / len(losses) if losses else None
     parts = [
         f"{len(rows)} workers",
         f"clocks {min(clocks)} to {max(clocks)}",
         f"{_number(_total([row.steps_per_s for row in rows]), 1)} steps/s",
+        *([] if not lefts else [f"{_left(max(lefts))} left"]),
         f"mean loss {_number(loss, 4)}",
         f"staleness up to {max(row.sample.staleness for row in rows)}",
-        f"{_gigabytes(_total([row.bytes_per_s for row in rows]))} GB/s",
+        _rate(_total([row.bytes_per_s for row in rows])),
         f"slowest is worker {slowest.sample.rank}",
     ]
     return ", ".join(parts)
@@ -235,8 +269,19 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _gigabytes(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3f}"
+def _left(left_s: float | None) -> str:
+    return "-" if left_s is None else duration(left_s)
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    """Bytes a second as people read them: "-", "32.8 KB/s", "1.20 GB/s"."""
+    if bytes_per_s is None:
+        return "- B/s"
+    value, unit = bytes_per_s, 0
+    while value >= 1000 and unit < len(_RATE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 0 if unit == 0 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {_RATE_UNITS[unit]}"
 
 
 def duration(elapsed_s: float) -> str:

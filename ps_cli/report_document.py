@@ -51,6 +51,25 @@ class Run:
     figures: RunFigures
 
 
+def missing_reports(runs: Sequence[Run]) -> list[str]:
+    """What a page lacks since no worker of any finished run reported it, and how it is reported."""
+    figures = [run.figures for run in runs if run.state == FINISHED]
+    if not figures:
+        return []
+    remarks = []
+    if not any(each.quality for each in figures):
+        remarks.append(
+            "No run says how good its model is: have the script call "
+            'client.report(quality={"accuracy": ...}) at its end, in every worker.'
+        )
+    if not any(each.loss_by_step for each in figures):
+        remarks.append(
+            "No run has a curve of the loss: have the script call client.report(loss=...) after "
+            "each step."
+        )
+    return remarks
+
+
 def document_of(
     comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
 ) -> dict[str, Any]:

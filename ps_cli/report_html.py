@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from ps_cli.compare_figures import ModeRow, WorkerTime
-from ps_cli.report_document import FINISHED, Comparison, Run
+from ps_cli.report_document import FINISHED, Comparison, Run, missing_reports
 from ps_cli.report_svg import (
     Axis,
     Bar,
@@ -17,11 +17,13 @@ from ps_cli.report_svg import (
     Part,
     colour,
     dashes,
+    dot_chart,
     histogram_panels,
     line_chart,
     stacked_bars,
 )
 from ps_cli.report_table import head_and_cells
+from ps_cli.status_view import size
 
 WAIT_PARTS = ("computing", "sending", "waiting for the commit", "waiting for the read")
 """The parts of a worker's time, as `WorkerTime` has them."""
@@ -78,6 +80,8 @@ def page_of(comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
             *_setup(comparison),
             *_table(comparison, rows),
             *_failures(runs),
+            *_missing(runs),
+            *_qualities(comparison, runs),
             *_losses(comparison, runs),
             *_staleness(comparison, runs),
             *_waits(comparison, runs),
@@ -121,6 +125,31 @@ def _failures(runs: Sequence[Run]) -> Iterator[str]:
             kind = "quiet" if run.state == FINISHED else "failed"
             yield f'<p class="{kind}">{escape(run.mode)}, seed {run.seed}: {escape(run.state)}</p>'
             yield f"<pre>{escape(run.message)}</pre>"
+
+
+def _missing(runs: Sequence[Run]) -> Iterator[str]:
+    for remark in missing_reports(runs):
+        yield f'<p class="failed">{escape(remark)}</p>'
+
+
+def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
+    """A plot of each measure: what the time bought."""
+    finished = [run for run in runs if run.state == FINISHED]
+    for measure in dict.fromkeys(name for run in finished for name in run.figures.quality):
+        title = f"{measure[:1].upper()}{measure[1:]} against time"
+        dots = [
+            Line(
+                f"{run.mode}, seed {run.seed}",
+                comparison.modes.index(run.mode),
+                ((run.figures.time_s, value),),
+            )
+            for run in finished
+            if (value := run.figures.quality.get(measure)) is not None
+        ]
+        yield f"<h2>{escape(title)}</h2>"
+        yield from _legend(comparison.modes, [colour(n) for n in range(len(comparison.modes))])
+        plot = dot_chart(title, Axis("seconds, each run's time"), Axis(measure), dots)
+        yield f"<figure>{plot}</figure>"
 
 
 def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
@@ -212,5 +241,7 @@ def _legend(names: Sequence[str], fills: Sequence[str] = ()) -> Iterator[str]:
 def _environment(comparison: Comparison) -> Iterator[str]:
     yield "<h2>Environment</h2><table><tbody>"
     for name, value in comparison.environment.items():
+        if name.endswith("_bytes") and value.isdigit():
+            name, value = name.removesuffix("_bytes"), size(int(value))
         yield f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{escape(value)}</td></tr>"
     yield "</tbody></table>"

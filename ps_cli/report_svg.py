@@ -27,6 +27,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 16, 52
 _TICK_COUNT = 6
 _BAR_HEIGHT = 15
 _GROUP_GAP = 10
+_DOT_MARGIN = 1.05
+"""Right of the last dot there is so much of the axis."""
 _LABEL_WIDTH = 190
 _PANEL_WIDTH, _PANEL_HEIGHT, _PANEL_COLUMNS = 250, 190, 3
 
@@ -119,6 +121,27 @@ def line_chart(
     )
     inside = [*frame.grid(x_axis, y_axis)]
     inside += [part for line in lines if line.points for part in _curve(frame, line, x_axis)]
+    return _svg(title, WIDTH, _HEIGHT, inside)
+
+
+def dot_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> str:
+    """As `line_chart`, with a dot for each point and no curve between them."""
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return _empty(title)
+    frame = _Frame(
+        low_x=0.0,
+        high_x=max(1.0, *(x for x, _ in points)) * _DOT_MARGIN,
+        low_y=min(y for _, y in points),
+        high_y=max(y for _, y in points),
+    )
+    inside = [*frame.grid(x_axis, y_axis)]
+    inside += [
+        f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5" fill="{colour(line.style)}">'
+        f"<title>{escape(line.name)}: {y:.4g} at {x:.4g} {escape(x_axis.name)}</title></circle>"
+        for line in lines
+        for x, y in line.points
+    ]
     return _svg(title, WIDTH, _HEIGHT, inside)
 
 

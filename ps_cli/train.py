@@ -21,6 +21,7 @@ from ps_cli.progress import (
     early_ends,
     live_view,
     plain_lines,
+    still_awaited,
     worker_samples,
 )
 from ps_cli.scheduler_query import SchedulerQuery
@@ -104,6 +105,7 @@ class TrainRun:
         self._began_s = time.monotonic()
         self._shown: tuple[WorkerRow, ...] = ()
         self._note = ""
+        self._awaited = ""
         self._scheduler = ""
         self._checkpoints = CheckpointWatch(output)
         self._has_last = not settings.checkpoints.url
@@ -174,6 +176,8 @@ class TrainRun:
         return CHECKPOINT_EXIT_CODE if self._checkpoints.failed_count or not self._has_last else 0
 
     def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
+        settings = self._settings
+        self._awaited = still_awaited(status, settings.server_count, settings.worker_count)
         self._rates.observe(worker_samples(status, time.monotonic()))
         self._checkpoints.observe(status.checkpoints)
 
@@ -193,12 +197,13 @@ class TrainRun:
 
     async def _work(self, supervisor: Supervisor, shape: ClusterShape) -> None:
         settings, launcher = self._settings, supervisor.launcher
+        self._output.say("starting the scheduler")
         scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
         await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
         self._scheduler = scheduler.address
         self._output.say(
             f"scheduler at {scheduler.address}; starting {settings.worker_count} workers "
-            f"on {settings.server_count} servers"
+            f"on {settings.server_count} servers, which import torch first"
         )
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
@@ -227,13 +232,13 @@ class TrainRun:
         elapsed_s = time.monotonic() - self._began_s
         rows = self._rates.rows()
         if self._output.is_terminal:
-            self._output.show(live_view(rows, elapsed_s, self._note))
+            self._output.show(live_view(rows, elapsed_s, self._note or self._awaited))
             return
         has_ended = all(row.sample.state in ("left", "gone") for row in rows)
         if rows and rows == self._shown and has_ended:
             return
         self._shown = rows
-        for line in plain_lines(rows, elapsed_s):
+        for line in plain_lines(rows, elapsed_s, self._awaited):
             self._output.say(line)
         if self._note:
             self._output.say(self._note)

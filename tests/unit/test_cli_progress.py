@@ -13,6 +13,7 @@ from ps_cli.progress import (
     early_ends,
     live_view,
     plain_lines,
+    still_awaited,
     worker_samples,
 )
 from pushpull.v1 import scheduler_pb2, types_pb2
@@ -125,8 +126,8 @@ def test_plain_lines_say_everything_without_escape_sequences() -> None:
     )
     (line,) = plain_lines(window.rows(), 65.0)
     assert line == (
-        "[train 1m05s] worker 0: step 50 of 90, clock 50, 50.0 steps/s, loss 0.2500, staleness 3, "
-        "0.500 GB/s"
+        "[train 1m05s] worker 0: step 50 of 90, clock 50, 50.0 steps/s, 0s left, loss 0.2500, "
+        "staleness 3, 500 MB/s"
     )
 
 
@@ -138,6 +139,48 @@ def test_plain_lines_name_whom_a_worker_waits_for() -> None:
 
 def test_plain_lines_before_anybody_joined() -> None:
     assert plain_lines((), 3.2) == ["[train 3s] no worker has joined yet"]
+    assert plain_lines((), 3.2, "waits for 1 server to join") == [
+        "[train 3s] waits for 1 server to join"
+    ]
+
+
+def test_it_is_said_who_has_not_come_while_roles_start() -> None:
+    nobody = scheduler_pb2.GetClusterStatusResponse()
+    assert still_awaited(nobody, 2, 1) == "waits for 2 servers and 1 worker to join"
+    some = message(worker(1, 0))  # and a server
+    assert still_awaited(some, 1, 3) == "waits for 2 workers to join"
+    assert still_awaited(some, 2, 1) == "waits for 1 server to join"
+    assert still_awaited(some, 1, 1) == ""
+    assert plain_lines(RateWindow().rows(), 1.0, "waits") == ["[train 1s] waits"]
+    window = RateWindow()
+    window.observe(worker_samples(some, 0.0))
+    assert len(plain_lines(window.rows(), 1.0, "waits for 2 workers to join")) == 2
+
+
+def test_how_long_the_rest_takes_is_said_where_the_steps_are_planned() -> None:
+    window = RateWindow()
+    for second, steps in enumerate((0, 50)):
+        planned = worker(0, steps, planned_step_count=10_050)
+        window.observe(worker_samples(message(planned, worker(1, steps)), float(second)))
+    (first, second_line) = plain_lines(window.rows(), 1.0)
+    assert "50.0 steps/s, 3m20s left, loss" in first
+    assert "50.0 steps/s, loss" in second_line
+    assert "3m20s" in rendered(live_view(window.rows(), 1.0, ""))
+    left = worker(0, 60, planned_step_count=10_050)
+    left.node.state = types_pb2.NODE_STATE_LEFT
+    window.observe(worker_samples(message(left), 2.0))
+    assert "left," not in plain_lines(window.rows(), 2.0)[0].split("loss")[0]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "shown"),
+    [(0, "0 B/s"), (999, "999 B/s"), (32_800, "32.8 KB/s"), (1.2e9, "1.20 GB/s"), (3e15, "3000 T")],
+)
+def test_rates_have_the_unit_that_suits_them(bytes_per_s: float, shown: str) -> None:
+    window = RateWindow()
+    for second in (0, 1):
+        window.observe(worker_samples(message(worker(0, 1, int(second * bytes_per_s))), second))
+    assert f", {shown}" in plain_lines(window.rows(), 1.0)[0]
 
 
 def test_many_workers_share_one_line() -> None:

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_cli.compare_figures import RunFigures, WorkerTime, mode_row
-from ps_cli.report_document import FAILED, FINISHED, STOPPED, Comparison, Run, document_of
+from ps_cli.report_document import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    Comparison,
+    Run,
+    document_of,
+    missing_reports,
+)
 from ps_cli.report_html import page_of
 from ps_cli.report_svg import (
     PALETTE,
@@ -24,6 +32,7 @@ from ps_cli.report_svg import (
     Part,
     colour,
     dashes,
+    dot_chart,
     histogram_panels,
     line_chart,
     stacked_bars,
@@ -153,7 +162,7 @@ COMPARISON = Comparison(
     compute="rotating:30ms,90ms,burst=2,seed=1",
     modes=("bsp", "asp", "ssp:4"),
     began="2026-01-02T03:04:05+00:00",
-    environment={"cpu": "<fast> & cheap"},
+    environment={"cpu": "<fast> & cheap", "memory_bytes": str(3 * 2**30)},
 )
 
 FIGURES = RunFigures(
@@ -185,15 +194,17 @@ def page() -> str:
 def test_the_page_is_well_formed_and_has_table_and_plots() -> None:
     root = ElementTree.fromstring(page())  # noqa: S314 - our own text
     assert root.tag == "html"
-    assert len(list(root.iter("figure"))) == 4
+    assert len(list(root.iter("figure"))) == 5
     rows = [[cell.text for cell in row] for row in root.iter("tr")]
     assert rows[0][:5] == ["mode", "runs", "time, s", "of bsp", "steps/s"]
     assert rows[1][:6] == ["bsp", "1", "2.0", "1.00", "5.0", "0.97"]
     assert rows[2][5] == "not finite"
     assert rows[3][:3] == ["ssp:4", "0 of 1", "-"]
     assert ["cpu", "<fast> & cheap"] in rows
+    assert ["memory", "3.0 GiB"] in rows
     headings = [heading.text for heading in root.iter("h2")]
     assert headings == [
+        "Test accuracy against time",
         "Loss against steps",
         "Loss against time",
         "Staleness",
@@ -204,6 +215,32 @@ def test_the_page_is_well_formed_and_has_table_and_plots() -> None:
     assert "worker 1 ended\n  with <html>" in said
     assert "bsp, seed 1, stopped" in said
     assert "a remark" in said
+    assert "client.report" not in said
+    assert "bsp, seed 0: 0.97 at 2 seconds, each run's time" in titles(root)
+
+
+def test_the_page_says_what_to_report_where_nobody_did() -> None:
+    silent = Run("bsp", 0, FINISHED, "", RunFigures(time_s=2.0, step_count=10))
+    first, second = missing_reports([silent, runs()[2]])
+    assert 'client.report(quality={"accuracy": ...})' in first
+    assert "client.report(loss=...)" in second
+    rows = [mode_row("bsp", 1, [silent.figures], 2.0)]
+    root = ElementTree.fromstring(page_of(COMPARISON, [silent], rows))  # noqa: S314 - our own text
+    said = "".join(root.itertext())
+    assert first in said
+    assert second in said
+    assert missing_reports(runs()) == []
+    assert missing_reports([runs()[2]]) == [], "nothing has finished: that is told already"
+
+
+def test_dots_stand_where_their_values_are() -> None:
+    lines = [Line("bsp", 0, ((2.0, 0.5),)), Line("asp", 1, ((1.0, 0.25),))]
+    root = parsed(dot_chart("Quality", Axis("s"), Axis("accuracy"), lines))
+    bsp, asp = root.iter(f"{SVG}circle")
+    assert (bsp.get("fill"), asp.get("fill")) == (colour(0), colour(1))
+    assert float(str(bsp.get("cx"))) > float(str(asp.get("cx")))
+    assert float(str(bsp.get("cy"))) < float(str(asp.get("cy")))
+    assert texts(parsed(dot_chart("Quality", Axis("s"), Axis("a"), []))) == ["nothing was recorded"]
 
 
 def test_the_page_fetches_nothing_and_runs_nothing() -> None:
