@@ -274,10 +274,10 @@ class Checkpointing:
             self._failed = transition, now_s
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
-        manifest = manifest_of(self._cluster.settings, attempt, self._cluster.view.world_size)
         problem = ""
         cluster = self._cluster
         try:
+            manifest = manifest_of(cluster.settings, attempt, cluster.view.world_size)
             manifest, directory = await asyncio.to_thread(
                 lambda: _completed(attempt, manifest, self.left_url)
             )
@@ -296,6 +296,9 @@ class Checkpointing:
             )
         except PushpullError as error:
             problem = error.message
+        except Exception as error:  # noqa: BLE001 - else it would be made for ever, and no other
+            logs.exception("checkpoint_not_completed", error, number=attempt.number)
+            problem = f"{type(error).__name__}: {error}"
         self._carry_out(cluster.end_checkpoint(attempt.number, problem))
         if not problem and self._policy.keep:
             await self._prune()

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from ps_core.cluster_view import Role
+from ps_core.keys import NodeId
 from ps_runtime.metrics import SchedulerMetrics
-from scheduler.checkpoint_state import CheckpointBegunAgain, CheckpointFailed, CheckpointMade
+from scheduler.checkpoint_state import (
+    Attempt,
+    CheckpointBegunAgain,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+)
 from scheduler.checkpointing import Checkpointing, CheckpointPolicy
+from scheduler.cluster import Decision
 from tests.unit.cluster_harness import Harness
 
 LATE = "server-1-1.safetensors"
@@ -54,5 +63,46 @@ def test_what_is_written_late_into_its_directory_goes_too(
             checkpointing.published(CheckpointMade(2, f"{tmp_path}/00000002-c"), 1.0)
             await removals()
         assert not given_up.exists()
+
+    asyncio.run(live())
+
+
+def test_whatever_keeps_its_manifest_from_being_made_is_the_failure_of_this_one_alone(
+    tmp_path: Path,
+) -> None:
+    harness = Harness(checkpoint_url=str(tmp_path), server_count=1, worker_count=1)
+    harness.join(Role.SERVER)
+    worker = harness.join(Role.WORKER)
+    harness.create(worker)
+
+    async def live() -> None:
+        def carry_out(decision: Decision[Any]) -> Any:
+            for transition in decision.transitions:
+                checkpointing.published(transition, harness.now_s)
+            return decision.reply
+
+        checkpointing = Checkpointing(
+            harness.cluster,
+            CheckpointPolicy(),
+            carry_out,
+            SchedulerMetrics(CollectorRegistry()),
+        )
+        number = carry_out(harness.cluster.begin_checkpoint("asked for", harness.now_s)).number
+        lacks_a_part = Attempt(
+            number,
+            f"{tmp_path}/{number:08}-c-1",
+            "asked for",
+            0,
+            0.0,
+            0.0,
+            servers=frozenset({NodeId(99)}),
+        )
+        checkpointing.published(CheckpointWritten(lacks_a_part), harness.now_s)
+        await removals()
+        history = checkpointing.history(harness.now_s)
+        assert (history.complete_count, history.failed_count) == (0, 1)
+        assert history.failed_number == number
+        assert history.failed_reason == "KeyError: 99"
+        assert harness.cluster.begin_checkpoint("again", harness.now_s).reply.number > number
 
     asyncio.run(live())
