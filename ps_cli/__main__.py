@@ -81,9 +81,9 @@ def train(options: TrainOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Train SCRIPT under several consistency settings, and report what each gives and costs.
 
-    Each run is a cluster of its own. The script trains with `DistributedOptimizer`, names no
-    consistency, and reports with `client.report(loss=...)` and, at its end,
-    `client.report(quality={"accuracy": ...})`.
+    The runs follow each other on one cluster, which begins anew for each. The script trains with
+    `DistributedOptimizer`, names no consistency, and reports with `client.report(loss=...)` and, at
+    its end, `client.report(quality={"accuracy": ...})`.
 
     Exit code: 0 when every run finished; 1 when one failed, with the reason in the report; 130
     after Ctrl-C, with a report of what was measured until then.

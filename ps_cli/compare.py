@@ -1,7 +1,8 @@
 """`pushpull compare`: a training script under several consistency settings, one after the other.
 
 Rules:
-    - Each run is a cluster of its own, and at any time there is one.
+    - The runs have one cluster, one after the other: it begins anew for each, with nothing of the
+      run before. Where a run failed, the next has another cluster.
     - The runs of a repeat, one a mode, follow each other, so that what disturbs the machine for a
       while disturbs all modes alike.
     - The report and its JSON are written anew after each run: whatever ends the tool, what has been
@@ -45,7 +46,7 @@ from ps_cli.report_document import (
 )
 from ps_cli.report_html import page_of
 from ps_cli.report_table import measure_text, table_of
-from ps_cli.train import TrainRun, TrainSettings
+from ps_cli.train import KeptCluster, TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
 
@@ -187,8 +188,11 @@ def compare(settings: CompareSettings) -> int:
         began=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         environment=_environment(),
     )
-    with Output(sys.stderr) as progress:
-        runs, code = _all_runs(settings, comparison, progress)
+    runs: list[Run] = []
+    code = INTERRUPT_EXIT_CODE
+    with Output(sys.stderr) as progress, contextlib.suppress(KeyboardInterrupt):
+        # Before the first run and after the last nobody catches signals but Python itself.
+        code = asyncio.run(_all_runs(settings, comparison, TrainOn.begun(progress, settings), runs))
     with Output() as output:
         output.print(table_of(comparison, _rows(comparison, runs)))
         for remark in missing_reports(runs):
@@ -197,25 +201,45 @@ def compare(settings: CompareSettings) -> int:
     return code
 
 
-def _all_runs(
-    settings: CompareSettings, comparison: Comparison, progress: Output
-) -> tuple[list[Run], int]:
-    runs: list[Run] = []
+@dataclass(frozen=True, slots=True)
+class TrainOn:
+    """Where runs say what they do, and the cluster that they have."""
+
+    progress: Output
+    kept: KeptCluster
+
+    @classmethod
+    def begun(cls, progress: Output, settings: CompareSettings) -> TrainOn:
+        """No run has begun yet, and no cluster has been started."""
+        return cls(progress, KeptCluster(progress, settings.shown_kinds))
+
+
+async def _all_runs(
+    settings: CompareSettings, comparison: Comparison, where: TrainOn, runs: list[Run]
+) -> int:
+    """All of them, each added to `runs` when it has ended; the exit code."""
     _write(settings, comparison, runs)  # where nothing can be written, nothing need be trained
     plan = [(seed, mode) for seed in settings.seeds for mode in settings.modes]
-    for number, (seed, mode) in enumerate(plan, 1):
-        progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}")
-        run, code = _one_run(settings, mode, seed, progress)
-        runs.append(run)
-        _write(settings, comparison, runs)
-        progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}: {_outcome(run)}")
-        if code > STOP_EXIT_CODES:
-            return runs, code
-    return runs, int(any(run.state == FAILED for run in runs))
+    try:
+        for number, (seed, mode) in enumerate(plan, 1):
+            where.progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}")
+            await where.kept.renew()
+            run, code = await _one_run(settings, mode, seed, where)
+            runs.append(run)
+            _write(settings, comparison, runs)
+            outcome = _outcome(run)
+            where.progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}: {outcome}")
+            if code > STOP_EXIT_CODES:
+                return code
+    finally:
+        await where.kept.stop()
+    return int(any(run.state == FAILED for run in runs))
 
 
-def _one_run(settings: CompareSettings, mode: str, seed: int, progress: Output) -> tuple[Run, int]:
-    """One cluster, from its first process to its last; and the exit code that it would be."""
+async def _one_run(
+    settings: CompareSettings, mode: str, seed: int, where: TrainOn
+) -> tuple[Run, int]:
+    """One run, and the exit code that it would be."""
     with tempfile.TemporaryDirectory(prefix="pushpull-compare-") as folder:
         trained = TrainSettings(
             script=settings.script,
@@ -229,10 +253,7 @@ def _one_run(settings: CompareSettings, mode: str, seed: int, progress: Output) 
                 "PUSHPULL_RECORD": folder,
             },
         )
-        # Between two runs nobody catches signals but Python itself.
-        ending = Ending(INTERRUPT_EXIT_CODE, "stopped by SIGINT")
-        with contextlib.suppress(KeyboardInterrupt):
-            ending = asyncio.run(_ending(trained, progress))
+        ending = await TrainRun(trained, where.progress, where.kept).ending()
         records = read_records(Path(folder))
     state, message = _judged(ending, records, mode)
     return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
@@ -261,10 +282,6 @@ def _judged(ending: Ending, records: Sequence[WorkerRecord], mode: str) -> tuple
             "or reports its losses with client.report(loss=...)"
         )
     return FINISHED, remark
-
-
-async def _ending(trained: TrainSettings, progress: Output) -> Ending:
-    return await TrainRun(trained, progress).ending()
 
 
 def _outcome(run: Run) -> str:

@@ -1,5 +1,5 @@
 """The calls that the command line makes, as an operator: the scheduler's status and the servers',
-and the end of a process that it has started.
+the end of a process that it has started, and that a cluster begins anew.
 """
 
 from __future__ import annotations
@@ -72,6 +72,19 @@ class SchedulerQuery:
             self._stub.DeregisterNode(request, timeout=QUERY_DEADLINE_S)
         )
         return answer.ended_count
+
+    async def begin_anew(self) -> None:
+        """Have the cluster begin anew with nothing; its servers register again by themselves.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        self.session = None  # it is of the cluster before
+        request = scheduler_pb2.RestoreCheckpointRequest(session=session, empty=True)
+        await answer_of(self._stub.RestoreCheckpoint(request, timeout=QUERY_DEADLINE_S))
 
     async def _ask(
         self, session: types_pb2.SessionIdentity

@@ -3,7 +3,8 @@
 Rules:
     - The run ends at the first of: a signal; the end of a role that nobody asked to end, where the
       rules (`ps_cli.exit_rules`) say so; the work itself failing.
-    - Whatever ends it, every role is stopped before `run` returns. A second signal kills at once.
+    - Whatever ends it, every role is stopped before `run` returns, unless the run ends well and its
+      roles are kept for the next. A second signal kills at once.
     - A run that ends well, or by a signal, may have a last thing to do while its roles still serve;
       a signal ends that.
 """
@@ -42,6 +43,7 @@ class Supervisor:
         self._events: asyncio.Queue[RoleExit | signal.Signals | Exception] = asyncio.Queue()
         self._following: set[asyncio.Task[None]] = set()
         self._is_stopping = False
+        self._caught: set[signal.Signals] = set()
         self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
 
     async def run(
@@ -50,6 +52,8 @@ class Supervisor:
         rules: ExitRules,
         last: Callable[[Ending], Coroutine[Any, Any, None]] | None = None,
         ended: Callable[[RoleExit], Coroutine[Any, Any, None]] = _nothing,
+        *,
+        is_kept: bool = False,
     ) -> Ending:
         """Do `work` until the run ends, then stop every role.
 
@@ -58,6 +62,7 @@ class Supervisor:
             rules: what the end of a role means.
             last: what is done before the roles are stopped, unless the run failed.
             ended: what is done when a role has ended, before it is started again.
+            is_kept: a run that ends well leaves its roles for another one, or for `stop`.
 
         Returns:
             How it ended; the caller tells the user.
@@ -65,19 +70,35 @@ class Supervisor:
         self._catch_signals()
         working = asyncio.create_task(work)
         watching = asyncio.create_task(self._first_ending(rules, ended))
+        goes_on = False
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             ending = watching.result() if watching.done() else _failure(working)
             if last is not None and ending.exit_code != FAILURE_EXIT_CODE:
                 working.cancel()
                 await self._unless_stopped(self._last(last, ending))
+            goes_on = is_kept and not ending.exit_code
             return ending
         finally:
             tasks = (working, watching, *self._following)
             for task in tasks:
                 task.cancel()
-            await asyncio.to_thread(self._stop)
+            if not goes_on:
+                await asyncio.to_thread(self._stop)
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stop every role, and catch signals no more. Idempotent."""
+        await asyncio.to_thread(self._stop)
+        for number in self._caught:
+            self._loop.remove_signal_handler(number)
+        self._caught.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether another run may have its roles: none was stopped, and all but workers live."""
+        others = (p for p in self.launcher.processes if p.command.kind != "worker")
+        return not self._is_stopping and all(role.exit is None for role in others)
 
     async def _last(
         self, last: Callable[[Ending], Coroutine[Any, Any, None]], ending: Ending
@@ -148,6 +169,7 @@ class Supervisor:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._loop.add_signal_handler(number, self._on_signal, number)
+            self._caught.add(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_stopping:

@@ -95,11 +95,65 @@ class TrainSettings:
     max_restarts: int | None = None
 
 
-class TrainRun:
-    """One run, from the first process to the last line."""
+class KeptCluster:
+    """A cluster that several runs have one after the other, each with nothing of those before.
 
-    def __init__(self, settings: TrainSettings, output: Output) -> None:
+    Args:
+        output: where its roles' lines go.
+        shown_kinds: the kinds of role whose lines are shown.
+
+    Attributes:
+        scheduler: its scheduler's address; empty: it has not been started.
+    """
+
+    def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
+        self._output = output
+        self._shown_kinds = shown_kinds
+        self._supervisor: Supervisor | None = None
+        self.scheduler = ""
+
+    def supervised(self) -> Supervisor:
+        """Who watches it: another one, that has no cluster yet, where the last is not whole."""
+        if self._supervisor is None or not self._supervisor.is_whole:
+            self._supervisor, self.scheduler = Supervisor(self._output, self._shown_kinds), ""
+        return self._supervisor
+
+    async def renew(self) -> None:
+        """Have it begin anew for the next run; where that cannot be, stop it: then another comes
+        in its place.
+        """
+        if self._supervisor is None or not self.scheduler:
+            return
+        if not self._supervisor.is_whole:
+            await self.stop()
+            return
+        try:
+            async with SchedulerQuery(self.scheduler) as query:
+                await query.begin_anew()
+        except PushpullError as error:
+            self._output.say(f"the next run has a cluster of its own: {error.message}")
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stop its roles. Idempotent."""
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+
+
+class TrainRun:
+    """One run, from the first process to the last line.
+
+    Args:
+        settings: what it trains.
+        output: where it says so.
+        kept: the cluster that it trains on, and leaves where it is; None: one of its own.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, output: Output, kept: KeptCluster | None = None
+    ) -> None:
         self._settings = settings
+        self._kept = kept
         self._output = output
         self._rates = RateWindow()
         self._began_s = time.monotonic()
@@ -139,14 +193,21 @@ class TrainRun:
         shape = self._shape(environment)
         if remark:
             self._output.say(remark)
-        supervisor = Supervisor(self._output, settings.shown_kinds)
+        kept = self._kept or KeptCluster(self._output, settings.shown_kinds)
+        supervisor = kept.supervised()
         rules = ExitRules(
             settings.worker_count,
             settings.replica_count,
             settings.max_restarts,
             has_update_log=bool(settings.update_log.path),
         )
-        ending = await supervisor.run(self._work(supervisor, shape), rules, self._last, self._ended)
+        ending = await supervisor.run(
+            self._work(supervisor, shape, kept),
+            rules,
+            self._last,
+            self._ended,
+            is_kept=self._kept is not None,
+        )
         self._output.close()
         if ending.exit_code:
             return ending
@@ -195,22 +256,24 @@ class TrainRun:
             update_log=settings.update_log,
         )
 
-    async def _work(self, supervisor: Supervisor, shape: ClusterShape) -> None:
+    async def _work(self, supervisor: Supervisor, shape: ClusterShape, kept: KeptCluster) -> None:
         settings, launcher = self._settings, supervisor.launcher
-        self._output.say("starting the scheduler")
-        scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
-        await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
-        self._scheduler = scheduler.address
-        self._output.say(
-            f"scheduler at {scheduler.address}; starting {settings.worker_count} workers "
-            f"on {settings.server_count} servers, which import torch first"
-        )
+        if not kept.scheduler:
+            self._output.say("starting the scheduler")
+            started = await asyncio.to_thread(start_scheduler, launcher, shape)
+            await asyncio.to_thread(start_servers, launcher, shape, started.address)
+            kept.scheduler = started.address
+            self._output.say(
+                f"scheduler at {kept.scheduler}; starting {settings.worker_count} workers "
+                f"on {settings.server_count} servers, which import torch first"
+            )
+        self._scheduler = kept.scheduler
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
         for rank in range(settings.worker_count):
-            command = worker_command(rank, scheduler.address, script, environment)
+            command = worker_command(rank, kept.scheduler, script, environment)
             await asyncio.to_thread(launcher.start, command)
-        async with SchedulerQuery(scheduler.address) as query:
+        async with SchedulerQuery(kept.scheduler) as query:
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:

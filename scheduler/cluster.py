@@ -127,10 +127,10 @@ class Cluster:
         return self._view
 
     def in_new_timeline(
-        self, restored: Restored, timeline: bytes, token_key: bytes
+        self, restored: Restored | None, timeline: bytes, token_key: bytes
     ) -> ClusterSettings:
         """The settings of the cluster that takes this one's place: it has its name, gives none of
-        its numbers again, and starts from a checkpoint.
+        its numbers again, and starts from a checkpoint, or with nothing.
         """
         return replace(
             self.settings,

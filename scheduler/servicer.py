@@ -26,6 +26,7 @@ from ps_core.errors import (
     Draining,
     InvalidConfig,
     InvalidTensor,
+    NotPermitted,
     PushpullError,
     Unauthenticated,
     WaitExpired,
@@ -320,18 +321,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RestoreCheckpoint(
         self, request: scheduler_pb2.RestoreCheckpointRequest, context: Context
     ) -> scheduler_pb2.RestoreCheckpointResponse:
-        """Begins anew from a checkpoint: another cluster takes the place of this one."""
+        """Begins anew from a checkpoint, or with nothing: another cluster takes the place of this
+        one.
+        """
         with self._refusals_counted():
             cluster = self._cluster
-            self._caller(request.session, "RestoreCheckpoint")
-            url = request.url or cluster.settings.checkpoint_url
-            restored = await asyncio.to_thread(self._restored_from, url)
+            role = self._caller(request.session, "RestoreCheckpoint").role
+            if request.empty and role is not Role.OPERATOR:
+                raise NotPermitted(
+                    f"to begin anew with nothing is an operator's to ask; the caller's role is "
+                    f"{role.value}"
+                )
+            restored = None
+            if not request.empty:
+                url = request.url or cluster.settings.checkpoint_url
+                restored = await asyncio.to_thread(self._restored_from, url)
             cluster = self._cluster
             self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
         clock_before = self.checkpointing.clock
         timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
         settings = cluster.in_new_timeline(restored, timeline, key)
         self._begin(Cluster(settings, clock.now_s()))
+        if restored is None:
+            logs.warning("cluster_begun_anew", clock_before=clock_before)
+            return scheduler_pb2.RestoreCheckpointResponse()
         reached = max((table.clock for table in restored.tables.values()), default=0)
         logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
         return scheduler_pb2.RestoreCheckpointResponse(url=restored.url, clock=reached)

@@ -101,6 +101,7 @@ def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -
     assert found.returncode == 0, found.stdout + found.stderr
     assert "rank and seed" in found.stdout
     assert "run 2 of 2: asp:divide, seed 3: 40 steps in" in found.stderr
+    assert found.stderr.count("starting the scheduler") == 1, "both runs have one cluster"
     document = figures(tmp_path, "made/here")
     assert [(run["mode"], run["state"]) for run in document["runs"]] == [
         ("bsp", "finished"),
@@ -137,6 +138,7 @@ def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path
     assert asp["state"] == "failed"
     assert "this script refuses to be asynchronous" in asp["message"]
     assert bsp["state"] == "finished"
+    assert found.stderr.count("starting the scheduler") == 2, "the second run's has failed"
     said = "".join(page(tmp_path).itertext())
     assert "is bsp, not ssp:1" in said
     assert "this script refuses to be asynchronous" in said

@@ -261,3 +261,23 @@ def test_of_restores_at_once_one_restores_and_the_others_find_it_done(tmp_path: 
         assert codes == 7 * [grpc.StatusCode.FAILED_PRECONDITION]
 
     with_scheduler(test, checkpoint_url=root.url)
+
+
+def test_a_cluster_begins_anew_with_nothing_when_an_operator_asks() -> None:
+    async def test(scheduler: Running) -> None:
+        worker, operator = await scheduler.join(Role.WORKER), await scheduler.join(Role.OPERATOR)
+        server = await scheduler.join(Role.SERVER)
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        for caller in (worker, server):
+            message = scheduler_pb2.RestoreCheckpointRequest(session=caller, empty=True)
+            call = scheduler.stub.RestoreCheckpoint(message, timeout=DEADLINE_S)
+            await refused(call, errors.NotPermitted, denied, ("operator",))
+        message = scheduler_pb2.RestoreCheckpointRequest(session=operator, empty=True)
+        answer = await scheduler.stub.RestoreCheckpoint(message, timeout=DEADLINE_S)
+        assert (answer.url, answer.clock) == ("", 0)
+        assert not (await scheduler.status()).view.nodes
+        gone = grpc.StatusCode.FAILED_PRECONDITION
+        await refused(scheduler.beat(server), errors.Fenced, gone, ("register again",))
+        assert (await scheduler.join(Role.SERVER)).node_id > server.node_id
+
+    with_scheduler(test)

@@ -251,6 +251,18 @@ class TestSessions:
             new.heartbeat(session, 100.0)
         assert not refusal.value.retry_after_ms
 
+    def test_a_cluster_may_begin_anew_with_nothing(self, cluster: Harness) -> None:
+        session = cluster.join(Role.SERVER)
+        settings = cluster.cluster.in_new_timeline(Restored("runs/1", {}), b"n" * 16, b"k" * 32)
+        settings = Cluster(settings, 100.0).in_new_timeline(None, b"m" * 16, b"k" * 32)
+        again = Cluster(settings, 100.0)
+        assert again.view.restored_from == ""
+        assert not again.view.tables
+        assert not again.view.nodes
+        with pytest.raises(errors.Fenced) as refusal:
+            again.heartbeat(session, 100.0)
+        assert refusal.value.retry_after_ms, "a server may forget what it has"
+
     @pytest.mark.parametrize("call", ["heartbeat", "deregister", "create_table", "member"])
     @pytest.mark.parametrize(
         ("change", "kind", "words"),

@@ -450,12 +450,14 @@ class ReportCheckpointPartResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
-    __slots__ = ("session", "url")
+    __slots__ = ("session", "url", "empty")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     url: str
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+    empty: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., url: _Optional[str] = ..., empty: _Optional[bool] = ...) -> None: ...
 
 class RestoreCheckpointResponse(_message.Message):
     __slots__ = ("url", "clock")
