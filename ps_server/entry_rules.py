@@ -142,7 +142,7 @@ class EntryRules:
         problem = (
             self._scale_problem(terms)
             or self._clip_problem(terms, step)
-            or self._edit_problem(terms, step)
+            or self._edit_problem(terms)
         )
         if problem is not None:
             return problem
@@ -194,24 +194,15 @@ class EntryRules:
             )
         return None
 
-    def _edit_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
-        what = f"the seal of clock {terms.clock} of table '{self._state.name}'"
-        has_values = any(push.is_assign for push in step.pushes.values())
-        if terms.edit:
-            if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:
-                return InvalidConfig(
-                    f"{what} has an edit; expected a clock above 0, and neither skip, last nor a "
-                    "clip_scale with it"
-                )
-            if not all(push.is_assign for push in step.pushes.values()):
-                return InvalidConfig(
-                    f"{what} has an edit, and the step has gradients: withdraw them, or push them "
-                    "in the next"
-                )
-            return self._kind_problem()
-        if has_values and terms.clock and not terms.skip:
-            return InvalidConfig(f"{what} has no edit, and the step has ASSIGN pushes")
-        return None
+    def _edit_problem(self, terms: SealTerms) -> PushpullError | None:
+        if not terms.edit:
+            return None
+        if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{self._state.name}' has an edit; "
+                "expected a clock above 0, and neither skip, last nor a clip_scale with it"
+            )
+        return self._kind_problem()
 
     def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
         """BSP: all seals of a clock carry the same numbers (skipped ones have no say).

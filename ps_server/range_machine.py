@@ -436,6 +436,7 @@ class RangeMachine:
             event.is_assign,
         )
         step.pushes[event.sequence] = push
+        step.has_values = step.has_values or event.is_assign
         step.blocks[event.block] = event.sequence
         worker.held[event.sequence] = event.clock
         if event.eager is not None:

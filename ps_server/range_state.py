@@ -67,6 +67,8 @@ class StepPart:
     invalid: set[int] = field(default_factory=set)
     invalid_values: set[int] = field(default_factory=set)
     """Of `invalid`, those of ASSIGN: what else an edit has sent is no part of it."""
+    has_values: bool = False
+    """Whether an ASSIGN has been held, perhaps one that was replaced since."""
     seal: SealEvent | None = None
     numbers: Hyperparameters = ()  # the seal's, over the table's own
     skip: bool = False

@@ -27,9 +27,9 @@ What it deliberately does not do: take entries in (`range_machine` does), form u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ps_core.errors import EditRefused, InvalidTensor
+from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError
 from ps_core.ledger import Ending, Outcome
 from ps_server.events import (
     Apply,
@@ -110,21 +110,18 @@ class UpdateGate:
         # Gradients that left before their worker saw that the step is an edit are withdrawn.
         invalid = step.invalid_values if seal.terms.edit else step.invalid
         step.skip = seal.terms.skip or (skips_invalid and bool(invalid))
-        if invalid and not step.skip:
+        problem = None if step.skip else self._step_problem(step, seal, invalid)
+        if problem is not None:
             step.seal = None
             del worker.held[seal.sequence]
-            named = sorted(invalid)[:_NAMED_COUNT]
-            problem = InvalidTensor(
-                f"clock {step.clock} of table '{self._state.name}' has {len(invalid)} invalid "
-                f"pushes ({', '.join(map(str, named))}{', ...' * (len(invalid) > len(named))})"
-                ": replace them, or seal it with skip"
-            )
             self._state.end(
                 worker, seal.sender, seal.sequence, Ending(Outcome.INVALID, problem), out
             )
             return False
         worker.sealed_clock = step.clock
         step.edit = b"" if step.skip else seal.terms.edit
+        if step.edit:
+            self._end_gradients(worker, step, out)
         if step.edit and not self._state.takes_edits(step.clock):
             self._refuse_edit(worker, step)
         if step.skip:
@@ -138,6 +135,30 @@ class UpdateGate:
         if self._is_late(worker, step) and step.clock in worker.steps:
             self._forming.discard(worker, step, out)
         return True
+
+    def _step_problem(
+        self, step: StepPart, seal: SealEvent, invalid: Collection[int]
+    ) -> PushpullError | None:
+        """What is wrong with the pushes of a step, now that all have come."""
+        what = f"clock {step.clock} of table '{self._state.name}'"
+        if invalid:
+            named = sorted(invalid)[:_NAMED_COUNT]
+            return InvalidTensor(
+                f"{what} has {len(invalid)} invalid pushes ({', '.join(map(str, named))}"
+                f"{', ...' * (len(invalid) > len(named))}): replace them, or seal it with skip"
+            )
+        if not step.clock or not step.has_values or seal.terms.edit:
+            return None
+        if any(push.is_assign for push in step.pushes.values()):
+            return InvalidConfig(f"{what} has ASSIGN pushes, and its seal no edit: withdraw them")
+        return None
+
+    def _end_gradients(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """An edit: what had left before its worker saw that; a withdrawal may be on its way."""
+        ending = Ending(Outcome.WITHDRAWN)
+        for push in [push for push in step.pushes.values() if not push.is_assign]:
+            self._state.drop_push(step, worker, push.sequence)
+            self._state.end(worker, push.sender, push.sequence, ending, out)
 
     def _refuse_edit(self, worker: WorkerPart, step: StepPart) -> None:
         """The clock is over for the worker, and takes nothing of the step: so it is as far as it

@@ -462,4 +462,5 @@ def _terms(clock: int, terms: SealTerms) -> ServerTerms:
         terms.skip,
         terms.last,
         terms.clip_scale,
+        terms.edit,
     )

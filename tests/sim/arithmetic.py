@@ -114,8 +114,9 @@ def numbers_of(table: Table, clock: int) -> Hyperparameters:
 def gradient_of(grad: Grad, segment_count: int) -> tuple[float | None, ...]:
     """Of each tensor of the block, what every element is; None where there is no gradient."""
     found: list[float | None] = []
+    rank = 0 if grad.is_edit else grad.rank
     for segment in range(segment_count):
-        seed = grad.clock * 7919 + grad.rank * 104729 + grad.block * 1299709 + grad.revision * 31
+        seed = grad.clock * 7919 + rank * 104729 + grad.block * 1299709 + grad.revision * 31
         seed = (seed + segment * 15485863) * 2654435761 % 4294967296 >> 7
         is_absent = grad.clock and segment != seed % segment_count and seed // 64 % 8 == 0
         found.append(None if is_absent else float(seed % 7 - 3 or 4))
@@ -196,7 +197,7 @@ class Numbers:
         self.shards.forget(effect)
 
     def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
-        """Initial values."""
+        """Initial values, or an edit's."""
         parts = tuple((g.block, self._decoded(table, record.range_id, g)) for g in grads)
         self.shards.assign(Assign(record, parts))
 
@@ -335,6 +336,8 @@ class Twin:
             if not update.clock:
                 grad = gradient_of(update.grads[-1], count)
                 state.values = [value or 0.0 for value in grad]
+            elif update.grads[0].is_edit:
+                _edit(update, state)
             else:
                 assert len(updates) > update.index, f"PART: nobody made {update.grads}"
                 self._update(table, update, updates, state)
@@ -370,7 +373,7 @@ class Twin:
                 splits[-1].grads.append(grad)
                 continue
             splits.append(_Update(grad.clock, [grad], index))
-            index += grad.clock > 0
+            index += grad.clock > 0 and not grad.is_edit
         return splits
 
     def _update(
@@ -423,6 +426,14 @@ class Twin:
         elif setting.policy is StalePolicy.DIVIDE:
             scale /= max(1, tau)
         return scale
+
+
+def _edit(update: _Update, state: BlockState) -> None:
+    """What was changed has its new value, and all else of its optimizer as it was."""
+    (item,) = update.grads  # EDIT
+    for at, value in enumerate(gradient_of(item, len(state.values))):
+        if value is not None:
+            state.values[at] = value
 
 
 def _corrected(value: float, grad: Grad, state: BlockState, at: int, setting: Consistency) -> float:

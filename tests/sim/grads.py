@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from ps_server.contributions import Contribution
 
+EDIT = 100
+"""The revision of what an edit changes a block to; one more, where one worker means another."""
+
 
 class Grad(NamedTuple):
     """One worker's gradient of one block."""
@@ -18,6 +21,11 @@ class Grad(NamedTuple):
     """Others' updates of the block that its worker had seen."""
     incarnation: int = 0
     """Its worker's."""
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether it is what an edit changes the block to; `pulled` is its table then."""
+        return self.revision >= EDIT
 
 
 class Arrived(Grad):

@@ -5,6 +5,7 @@ A bug that no oracle sees is a gap in the simulation: mend that, and leave the b
 
 from __future__ import annotations
 
+from tests.sim.edit_mutants import EDIT_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
@@ -169,8 +170,8 @@ _ONE_TABLE = (
         "an invalid push leaves half a step behind",
         "S4",
         _GATE,
-        "        if invalid and not step.skip:",
-        "        step.skip = seal.terms.skip\n        if False:",
+        "        problem = None if step.skip else self._step_problem(step, seal, invalid)",
+        "        step.skip = seal.terms.skip\n        problem = None",
         _STEPS,
     ),
     Mutant(
@@ -383,4 +384,5 @@ MUTANTS = (
     + REPLACEMENT_MUTANTS
     + RESTORE_MUTANTS
     + WORK_MUTANTS
+    + EDIT_MUTANTS
 )

@@ -44,6 +44,7 @@ class ScheduledSimulation(Simulation):
         "blocks captured under bsp", "blocks captured under ssp",
     })  # fmt: skip
 
+    may_differ = False
     has_checkpoints = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:

@@ -36,6 +36,7 @@ from ps_server.output_commit import Deed
 from ps_server.schedule import CutId
 from ps_server.server_machine import Promise, ServerMachine
 from tests.sim.arithmetic import Numbers, Reading
+from tests.sim.edits import item_of
 from tests.sim.grads import Arrived, Grad
 from tests.sim.truth import Settings, square
 from tests.sim.works import SimWorks
@@ -289,11 +290,14 @@ class SimServer:
         raise NotImplementedError
 
     def _assigning(self, record: Record, parts: Sequence[tuple[int, object]]) -> Work[None]:
-        """Initial values."""
+        """Initial values, or an edit's."""
         key = record.table_id, record.range_id
         for block, grad in parts:
             assert isinstance(grad, Grad)
-            self.values[record.table_id, block] = [grad]
+            if record.clock:
+                self.values[record.table_id, block].append(item_of(grad))
+            else:
+                self.values[record.table_id, block] = [grad]
             yield
         self.held(key).make(self.table(record.table_id), Assigned(record, tuple(parts)))
 
@@ -367,10 +371,14 @@ class SimServer:
         return tuple(found[block] for block in sorted(found))
 
     def _drop(self, record: Record) -> None:
-        """Only those who are gone had a part in it."""
+        """Only those who are gone had a part in it, or the workers disagree."""
         key = (record.table_id, record.range_id, record.clock)
-        del self.reduced[key]
         self.held(key[:2]).shards.drop(record)
+        if key not in self.reduced:
+            self.world.counts["sums that were disputed"] += 1
+            self.sums.pop(key)
+            return
+        del self.reduced[key]
         for grad in self.sums.pop(key, []):
             self.fenced[grad.rank].discard((record.table_id, grad))
         self.world.counts["dropped updates"] += 1

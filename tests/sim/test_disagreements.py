@@ -29,6 +29,7 @@ class DisagreeingSimulation(Simulation):
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
     may_sum = False
+    may_differ = False
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)

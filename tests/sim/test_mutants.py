@@ -7,7 +7,22 @@ import pytest
 from tests.sim.mutants import MUTANTS
 from tests.sim.mutation import Mutant
 
-BITTEN = {"S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S12", "S13", "S15"}
+BITTEN = {
+    "S1",
+    "S2",
+    "S3",
+    "S4",
+    "S5",
+    "S6",
+    "S7",
+    "S8",
+    "S9",
+    "S10",
+    "S12",
+    "S13",
+    "S15",
+    "S16",
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -38,6 +38,7 @@ from tests.sim.arithmetic import (
     reduction_of,
     tensors_of,
 )
+from tests.sim.edits import Edits
 from tests.sim.evaluator import Evaluator
 from tests.sim.server import SimServer
 from tests.sim.training import training
@@ -107,15 +108,18 @@ class Simulation:
         seldom: and in one of `many` seeds.
         medians: of a seed, at least.
         may_sum: whether servers may keep sums only: then no worker comes after the first ones.
+        may_differ: whether workers may mean different edits.
     """
 
     max_workers = 0
     may_sum: ClassVar[bool] = True
+    may_differ: ClassVar[bool] = True
     often: ClassVar[frozenset[str]] = frozenset({
         "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
+        "edits", "edits refused", "edits disputed",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200
@@ -138,6 +142,7 @@ class Simulation:
             len(view.ranges),
             self.truth_settings(view.tables),
         )
+        self.layout.settings.edits = Edits(seed, WORKERS, may_differ=self.may_differ)
         clipped = [t for t in view.tables if draw.random() < 0.4]
         self.clip(clipped)
         self.cluster = {node.node_id: self.server(node.node_id) for node in nodes[:-WORKERS]}

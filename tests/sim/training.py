@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ps_core.consistency import Mode
-from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
+from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
-from ps_worker.push_entries import BlockPlace, SealTerms
+from ps_worker.push_entries import BlockPlace, SealTerms, StepEnded
 from ps_worker.steps import left_out, passed
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
+from tests.sim.edits import Edit
 from tests.sim.grads import Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
 
@@ -31,21 +32,29 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         clocks[table.table_id] = first or 0
         yield from _read_and_check(worker, truth, table, first or 0)
     leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
+    stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
         newest: dict[TableId, int] = {}
         for table in worker.layout.tables:
             clock = clocks[table.table_id] + 1
-            if number == steps - 1 and leaves_by_its_step:
+            edit = worker.layout.settings.edits.at(table, clock)
+            if number == steps - 1 and leaves_by_its_step and edit is None:
                 yield from _step(worker, truth, table, clock, last=True)
                 continue
-            yield from _step(worker, truth, table, clock)
+            if edit is None or not edit.is_of(worker.rank):
+                yield from _step(worker, truth, table, clock)
+            else:
+                yield from _edit(worker, truth, edit)
+            if number == steps - 1 and leaves_by_its_step:
+                stays.append(table)
             yield from _read_and_check(worker, truth, table, clock)
             answers = worker.reads.answers.values()  # with backup workers, others go on without it
             clocks[table.table_id] = clock
             newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
-        _leave_out(worker, truth, clocks, newest)
+        if number < steps - 1 or not leaves_by_its_step:
+            _leave_out(worker, truth, clocks, newest)
         yield from worker.between(worker, number < steps - 1)
-    for table in () if leaves_by_its_step else worker.layout.tables:
+    for table in stays:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
@@ -97,10 +106,59 @@ def _begin_where_the_others_are(
         yield from _read_and_check(worker, truth, table, newest)
 
 
+def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
+    """As `TrainedTable.edit`: some gradients have left already."""
+    draw, layout, table = worker.world.draw, worker.layout, edit.table
+    table_id, clock = table.table_id, edit.clock
+    places = {
+        b: BlockPlace(table_id, table.range_of_block(b, layout.range_count), b)
+        for b in range(table.block_count)
+    }
+    for block in [b for b in places if draw.random() < 0.3]:
+        pulled = worker.peer_versions.get((table_id, block))
+        grad = Grad(clock, worker.rank, block, 0, pulled, worker.incarnation)
+        problem = InvalidTensor("non-finite") if draw.random() < 0.1 else None
+        body = Body(grad, problem, is_assign=False, is_eager=False)
+        worker.window.submit(places[block], clock, body, byte_count=256)
+        if draw.random() < 0.5:
+            yield worker.pause()
+    worker.window.withdraw(table_id, clock, but=edit.blocks)
+    for block in edit.blocks:
+        grad = edit.grad(worker.rank, block, worker.incarnation)
+        body = Body(grad, None, is_assign=True, is_eager=False)
+        worker.window.submit(places[block], clock, body, byte_count=256)
+    if layout.settings.takes_edit(edit):
+        truth.change(edit, worker.incarnation)
+    ranges = list(table.blocks_by_range(layout.range_count))
+    worker.window.seal(table_id, clock, ranges, SealTerms(edit=edit.name(worker.rank)))
+    layout.settings.stepped[table_id] = max(layout.settings.stepped[table_id], clock)
+    truth.sealed[table_id, worker.incarnation] = clock
+    yield lambda: (table_id, clock) in worker.ended
+    ended = worker.ended[table_id, clock]
+    is_taken = layout.settings.takes_edit(edit)
+    _check_refused(worker, edit, ended)
+    assert ended.applied == is_taken or ended.discarded, (edit, ended)
+    worker.world.counts["edits" if is_taken else "edits refused"] += 1
+    for block in () if is_taken else edit.blocks:
+        truth.contributions[table_id, block].discard(edit.item(block))
+
+
+def _check_refused(worker: SimWorker, edit: Edit, ended: StepEnded) -> None:
+    """EDIT: what is refused is so for that reason, and everywhere."""
+    is_taken = worker.layout.settings.takes_edit(edit)
+    codes = {error.code for _, error in ended.problems}
+    expected = set() if is_taken else {EditRefused.code}
+    assert codes == expected or (ended.discarded and codes < expected), f"EDIT: {edit}: {ended}"
+    is_shared = worker.layout.settings.is_shared(edit.table, edit.clock)
+    worker.world.counts["edits disputed"] += is_shared and edit.other is not None
+
+
 def _step(
     worker: SimWorker, truth: Truth, table: Table, clock: int, *, last: bool = False
 ) -> Waits:
     draw, layout = worker.world.draw, worker.layout
+    edit = layout.settings.edits.at(table, clock)
+    disputed = edit is not None and layout.settings.is_shared(table, clock)
     blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
     draw.shuffle(blocks)
     may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
@@ -112,7 +170,7 @@ def _step(
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
         share = worker.bad_share * (_ALONE if table.block_count == 1 else 1)
-        is_bad = draw.random() < share if clock else False
+        is_bad = draw.random() < share if clock and not disputed else False
         bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
@@ -131,8 +189,9 @@ def _step(
         )
         if draw.random() < 0.2:
             yield worker.pause()
-    skip = bool(clock) and not eager and draw.random() < 0.1
+    skip = bool(clock) and not eager and draw.random() < 0.1 and not disputed
     is_out = skip or any(body.problem for body in final.values())
+    is_out = is_out or disputed
     for block, body in final.items():
         if not is_out:
             truth.contributions[table.table_id, block].add(body.grad)
@@ -158,6 +217,8 @@ def _step(
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
+    if disputed and edit is not None:
+        _check_refused(worker, edit, ended)
     if worker.is_newcomer:
         mode = layout.settings.at(table, clock).mode.value
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out

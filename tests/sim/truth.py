@@ -13,6 +13,7 @@ from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Hyperparameters, Table
 from tests.sim.arithmetic import Twin
+from tests.sim.edits import Edit, Edits
 from tests.sim.grads import Grad
 
 
@@ -63,6 +64,7 @@ class Settings:
         self.scales: dict[tuple[TableId, int], float] = {}  # what BSP updates were scaled by
         self.skipped: set[tuple[TableId, int, Incarnation]] = set()
         """Steps (table, clock, worker) that no range may count."""
+        self.edits = Edits(1, 0, may_differ=False)  # none
         self.stepped: dict[TableId, int] = defaultdict(int)
         """The newest clock of which a worker has sealed a step, and not said goodbye."""
 
@@ -87,6 +89,15 @@ class Settings:
     def at(self, table: Table, clock: int) -> Consistency:
         """The setting of a clock."""
         return [s for after, s in self._settings[table.table_id] if clock > after][-1]
+
+    def takes_edit(self, edit: Edit) -> bool:
+        """Whether it is in the blocks: its clock has a step of all workers, who all mean it."""
+        return self.is_shared(edit.table, edit.clock) and edit.other is None
+
+    def is_shared(self, table: Table, clock: int) -> bool:
+        """Whether the steps of a clock are one step of all workers."""
+        setting = self.at(table, clock)
+        return setting.mode is Mode.BSP and not setting.backup_workers
 
     def last_change(self, table: Table, clock: int) -> int:
         """The clock after which the setting of `clock` began; -1 if it is the first."""
@@ -157,9 +168,26 @@ class Truth:
         """The block's contributions up to a clock, by those who live."""
         return {g for g in self.living(self.contributions[table_id, block]) if g.clock <= clock}
 
+    def change(self, edit: Edit, incarnation: Incarnation) -> None:
+        """A worker has sealed an edit."""
+        self.editors[edit.table.table_id, edit.clock].add(incarnation)
+        for block in edit.blocks:
+            self.contributions[edit.table.table_id, block].add(edit.item(block))
+
     def living(self, found: Iterable[Grad]) -> list[Grad]:
         """Those of workers that are not gone: of those only a part may have landed."""
-        return [grad for grad in found if grad.incarnation not in self.gone]
+        return [grad for grad in found if self._lives(grad)]
+
+    def _lives(self, grad: Grad) -> bool:
+        if not grad.is_edit or not grad.pulled:
+            return grad.incarnation not in self.gone
+        editors = self.editors.get((TableId(grad.pulled), grad.clock))  # None: of a checkpoint
+        return editors is None or bool(editors - self.gone)
+
+    editors: dict[tuple[TableId, int], set[Incarnation]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """(table, clock) -> who has sealed it as an edit that is taken."""
 
     took_part: dict[tuple[TableId, int], set[Incarnation]] = field(
         default_factory=lambda: defaultdict(set)

@@ -215,9 +215,16 @@ def test_an_edit_is_nothing_else(bsp: Bench, terms: dict[str, object]) -> None:
     assert isinstance(problem(bsp.seal(0, 1, **settings)), InvalidConfig)  # type: ignore[arg-type]
 
 
-def test_gradients_in_an_edit_are_refused(bsp: Bench) -> None:
-    bsp.push(0, 1, 1)
-    assert isinstance(problem(bsp.seal(0, 2, 1, edit=A)), InvalidConfig)
+def test_gradients_in_an_edit_take_no_part(bsp: Bench) -> None:
+    """Their withdrawal may come later than the seal."""
+    bsp.push(0, 1, 1, 1)
+    bsp.push(0, 2, 1, 0, is_assign=True)
+    done = bsp.seal(0, 3, 1, edit=A)
+    assert outcomes(done) == {(0, 1): Outcome.WITHDRAWN}
+    assert outcomes(bsp.withdraw(0, 1)) == {(0, 1): Outcome.WITHDRAWN}
+    edit(bsp, 1, 1, A)
+    assert assigned(bsp.effects) == [(1, ((0, (0, 2)),))]
+    assert bsp.room.staged_bytes == 0
 
 
 def test_values_without_an_edit_are_refused_but_for_a_skip(bsp: Bench) -> None:

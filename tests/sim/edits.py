@@ -1,0 +1,103 @@
+"""What scripts change of their parameters between two steps, in a third of the seeds (S16).
+
+At some clocks of some tables every worker's step is an edit, in whatever setting: where it has no
+step of all workers, the edit is refused. At others one worker changes something else, or nothing.
+
+An edit in a block is an item of its list like a gradient: of nobody, alike at all workers.
+
+Oracle:
+    EDIT   An edit is in a block where all workers meant it, under BSP without backup workers, and
+           nowhere else. It is never beside a gradient of its clock.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ps_core.tables import OptimizerKind, Table
+from tests.sim.grads import EDIT, Grad
+
+_SEEDS = 3
+_SHARE = 0.15
+_DISPUTED = 0.4
+_FIRST_LEAVERS = 5
+"""Up to this clock nobody leaves who was there from the start."""
+_CHANGED = (OptimizerKind.SGD, OptimizerKind.ADAM)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A clock of a table at which parameters are changed.
+
+    Attributes:
+        table: which table.
+        clock: which.
+        blocks: those with tensors that are.
+        other: the rank that does not mean what the others do, if one does not.
+        changes: whether that one changes something at all.
+    """
+
+    table: Table
+    clock: int
+    blocks: tuple[int, ...]
+    other: int | None = None
+    changes: bool = False
+
+    def is_of(self, rank: int) -> bool:
+        """Whether the step of that rank is an edit."""
+        return rank != self.other or self.changes
+
+    def name(self, rank: int) -> bytes:
+        """What its seal says."""
+        return b"other" if rank == self.other else b"edit"
+
+    def grad(self, rank: int, block: int, incarnation: int) -> Grad:
+        """What a worker sends."""
+        revision = EDIT + (rank == self.other)
+        return Grad(self.clock, rank, block, revision, self.table.table_id, incarnation)
+
+    def item(self, block: int) -> Grad:
+        """What is in the block then."""
+        return item_of(self.grad(0, block, 0))
+
+
+def item_of(grad: Grad) -> Grad:
+    """An edit as it is in a block, whoever's values were taken."""
+    return Grad(grad.clock, 0, grad.block, grad.revision, grad.pulled, 0)
+
+
+class Edits:
+    """Those of one seed.
+
+    Args:
+        seed: which.
+        worker_count: how many there are from the start.
+        may_differ: whether workers may mean different things: then none of them dies, and no
+            setting changes.
+    """
+
+    def __init__(self, seed: int, worker_count: int, *, may_differ: bool) -> None:
+        self._seed = seed
+        self._worker_count = worker_count
+        self._may_differ = may_differ
+        self._found: dict[tuple[int, int], Edit | None] = {}
+
+    def at(self, table: Table, clock: int) -> Edit | None:
+        """The edit of that clock, if there is one."""
+        if self._seed % _SEEDS or clock < 1 or table.spec.optimizer.kind not in _CHANGED:
+            return None
+        key = table.table_id, clock
+        if key not in self._found:
+            self._found[key] = self._drawn(table, clock)
+        return self._found[key]
+
+    def _drawn(self, table: Table, clock: int) -> Edit | None:
+        draw = random.Random(f"edits of {self._seed}, {table.table_id}, {clock}")
+        if draw.random() >= _SHARE:
+            return None
+        blocks = tuple(b for b in range(table.block_count) if draw.random() < 0.7)
+        if self._may_differ and clock < _FIRST_LEAVERS and draw.random() < _DISPUTED:
+            other = draw.randrange(self._worker_count)
+            return Edit(table, clock, blocks, other, draw.random() < 0.5)
+        return Edit(table, clock, blocks)
