@@ -222,11 +222,15 @@ def _step(
     if worker.is_newcomer:
         mode = layout.settings.at(table, clock).mode.value
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
+    _note_lost(worker, truth, ended)
+
+
+def _note_lost(worker: SimWorker, truth: Truth, ended: StepEnded) -> None:
     for table_id, grad in worker.lost:
         truth.contributions[table_id, grad.block].discard(grad)
     if ended.rejected:
-        lost = {g.block for t, g in worker.lost if (t, g.clock) == (table.table_id, clock)}
-        assert set(ended.rejected) == lost
+        step = ended.table_id, ended.clock
+        assert set(ended.rejected) == {g.block for t, g in worker.lost if (t, g.clock) == step}
 
 
 def _terms(
