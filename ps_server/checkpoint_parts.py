@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
+from ps_core.work import Work
 from ps_runtime import logs
 from ps_runtime.background import give_way
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
@@ -112,27 +113,17 @@ class CheckpointParts:
             self._part = _Part(self._node, checkpoint, self._written, self._report, self._means)
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
-            self._part.cut(view)
+            self._node.works.begin(self._part.cutting(view))
 
-    def _planned(self) -> list[tuple[Table, PlannedTable]]:
+    def _planned(self) -> list[_Planned]:
         """What will be in the file, at most: what is here now, in whatever range."""
-        blocks: dict[TableId, list[int]] = {}
-        tables: dict[TableId, Table] = {}
+        planned: dict[TableId, _Planned] = {}
         for (table_id, _), part in self._node.machine.parts.items():
-            tables[table_id] = part.state.table
-            blocks.setdefault(table_id, []).extend(part.state.blocks)
-        return [
-            (
-                table,
-                PlannedTable(
-                    table.spec.name,
-                    len(blocks[table_id]),
-                    (VALUES, *self._state_names(table)),
-                    sum(len(table.segments(block)) for block in blocks[table_id]),
-                ),
-            )
-            for table_id, table in tables.items()
-        ]
+            if table_id not in planned:
+                table = part.state.table
+                planned[table_id] = _Planned(table, (VALUES, *self._state_names(table)), [])
+            planned[table_id].blocks.append(part.state.blocks)
+        return list(planned.values())
 
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
@@ -160,6 +151,30 @@ class _Means(NamedTuple):
     copies: CopyMemory
     disk: Disk
     stall_s: float
+
+
+class _Planned(NamedTuple):
+    """A table that will be in a part: the tensors of its blocks, and the blocks of each range."""
+
+    table: Table
+    tensors: tuple[str, ...]
+    blocks: list[Sequence[int]]
+
+    def counted(self) -> PlannedTable:
+        """How much there may be of it; a microsecond a block."""
+        return PlannedTable(
+            self.table.spec.name,
+            sum(map(len, self.blocks)),
+            self.tensors,
+            sum(len(self.table.segments(block)) for some in self.blocks for block in some),
+        )
+
+
+class _Finished(NamedTuple):
+    """A part that is durable: what the scheduler is told, and where each block is."""
+
+    report: PartReport
+    blocks: Mapping[BlockKey, WrittenBlock]
 
 
 class _Part:
@@ -200,21 +215,25 @@ class _Part:
         session = node.session
         self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
 
-    def begin(self, planned: list[tuple[Table, PlannedTable]]) -> None:
+    def _has_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self._is_over
+
+    def begin(self, planned: list[_Planned]) -> None:
         """Make the file."""
-        self._specs = {table.table_id: table for table, _ in planned}
-        tables = [each for _, each in planned]
-        self._opening = self._threads.submit(self._open, tables)
+        self._specs = {each.table.table_id: each.table for each in planned}
+        self._opening = self._threads.submit(self._open, planned)
         self._opening.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._opened, done)
         )
         self._threads.submit(self._copies.touch, self._captured_bytes())
         self._task = self._loop.create_task(self._run())
 
-    def _open(self, tables: list[PlannedTable]) -> tuple[CheckpointDirectory, Path, PartWriter]:
+    def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
         directory = CheckpointDirectory(locate(self._url), self._disk)
         directory.create()
         path = directory.begin(self._file)
+        tables = [each.counted() for each in planned]
         return directory, path, PartWriter(path, tables, self._disk)
 
     def _opened(self, done: Future[tuple[CheckpointDirectory, Path, PartWriter]]) -> None:
@@ -227,14 +246,16 @@ class _Part:
         """What there is to copy, at most."""
         return sum(store.state_bytes for store in self._node.shards.stores.values())
 
-    def cut(self, view: ClusterView) -> None:
-        """The cuts are settled: ask for each range as of its own."""
-        if self._is_cut or self._is_over:
+    def cutting(self, view: ClusterView) -> Work[None]:
+        """The cuts are settled: ask for each range as of its own; one range after the other."""
+        if self._is_cut or self._has_ended():
             return
-        self._is_cut = True
         self._progress_s = self._loop.time()
         self._node.shards.captures = self._captures
         for key in list(self._node.machine.parts):
+            yield
+            if self._has_ended():  # meanwhile
+                return
             cut = view.tables_by_id[key[0]].cut
             if cut is None or cut.checkpoint != self.number:
                 continue
@@ -243,8 +264,9 @@ class _Part:
             waiter = self._node.next_number()
             self._waiters[waiter] = key
             self._tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
-            is_torn = self._node.read_at_cut(waiter, key, cut)
+            is_torn = yield from self._node.reading_at_cut(waiter, key, cut)
             self._tables[key[0]] = replace(self._tables[key[0]], is_torn=is_torn)
+        self._is_cut = True
         self._wake.set()
 
     def answered(self, effect: AnswerPull | RefusePull) -> None:
@@ -362,17 +384,9 @@ class _Part:
         if not self._specs:
             await asyncio.wrap_future(self._threads.submit(self._abort))
             return PartReport()
-        written = await asyncio.wrap_future(self._threads.submit(self._finish))
-        self._memory.wrote(self.number, self._blocks(written))
-        return PartReport(
-            self._file,
-            written.byte_count,
-            written.header_sha256,
-            self._tables,
-            referred_block_count=len(self._referred),
-            referred_byte_count=sum(each.byte_count for each in self._referred.values()),
-            bases=tuple(sorted({each.directory for each in self._referred.values()})),
-        )
+        finished = await asyncio.wrap_future(self._threads.submit(self._finish))
+        self._memory.wrote(self.number, finished.blocks)
+        return finished.report
 
     def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
         """What the next checkpoint may refer to, and where it is."""
@@ -438,11 +452,21 @@ class _Part:
         is_busy = self._rate_bytes_s and is_training
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
-    def _finish(self) -> WrittenPart:
+    def _finish(self) -> _Finished:
+        """Nothing of the part changes any more; a thread's, since it is of all blocks."""
         directory, path, writer = self._opening.result()
         written = writer.finish(self.number, self._node.session.cluster_id)
         directory.commit(self._file, path)
-        return written
+        report = PartReport(
+            self._file,
+            written.byte_count,
+            written.header_sha256,
+            self._tables,
+            referred_block_count=len(self._referred),
+            referred_byte_count=sum(each.byte_count for each in self._referred.values()),
+            bases=tuple(sorted({each.directory for each in self._referred.values()})),
+        )
+        return _Finished(report, self._blocks(written))
 
     def _abort(self) -> None:
         with contextlib.suppress(PushpullError):

@@ -361,24 +361,24 @@ class ParameterNode:
         return next(self._numbers)
 
     @decides
-    def read_at_cut(self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut) -> bool:
+    def reading_at_cut(
+        self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut
+    ) -> Work[bool]:
         """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
         between two updates. What is asynchronous then is answered as it is, and torn; whether so.
         """
-        self.works.finish()
         place = Place(*key, self.machine.assignment_epoch(key[1]))
         is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         deadline_s = self.now() + limits.CHECKPOINT_CUT_S
         cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
         event = PullEvent(place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, 0)
-        self.carry_out(self.machine.pull(event, self.now()))
+        yield from self._carrying_out(self.machine.pull(event, self.now()))
         return is_torn
 
     def hold_copies(self, key: tuple[TableId, RangeId], cut: TableCut) -> None:
         """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
-        copies of what it was. What is asynchronous does not change at all.
+        copies of what it was. What is asynchronous does not change at all. In a work.
         """
-        self.works.finish()
         is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
         self.machine.hold_copies(key, cut.checkpoint, clock, self.now() + deadline_s)

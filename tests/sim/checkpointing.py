@@ -37,6 +37,7 @@ from ps_core.errors import (
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
+from ps_core.work import Work
 from ps_server.events import AnswerPull, Place, PullEvent, RefusePull
 from ps_server.schedule import checkpoint_cut
 from scheduler.checkpoint_state import (
@@ -301,11 +302,20 @@ class Checkpointer:
         part = self._parts[server.node_id]
         if part.is_broken or part.is_asked or not checkpoint.is_cut:
             return
+        server.works.begin(self._cutting(server, part, view))
+
+    def _cutting(self, server: SimServer, part: Captured, view: ClusterView) -> Work[None]:
+        """As `CheckpointParts`: each range as of its own cut, one after the other."""
         cuts: dict[TableId, TableCut | None] = {t.table_id: t.cut for t in view.tables}
+        if part.is_asked:
+            return
         for key in list(server.machine.parts):
+            yield
+            if self._parts.get(server.node_id) is not part:
+                return
             cut = cuts[key[0]]
-            if cut is not None and cut.checkpoint == number:
-                self._read(server, part, key, cut)
+            if cut is not None and cut.checkpoint == part.number:
+                yield from self._reading(server, part, key, cut)
         part.is_asked = True
         self._report_if_done(server, part)
 
@@ -319,7 +329,6 @@ class Checkpointer:
 
     def _hold(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
         """As `ParameterNode.hold_copies`."""
-        server.works.finish()
         is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
         part.held[key] = None
         until_s = server.now_s + limits.CHECKPOINT_WRITTEN_S
@@ -360,8 +369,8 @@ class Checkpointer:
                     f"LIVE: {key} is held for checkpoint {cut}, and {number} is made"
                 )
 
-    def _read(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
-        """As `ParameterNode.read_at_cut`."""
+    def _reading(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> Work[None]:
+        """As `ParameterNode.reading_at_cut`."""
         is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
         if self.draw.random() < WITHOUT_ROOM:
             self._hold(server, part, key, cut)
@@ -377,7 +386,7 @@ class Checkpointer:
             cut_id = None if is_torn else checkpoint_cut(part.number)
             return PullEvent(place, waiter, None, cut.after_clock, not is_torn, until_s, cut_id)
 
-        server.capture(event, lambda effect: self._answered(server, part, cut, effect))
+        yield from server.capturing(event, lambda effect: self._answered(server, part, cut, effect))
 
     def _answered(
         self, server: SimServer, part: Captured, cut: TableCut, effect: AnswerPull | RefusePull

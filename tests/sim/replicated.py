@@ -193,7 +193,7 @@ class ReplicatedServer(SimServer):
 
     def _observe(self, view: ClusterView) -> None:
         if view.view_number > self.view_number:
-            self.works.begin(self._observing(view))
+            self._begin_to_observe(view)
 
     def _observing(self, view: ClusterView) -> Work[None]:
         self._view = view

@@ -105,7 +105,12 @@ class SimServer:
 
     def _observe(self, view: ClusterView) -> None:
         if view.view_number > self.machine.view_number:
-            self.works.begin(self._observing(view))
+            self._begin_to_observe(view)
+
+    def _begin_to_observe(self, view: ClusterView) -> None:
+        """As the server's process: who else wants the view has it next."""
+        self.works.begin(self._observing(view))
+        self.works.between(lambda: self.on_view(view))
 
     def _observing(self, view: ClusterView) -> Work[None]:
         self.machine.observe(view)
@@ -125,7 +130,6 @@ class SimServer:
         effects = yield from self.machine.settling(self.now_s)
         self._note_taken()
         yield from self._carrying_out(effects)
-        self.works.between(lambda: self.on_view(view))
 
     def _note_taken(self) -> None:
         """What a table's first range has taken is in force, whatever the scheduler knows of it."""
@@ -437,9 +441,16 @@ class SimServer:
         event: Callable[[int], PullEvent],
         on_answer: Callable[[AnswerPull | RefusePull], None],
     ) -> None:
-        """Begin a read; one of its own, for a checkpoint, cannot wait."""
-        self.works.finish()
+        """Begin a read."""
+        self.works.begin(self.capturing(event, on_answer))
+
+    def capturing(
+        self,
+        event: Callable[[int], PullEvent],
+        on_answer: Callable[[AnswerPull | RefusePull], None],
+    ) -> Work[None]:
+        """As `capture`, in a work; its own reads are, for a checkpoint."""
         number = next(self.waiters)
         self.reads[number] = on_answer
-        self.carry_out(self.machine.pull(event(number), self.now_s))
+        yield from self._carrying_out(self.machine.pull(event(number), self.now_s))
         self.world.counts["parked waits"] += self.machine.wait_cause(number) is not None

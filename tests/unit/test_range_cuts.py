@@ -58,7 +58,7 @@ class Cutting(Bench):
         return self.observe(self.table) + self.read(clock, number)
 
     def read(self, clock: int, number: int = NUMBER) -> list[Effect]:
-        """As `ParameterNode.read_at_cut`."""
+        """As `ParameterNode.reading_at_cut`."""
         deadline_s = self.now_s + limits.CHECKPOINT_CUT_S
         cut_id = checkpoint_cut(number)
         event = PullEvent(PLACE, WAITER, None, clock, True, deadline_s, cut_id)
