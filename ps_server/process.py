@@ -28,6 +28,7 @@ from ps_runtime import channels, clock, config, kept_values, logs, machine_memor
 from ps_runtime.addresses import join_address, split_address
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.checkpoint_store import CheckpointStore
+from ps_runtime.collector import Collector
 from ps_runtime.http2.server import StreamServer
 from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
@@ -290,9 +291,9 @@ async def _run(
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         attach(node, link.view_at_least)
         await _first_view(link, settings, stack)
-        # What a server at rest has stays: the collector need not look at it again and again.
-        gc.collect()
-        gc.freeze()
+        collector = Collector()
+        collector.start()
+        stack.callback(collector.stop)
         server.set_serving(True)
         if settings.ready_file is not None:
             where = settings.ready_file, server.address, server.http_address
