@@ -177,6 +177,7 @@ def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
         ps.connect(cluster.address) as client,
     ):
         table = counting_table(client, "bsp")
+        root.rmdir()  # it was made at the start, to see that it can be
         root.write_text("a file is where the directory should be")
         client.push_pull(table, np.ones(COUNT, np.float32))
         with pytest.raises(ps.InvalidCheckpoint, match=r"Not a directory|File exists"):
