@@ -11,6 +11,7 @@ PYTHON ?= python3
 COMPOSE ?= docker compose
 SEEDS ?= 200
 SEED ?=
+FIRST ?= 0
 ROUNDS ?= 3
 KIND ?=
 CHAOS ?=
@@ -83,8 +84,8 @@ fuzz: $(READY) ## Draw other examples than `make test` has, ROUNDS=3 times; each
 	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis or drawn' --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(FAST_TESTS) \
 	|| { echo "To see it again: make fuzz SEED=$$seed" >&2; exit 1; }; done
 
-sim: $(READY) ## Run the simulator: SEEDS=200 schedules, or the one of SEED= with its transcript (KIND=failover: only those)
-	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(KIND),--kind $(KIND))
+sim: $(READY) ## Run the simulator: SEEDS=200 schedules from FIRST=0, or the one of SEED= with its transcript (KIND=failover: only those)
+	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) $(if $(KIND),--kind $(KIND))
 
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants

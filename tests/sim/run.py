@@ -61,7 +61,7 @@ def replay(kinds: Sequence[str], seed: int) -> int:
     return 1 if failed else 0
 
 
-def run_all(kinds: Sequence[str], seed_count: int, jobs: int) -> int:
+def run_all(kinds: Sequence[str], seeds: range, jobs: int) -> int:
     """Run the seeds of each kind; the exit code."""
     began_s = time.monotonic()
     runs = {kind: Run(KINDS[kind]) for kind in kinds}
@@ -70,10 +70,10 @@ def run_all(kinds: Sequence[str], seed_count: int, jobs: int) -> int:
     context.set_forkserver_preload(["tests.sim.kinds"])
     with ProcessPoolExecutor(jobs, context) as pool:
         chunks = [
-            pool.submit(run_chunk, kind, range(first, min(first + CHUNK, count)))
+            pool.submit(run_chunk, kind, own[at : at + CHUNK])
             for kind in kinds
-            for count in [seed_count if len(kinds) == 1 else -(-seed_count // SHARES[kind])]
-            for first in range(0, count, CHUNK)
+            for own in [seeds if len(kinds) == 1 else seeds[: -(-len(seeds) // SHARES[kind])]]
+            for at in range(0, len(own), CHUNK)
         ]
         for chunk in chunks:
             for found in chunk.result():
@@ -94,7 +94,8 @@ def run_all(kinds: Sequence[str], seed_count: int, jobs: int) -> int:
 def main(arguments: Sequence[str]) -> int:
     """As the command line says; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="from 0 up")
+    parser.add_argument("--seeds", type=int, default=200, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="this one alone, with its transcript")
     parser.add_argument("--kind", choices=sorted(KINDS), help="only this kind; all its seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
@@ -102,7 +103,8 @@ def main(arguments: Sequence[str]) -> int:
     kinds = [options.kind] if options.kind else list(KINDS)
     if options.seed is not None:
         return replay(kinds, options.seed)
-    return run_all(kinds, options.seeds, options.jobs)
+    seeds = range(options.first, options.first + options.seeds)
+    return run_all(kinds, seeds, options.jobs)
 
 
 if __name__ == "__main__":
