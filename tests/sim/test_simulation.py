@@ -267,7 +267,9 @@ class Simulation:
             if worker.incarnation in self.truth.gone:
                 continue
             assert worker.window.in_flight_bytes == 0
-            left = [key for key, _ in worker.window.open_entries() if not self._waits_on(worker, key)]
+            left = [
+                key for key, _ in worker.window.open_entries() if not self._waits_on(worker, key)
+            ]
             assert not left, f"worker {worker.rank} has no answer to {left}"
 
     def _waits_on(self, worker: SimWorker, key: EntryKey) -> bool:
