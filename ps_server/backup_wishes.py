@@ -22,6 +22,7 @@ class BackupWishes:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._asking: asyncio.Task[None] | None = None
+        self._is_unheard = False
 
     def stand(self, wishes: Sequence[BackupWish]) -> None:
         """These stand now: ask, unless an answer is awaited; then they are to be said again."""
@@ -32,7 +33,13 @@ class BackupWishes:
         try:
             await self._ask(wishes)
         except PushpullError as error:
-            logs.warning("wish_unheard", ranges=len(wishes), error=error.message)
+            if not self._is_unheard:  # once, not at each of many tries while the scheduler is away
+                logs.warning("wish_unheard", ranges=len(wishes), error=error.message)
+            self._is_unheard = True
+            return
+        if self._is_unheard:
+            logs.info("wish_heard", ranges=len(wishes))
+        self._is_unheard = False
 
     def close(self) -> None:
         """Ask no more."""
