@@ -22,7 +22,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # In the order in which they begin: the files that take long first, so that no core idles at the end.
-FAST_TESTS := $(wildcard $(addprefix tests/,integration property sim contract unit tidy))
+FAST_TESTS := $(wildcard $(addprefix tests/,integration idioms property sim contract unit tidy))
 # Tests wait for processes of their own more than they compute, so as many files run beside each other as
 # there are cores: one on a single core, and no more than four, each of which may have a cluster running.
 # A file is never divided: its tests share what they started, and those that measure run one after the other.

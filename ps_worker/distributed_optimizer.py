@@ -88,7 +88,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
     All workers start from the parameters of rank 0. They must register the same parameters in the
-    same order, with `requires_grad` as on the others.
+    same order, with `requires_grad` as on the others. Parameters in bfloat16 or float16 have
+    float32 masters on the servers, which torch.optim has not: small updates add up.
 
     What a script does to parameters between two steps (`load_state_dict`, `nn.init`, in-place
     changes of any kind) is taken over with the next step: under BSP, where every worker does the

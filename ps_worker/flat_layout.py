@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import DType, TensorSpec
@@ -230,8 +231,14 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
     """The table dtype of a parameter.
 
     Raises:
-        InvalidConfig: tables have no such element type, or the tensor is not dense.
+        InvalidConfig: tables have no such element type, the tensor is not dense, or it is a lazy
+            module's, which has no shape yet.
     """
+    if is_lazy(tensor):
+        raise InvalidConfig(
+            f"parameter '{name}' is a lazy module's and has no shape yet; give the model one batch "
+            "before its optimizer is made"
+        )
     found = TABLE_DTYPE.get(tensor.dtype)
     if found is None or tensor.layout is not torch.strided:
         expected = ", ".join(str(theirs) for theirs in TABLE_DTYPE)

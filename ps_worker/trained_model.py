@@ -279,6 +279,8 @@ class TrainedModel:
             table.settle()
         for buffers in self.buffers:
             buffers.settle()
+        for table in self.tables:
+            table.check_dtype()
         self._take_edits()
         with uninterrupted():
             self._sealed = sealed = self._seal(groups, scale, before)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ps_core.errors import GradientChangedAfterPush, InvalidTensor
+from ps_core.errors import GradientChangedAfterPush, InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
 from ps_worker.cutting import BlockPart
 from ps_worker.device_copies import Arrival, from_host
@@ -193,6 +193,20 @@ class TrainedTable:
         Blocking: no; `settle` waits.
         """
         self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+
+    def check_dtype(self) -> None:
+        """Refuse a model that was moved to another dtype: its servers would train on in the first.
+
+        Raises:
+            InvalidConfig: naming a parameter whose dtype is not the table's.
+        """
+        for entry in self.layout.placed:
+            if entry.tensor.dtype is not self.dtype:
+                raise InvalidConfig(
+                    f"parameter '{entry.name}' is {entry.tensor.dtype}, and was {self.dtype} when "
+                    "its optimizer was made; move the model to its dtype (model.double(), "
+                    ".bfloat16(), .to(dtype)) before its optimizer is made"
+                )
 
     # --- what the script has changed
 

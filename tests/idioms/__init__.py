@@ -1,0 +1,1 @@
+"""What torch users write, on a cluster and in plain torch: equal to the bit, or refused."""
