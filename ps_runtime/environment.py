@@ -57,7 +57,8 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_UPDATE_LOG_MB": "MB of an update log above which the oldest updates go.",
     "PUSHPULL_UPDATE_LOG_SYNC": "1: an update counts when the disk has it.",
     "PUSHPULL_RESUME": "The checkpoint that a cluster starts from.",
-    "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role lets calls finish when it is told to stop.",
+    "PUSHPULL_DRAIN_GRACE_S": "Seconds that a role which is told to stop lets calls finish, and "
+    "that a server with the only copy of anything stays until another has it.",
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
     "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",
     "PUSHPULL_PARENT_PID": "The process that started the role, for PUSHPULL_DIE_WITH_PARENT.",

@@ -1,4 +1,4 @@
-"""The HTTP port of a node: GET /metrics for Prometheus and GET /healthz for probes.
+"""The HTTP port of a node: GET /metrics for Prometheus, /healthz and /readyz for probes.
 
 Small on purpose: one request a connection, bounded in size, time and number, on the node's own
 event loop. Where connections are too many the oldest makes room for the newest: a probe is
@@ -27,16 +27,20 @@ _MAX_DISCARDED_BYTES = 16 * MAX_HTTP_REQUEST_BYTES
 
 
 class HttpEndpoint:
-    """Serves /metrics of a registry, and /healthz by asking `is_serving`."""
+    """Serves /metrics of a registry, /healthz by asking `is_serving`, and /readyz by asking
+    `why_unready`, which is empty where nothing keeps the node from being ready.
+    """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         is_serving: Callable[[], bool],
+        why_unready: Callable[[], str],
         request_deadline_s: float = HTTP_REQUEST_DEADLINE_S,
     ) -> None:
         self._registry = registry
         self._is_serving = is_serving
+        self._why_unready = why_unready
         self._request_deadline_s = request_deadline_s
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
@@ -107,8 +111,13 @@ class HttpEndpoint:
     def _page(self, path: bytes) -> bytes:
         if path == b"/metrics":
             return _response(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        if path == b"/readyz":
+            reason = self._why_unready()
+            if not reason:
+                return _response(HTTPStatus.OK, b"ok\n")
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
         if path != b"/healthz":
-            return _response(HTTPStatus.NOT_FOUND, b"expected /metrics or /healthz\n")
+            return _response(HTTPStatus.NOT_FOUND, b"expected /metrics, /healthz or /readyz\n")
         if self._is_serving():
             return _response(HTTPStatus.OK, b"ok\n")
         return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")

@@ -375,7 +375,8 @@ class Launcher:
 
 def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
     for process in processes:
-        process.stop(signal.SIGTERM)
+        # A server that is sent SIGTERM stays until another has what it holds: here all of them end.
+        process.stop(signal.SIGINT if process.command.kind == "server" else signal.SIGTERM)
     give_up_s = time.monotonic() + grace_s
     for process in processes:
         if process.wait(give_up_s - time.monotonic()) is None:
@@ -457,7 +458,6 @@ def start_server(
         "--http-listen=127.0.0.1:0",
         f"--scheduler={scheduler}",
         f"--ready-file={launcher.ready_file(bare)}",
-        f"--drain-grace-s={_DRAIN_GRACE_S}",
         *shape.update_log.server_arguments(index),
     )
     return launcher.start(replace(bare, arguments=arguments))

@@ -30,6 +30,9 @@ from ps_runtime.turns import TurnMeter
 Service = tuple[str, Callable[[grpc.aio.Server], object]]
 """A service's full name, and what adds its servicer to a server."""
 
+READINESS = "readiness"
+"""The service name under which health says whether the node is ready: more than that it serves."""
+
 LOOPBACK = "127.0.0.1:0"
 """Roles bind loopback, at a free port, unless told otherwise."""
 
@@ -38,8 +41,9 @@ class NodeServer:
     """A running gRPC server with its health, reflection and HTTP port. Made by `start`.
 
     It starts as not serving: `/healthz` answers 503 and health NOT_SERVING until
-    `set_serving(True)`, which the role calls when it is ready for others. Calls are answered from
-    the start.
+    `set_serving(True)`, which the role calls when it is there for others. Calls are answered from
+    the start. A node that serves is ready, too, but for what `set_unready` names: `/readyz` and
+    health's service "readiness" say so.
     """
 
     def __init__(self, registry: CollectorRegistry, service_names: Sequence[str]) -> None:
@@ -50,8 +54,9 @@ class NodeServer:
         self._health = health.aio.HealthServicer()
         self._turns = TurnMeter()
         TurnMetrics(registry).watch(self._turns)
-        self._http = HttpEndpoint(registry, lambda: self._is_serving)
+        self._http = HttpEndpoint(registry, lambda: self._is_serving, lambda: self.why_unready)
         self._is_serving = False
+        self._unready = ""
         self._is_stopped = False
         self._updates: set[asyncio.Task[None]] = set()
 
@@ -85,7 +90,7 @@ class NodeServer:
             (*(name for name, _ in services), health.SERVICE_NAME, reflection.SERVICE_NAME),
             node._server,
         )
-        await node._publish_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await node._publish_health()
         host, port = split_address(listen, "listen")
         bound = node._bind(join_address(host, port))
         node.address = advertised(advertise, host, bound)
@@ -110,10 +115,29 @@ class NodeServer:
             return
         self._is_serving = is_serving
         logs.info("serving" if is_serving else "not_serving", address=self.address)
-        states = health_pb2.HealthCheckResponse
-        update = asyncio.get_running_loop().create_task(
-            self._publish_health(states.SERVING if is_serving else states.NOT_SERVING)
-        )
+        self._publish_soon()
+
+    @property
+    def why_unready(self) -> str:
+        """Why the node is not ready; empty: it is."""
+        return self._unready if self._is_serving else "not serving"
+
+    def set_unready(self, reason: str) -> None:
+        """Say in health and /readyz why the node should not be relied on alone yet, or any more.
+
+        Args:
+            reason: in words; empty: it is ready as soon as it serves.
+
+        Blocking: no; as `set_serving`.
+        """
+        if bool(reason) != bool(self._unready) and not self._is_stopped:
+            logs.info("not_ready" if reason else "ready", **({"reason": reason} if reason else {}))
+            self._unready = reason
+            self._publish_soon()
+        self._unready = reason
+
+    def _publish_soon(self) -> None:
+        update = asyncio.get_running_loop().create_task(self._publish_health())
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
 
@@ -145,9 +169,12 @@ class NodeServer:
             raise InvalidConfig(f"listen is '{listen}', which cannot be bound")
         return port
 
-    async def _publish_health(self, state: int) -> None:
+    async def _publish_health(self) -> None:
+        states = health_pb2.HealthCheckResponse
         for name in self._service_names:
-            await self._health.set(name, state)
+            await self._health.set(name, states.SERVING if self._is_serving else states.NOT_SERVING)
+        is_ready = not self.why_unready
+        await self._health.set(READINESS, states.SERVING if is_ready else states.NOT_SERVING)
 
 
 class _Malformed:

@@ -104,6 +104,7 @@ class SchedulerLink:
         self._addresses = addresses
         self._is_away = False
         self._is_closed = False
+        self._has_left = False
         self._news = asyncio.Event()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -298,6 +299,8 @@ class SchedulerLink:
         Blocking: up to `deadline_s`.
         """
         await self._end_tasks()
+        if self._has_left:
+            return True
         if self.fenced_by is not None or self._is_closed:
             return False
         end_s = clock.now_s() + deadline_s
@@ -312,6 +315,23 @@ class SchedulerLink:
             return False
         logs.info("deregistered", reason=reason)
         return True
+
+    async def deregister_if_kept(self, reason: str, timeout_s: float) -> None:
+        """Servers: leave the cluster, if others keep all that this one holds. One attempt.
+
+        Blocking: up to `timeout_s`; while a checkpoint is made for it.
+
+        Raises:
+            Recovering: the scheduler says whom to wait for; the membership goes on.
+            PushpullError: no scheduler answered, or another refusal.
+        """
+        farewell = scheduler_pb2.DeregisterNodeRequest(
+            session=self._identity, reason=reason, only_if_kept=True
+        )
+        await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
+        self._has_left = True
+        await self._end_tasks()
+        logs.info("deregistered", reason=reason)
 
     async def close(self) -> None:
         """End the heartbeats and the connection without a farewell. Idempotent.

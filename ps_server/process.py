@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ps_core import limits
+from ps_core.cluster_view import ClusterView
 from ps_core.errors import (
     Fenced,
     ForeignCluster,
@@ -39,6 +41,7 @@ from ps_server import frames, replication_service
 from ps_server.backup_wishes import BackupWishes
 from ps_server.change_doubts import ChangeDoubts
 from ps_server.checkpoint_parts import CheckpointParts
+from ps_server.departure import REASON, until_kept
 from ps_server.installed_updates import installed_updates
 from ps_server.kept_log import KeptLog, open_log
 from ps_server.kernel_fingerprint import kernel_fingerprint
@@ -55,6 +58,7 @@ from ps_server.update_log import LogSetting
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
+_LEAST_GRACE_S = 0.5
 
 _FAILED = 1
 _REFUSED = 2
@@ -76,7 +80,7 @@ class ServerConfig:
         default=None, metadata={"help": "host:port or host under which others reach this server"}
     )
     http_listen: str = field(
-        default="127.0.0.1:0", metadata={"help": "host:port of /metrics and /healthz"}
+        default="127.0.0.1:0", metadata={"help": "host:port of /metrics, /healthz and /readyz"}
     )
     stream_listen: str = field(
         default="auto",
@@ -94,7 +98,12 @@ class ServerConfig:
         default=60.0, metadata={"help": "seconds to go on trying to reach the scheduler at start"}
     )
     drain_grace_s: float = field(
-        default=5.0, metadata={"help": "seconds that calls may finish in when told to stop"}
+        default=25.0,
+        metadata={
+            "help": "seconds that a server told to stop by SIGTERM stays while it has the only "
+            "copy of anything, until another server or a checkpoint has it; calls may finish in "
+            "them too"
+        },
     )
     lane: str = field(
         default="auto",
@@ -211,7 +220,7 @@ async def _serve(settings: ServerConfig) -> None:
         """As often as the cluster begins anew."""
         while True:
             try:
-                await _run(settings, server, attach, (metrics, node_metrics))
+                await _run(settings, server, attach, (metrics, node_metrics), stop)
             except Fenced as error:
                 if not error.retry_after_ms and not isinstance(error, ForeignCluster):
                     raise
@@ -223,8 +232,14 @@ async def _serve(settings: ServerConfig) -> None:
             gc.collect()
 
     running = asyncio.create_task(run())
+    end_s = 0.0
     try:
         await asyncio.wait((stop, running), return_when=asyncio.FIRST_COMPLETED)
+        is_orderly = running.done() or stop.result() == signal.SIGTERM
+        grace_s = settings.drain_grace_s if is_orderly else _LEAST_GRACE_S
+        end_s = clock.now_s() + grace_s
+        if not running.done() and server.is_serving:  # it has seen the signal, and leaves
+            await asyncio.wait((running,), timeout=grace_s + _LEAST_GRACE_S)
         if running.done():
             running.result()
     finally:
@@ -233,9 +248,10 @@ async def _serve(settings: ServerConfig) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         servicer.drain()
-        ends = [server.stop(settings.drain_grace_s)]
+        grace_s = max(end_s - clock.now_s(), _LEAST_GRACE_S)
+        ends = [server.stop(grace_s)]
         if streams is not None:
-            ends.append(streams.stop(settings.drain_grace_s))
+            ends.append(streams.stop(grace_s))
         await asyncio.gather(*ends)
 
 
@@ -263,20 +279,21 @@ async def _run(
     server: NodeServer,
     attach: Callable[[ParameterNode, ViewAtLeast], None],
     measures: tuple[ServerMetrics, NodeMetrics],
+    stop: asyncio.Task[signal.Signals],
 ) -> None:
-    """Register, serve, and end when the cluster has finished or replaced this server."""
+    """Register, serve, and end when the cluster has finished or replaced this server, or when it
+    is told to stop.
+    """
     metrics, node_metrics = measures
     async with contextlib.AsyncExitStack() as stack:
         link, node = await _registered(settings, server.address, metrics, stack)
         _watch(link, node, metrics, node_metrics)
         stack.callback(trim_often(node.shards.pool))
-        finished, failed = asyncio.Event(), asyncio.Event()
+        finished, failed, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
         waits: list[bool] = []  # whether what looks between works has its turn to come
         node.health.on_failure = partial(_note_failure, failed)
         promises = Promises(
-            lambda promise: link.promise_change(
-                promise.table_id, promise.number, promise.clock, promise.outcome
-            )
+            lambda each: link.promise_change(each.table_id, each.number, each.clock, each.outcome)
         )
         stack.callback(promises.close)
         doubts = ChangeDoubts(node, link.session)
@@ -289,15 +306,10 @@ async def _run(
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
+        link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
         await _first_view(link, settings, stack)
-        collector = Collector()
-        collector.start()
-        stack.callback(collector.stop)
-        server.set_serving(True)
-        if settings.ready_file is not None:
-            where = settings.ready_file, server.address, server.http_address
-            await asyncio.to_thread(write_ready_file, *where)
+        await _begin_to_serve(settings, server, stack)
 
         def tick() -> None:
             node.tick()
@@ -315,10 +327,14 @@ async def _run(
             promises.stand(node.promises)
             wishes.stand(node.replicas.wishes if node.replicas is not None else ())
 
+        leaving = asyncio.create_task(_leave_when_told(stop, server, link, settings, left))
+        stack.callback(leaving.cancel)
         try:
-            await _until((finished, link.fenced, failed), tick)
+            await _until((finished, link.fenced, failed, left), tick)
+            if left.is_set():
+                return
             if isinstance(link.fenced_by, ForeignCluster) and node.shards.stores:
-                await _keep_values(settings, server.address, link, node, stack, failed)
+                await _keep_values(settings, server.address, link, node, stack, (failed, left))
         finally:
             if node.health.failure is not None:
                 raise Internal(
@@ -328,6 +344,18 @@ async def _run(
         if link.fenced_by is not None:
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
+
+
+async def _begin_to_serve(
+    settings: ServerConfig, server: NodeServer, stack: contextlib.AsyncExitStack
+) -> None:
+    collector = Collector()
+    collector.start()
+    stack.callback(collector.stop)
+    server.set_serving(True)
+    if settings.ready_file is not None:
+        where = settings.ready_file, server.address, server.http_address
+        await asyncio.to_thread(write_ready_file, *where)
 
 
 async def _registered(
@@ -370,6 +398,34 @@ async def _registered(
     return link, node
 
 
+def _say_if_ready(
+    server: NodeServer,
+    link: SchedulerLink,
+    stop: asyncio.Task[signal.Signals],
+    view: ClusterView,
+) -> None:
+    """A server is ready when each range that it is to hold is whole here."""
+    count = sum(link.session.node_id in r.joining for r in view.ranges)
+    if not stop.done():
+        server.set_unready(f"{count} ranges are being brought up to date here" if count else "")
+
+
+async def _leave_when_told(
+    stop: asyncio.Task[signal.Signals],
+    server: NodeServer,
+    link: SchedulerLink,
+    settings: ServerConfig,
+    left: asyncio.Event,
+) -> None:
+    """SIGTERM ends a server when nothing is lost by that; SIGINT at once."""
+    number = await asyncio.shield(stop)
+    logs.info("told_to_stop", signal=number.name)
+    server.set_unready("told to stop")
+    if number == signal.SIGTERM:
+        await until_kept(link, clock.now_s() + settings.drain_grace_s)
+    left.set()
+
+
 def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
     """What tables may take here: as given, or as the system says."""
     if given_bytes:
@@ -379,7 +435,7 @@ def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
 
 
 async def _leave(link: SchedulerLink) -> None:
-    await link.deregister("the server stops", deadline_s=1.0)
+    await link.deregister(REASON, deadline_s=1.0)
     await link.close()
 
 
@@ -511,7 +567,7 @@ async def _keep_values(
     link: SchedulerLink,
     node: ParameterNode,
     stack: contextlib.AsyncExitStack,
-    failed: asyncio.Event,
+    ends: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
     """The scheduler's cluster is another one, and what is here is of no use there: go on as while
     it is away, until somebody who has read the values stops this server.
@@ -537,7 +593,7 @@ async def _keep_values(
         kept_values.keep_saying(settings.scheduler, told, interval_s=link.lease_s)
     )
     try:
-        await _until((failed,), node.tick)
+        await _until(ends, node.tick)
     finally:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)

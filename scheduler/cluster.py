@@ -37,7 +37,7 @@ from typing import Generic, TypeVar
 from ps_core import rights
 from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
+from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
@@ -199,6 +199,8 @@ class Cluster:
             )
         transitions = self._members.add(node, request, now_s)
         transitions += self._given_back(node, request)
+        if node.role is Role.SERVER:  # its first view says which ranges it is to be brought
+            transitions += self._configured()
         if is_late:
             self._changes.join(Join(node.rank, node.incarnation))
             transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
@@ -213,7 +215,7 @@ class Cluster:
         if claim.timeline == self.settings.timeline:
             transitions += self._configurations.give_back(node, claim)
         transitions += self._members.replaced(node, request)
-        return self._failed_over(transitions) + self._configured()
+        return self._failed_over(transitions)
 
     def heartbeat(self, session: Session, now_s: float) -> Decision[int]:
         """Note that the caller lives; the reply is the number of the newest view.
@@ -238,6 +240,45 @@ class Cluster:
         if transitions and session.role is Role.SERVER:
             transitions += self._configured()
         return Decision(None, self._changed(*transitions))
+
+    def check_kept(self, session: Session) -> None:
+        """Refuse a server that would leave with the only copy of a range, where another server can
+        have it: without replicas none can.
+
+        Raises:
+            Recovering: naming who is waited for.
+            PushpullError: as `held_alone`.
+        """
+        alone = self.held_alone(session)
+        if not alone or self.settings.replica_count == 1:
+            return
+        living = self.view.living_servers - {session.node_id}
+        joining = {n for range_id in alone for n in self._state.ranges[range_id].joining}
+        awaited = [f"server {node_id}, which is being brought up to date" for node_id in
+                   sorted(joining & living)]  # fmt: skip
+        words = " and ".join(awaited) or (
+            f"another server to hold it ({len(living) + 1} of {self.settings.server_count} here)"
+        )
+        raise Recovering(
+            f"server {session.node_id} has the only copy of {len(alone)} ranges: it waits for "
+            f"{words}",
+            retry_after_ms=max(1, round(self.settings.heartbeat_interval_s * 1000 / 4)),
+        )
+
+    def held_alone(self, session: Session) -> tuple[RangeId, ...]:
+        """The ranges that would be lost if this server left now; none once the work is done.
+
+        Raises:
+            NotPermitted: the caller is no server.
+            Fenced: the caller is no member, or of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        node = self.caller(session, "DeregisterNode")
+        if node.role is not Role.SERVER:
+            raise NotPermitted(
+                f"only_if_kept is a server's to ask; the caller's role is {node.role.value}"
+            )
+        return () if self._state.finished else self._configurations.held_alone(node.node_id)
 
     def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
         """An operator says that the process has ended which it started with this id; the reply is

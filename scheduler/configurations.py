@@ -114,6 +114,19 @@ class Configurations:
             for lost, ranges in given.items()
         ]
 
+    def held_alone(self, node_id: NodeId) -> tuple[RangeId, ...]:
+        """The ranges of which no other server that lives has all. One whose primary keeps an update
+        log comes back with it.
+        """
+        living = _Servers(self._state).living - {node_id}
+        return tuple(
+            r.range_id
+            for r in self._state.ranges
+            if node_id in r.in_sync
+            and living.isdisjoint(r.in_sync)
+            and self._state.members[node_id].registration.update_log is None
+        )
+
     def set_backups(
         self, primary: NodeId, wishes: Sequence[BackupWish]
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:

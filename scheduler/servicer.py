@@ -226,8 +226,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self._cluster.process_ended(session, request.launch_id)
                 )
             else:
+                if request.only_if_kept:
+                    await self._kept_without(session, context)
                 self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
         return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
+
+    async def _kept_without(self, session: Session, context: Context) -> None:
+        """Refuse a server whose values nobody else has; where no server can have them, make a
+        checkpoint first, if there is a place for it.
+        """
+        self._cluster.check_kept(session)
+        if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
+            return
+        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
+        wanted = scheduler_pb2.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
+        await self.checkpointing.create(wanted, deadline_s)
 
     @translated
     async def WatchCluster(

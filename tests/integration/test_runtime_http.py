@@ -41,7 +41,7 @@ def with_endpoint(
     async def main() -> None:
         registry = CollectorRegistry()
         Counter("pushpull_test_total", "A counter.", registry=registry).inc(3)
-        endpoint = HttpEndpoint(registry, lambda: True, deadline_s)
+        endpoint = HttpEndpoint(registry, lambda: True, str, deadline_s)
         await endpoint.start("127.0.0.1:0")
         try:
             await work(endpoint)
@@ -57,7 +57,7 @@ def with_endpoint(
         (b"GET /healthz HTTP/1.1", b"200 OK", b"\r\n\r\nok\n"),
         (b"GET /healthz?verbose HTTP/1.0", b"200 OK", b"\r\n\r\nok\n"),
         (b"GET /metrics HTTP/1.1", b"200 OK", b"pushpull_test_total 3.0\n"),
-        (b"GET / HTTP/1.1", b"404 Not Found", b"expected /metrics or /healthz\n"),
+        (b"GET / HTTP/1.1", b"404 Not Found", b"expected /metrics, /healthz or /readyz\n"),
         (b"POST /metrics HTTP/1.1", b"405 Method Not Allowed", b"expected GET\n"),
         (b"GET /metrics", b"400 Bad Request", b"expected an HTTP/1 request line\n"),
         (b"\x16\x03\x01\x02", b"400 Bad Request", b"expected an HTTP/1 request line\n"),

@@ -21,7 +21,7 @@ from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime import channels
 from ps_runtime.errors import RETRY_METADATA_KEY, STATUS, from_rpc_error, translated
 from ps_runtime.metrics import new_registry
-from ps_runtime.node_server import NodeServer, Service
+from ps_runtime.node_server import READINESS, NodeServer, Service
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 SERVICE = "pushpull.v1.ParameterService"
@@ -211,6 +211,37 @@ def test_a_call_that_nobody_serves_says_that_the_address_is_wrong() -> None:
             channel.unary_unary("/pushpull.v1.SchedulerService/Heartbeat")(b"", timeout=10)
         )
         assert type(from_rpc_error(failure)) is tree.InvalidConfig
+
+    run(with_servicer(None, work))
+
+
+def test_a_node_that_serves_may_be_unready() -> None:
+    """A server that is brought up to date answers, and should not be relied on alone."""
+
+    async def work(node: NodeServer, channel: Any) -> None:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def told() -> list[int]:
+            await asyncio.gather(*node._updates)
+            return [
+                (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)).status
+                for name in ("", READINESS)
+            ]
+
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        node.set_unready("3 ranges are being brought up to date here")
+        assert await told() == [not_serving, not_serving]
+        assert node.why_unready == "not serving"
+        node.set_serving(True)
+        assert await told() == [serving, not_serving]
+        assert node.why_unready == "3 ranges are being brought up to date here"
+        node.set_unready("1 ranges are being brought up to date here")
+        assert node.why_unready.startswith("1 ranges")
+        node.set_unready("")
+        assert await told() == [serving, serving]
+        node.set_serving(False)
+        assert await told() == [not_serving, not_serving]
 
     run(with_servicer(None, work))
 

@@ -104,6 +104,7 @@ PURE_MODULES = {
 EDGE_MODULES = {
     "ps_server",
     "ps_server.change_doubts",
+    "ps_server.departure",
     "ps_server.checkpoint_parts",
     "ps_server.copy_memory",
     "ps_server.decision_wire",

@@ -19,6 +19,7 @@ from scheduler.cluster_state import (
     NodeLeft,
     RangesFailedOver,
     RangesLost,
+    UpdateLogClaim,
 )
 from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
@@ -512,3 +513,91 @@ def test_no_more_are_let_in_than_are_missing() -> None:
     assert harness.cluster.set_backups(primary, [wish(named, *named.joining)]).reply == ()
     (after,) = harness.cluster.view.ranges
     assert (len(after.backups), after.joining) == (1, ())
+
+
+def drop_dead(cluster: Replicated, session: Session) -> None:
+    """As a primary does that misses a backup: it asks to be without, and another one joins."""
+    living = cluster.cluster.view.living_servers
+    mine = cluster.of_primary(session)
+    cluster.set_backups(session, *(wish(r, *(set(r.backups) & living)) for r in mine))
+    cluster.pass_time(0.5, session, cluster.worker)
+
+
+class TestLeaving:
+    """A server leaves with nothing that nobody else has (`only_if_kept`)."""
+
+    def test_who_has_a_backup_for_everything_may(self, cluster: Replicated) -> None:
+        for server in cluster.servers:
+            cluster.cluster.check_kept(server)
+            assert cluster.cluster.held_alone(server) == ()
+
+    def test_who_has_the_only_copy_is_told_whom_it_waits_for(self, cluster: Replicated) -> None:
+        first, second, third = cluster.servers
+        cluster.leave(second)
+        cluster.leave(third)
+        with pytest.raises(errors.Recovering, match=r"another server to hold it \(1 of 3 here\)"):
+            cluster.cluster.check_kept(first)
+        newcomer = cluster.join(Role.SERVER)
+        words = f"server {newcomer.node_id}, which is being brought up to date"
+        with pytest.raises(errors.Recovering, match=words):
+            cluster.cluster.check_kept(first)
+        drop_dead(cluster, first)
+        own = cluster.of_primary(first)
+        cluster.set_backups(first, *(wish(r, newcomer.node_id) for r in own[:-1]))
+        with pytest.raises(errors.Recovering, match="the only copy of 1 ranges"):
+            cluster.cluster.check_kept(first)
+        cluster.set_backups(first, wish(own[-1], newcomer.node_id))
+        cluster.cluster.check_kept(first)
+
+    def test_a_silent_backup_has_nothing_to_rely_on(self, cluster: Replicated) -> None:
+        first, *others = cluster.servers
+        cluster.leave(others[1])
+        cluster.pass_time(2 * SETTINGS.lease_s, first, cluster.worker)
+        with pytest.raises(errors.Recovering):
+            cluster.cluster.check_kept(first)
+
+    def test_of_two_that_ask_one_leaves(self, cluster: Replicated) -> None:
+        first, second, third = cluster.servers
+        cluster.leave(third)
+        for session, backup in ((first, second), (second, first)):
+            drop_dead(cluster, session)
+            cluster.set_backups(
+                session, *(wish(r, backup.node_id) for r in cluster.of_primary(session))
+            )
+        cluster.cluster.check_kept(first)
+        cluster.cluster.check_kept(second)
+        cluster.leave(first)
+        with pytest.raises(errors.Recovering):
+            cluster.cluster.check_kept(second)
+
+    def test_once_the_work_is_done_nobody_waits(self, cluster: Replicated) -> None:
+        first, second, third = cluster.servers
+        cluster.leave(second)
+        cluster.leave(third)
+        for _ in range(SETTINGS.worker_count - 1):
+            cluster.leave(cluster.join(Role.WORKER))
+        cluster.leave(cluster.worker)
+        cluster.cluster.finish()
+        assert cluster.is_finished()
+        cluster.cluster.check_kept(first)
+
+    def test_only_servers_ask(self, cluster: Replicated) -> None:
+        with pytest.raises(errors.NotPermitted, match="a server's to ask"):
+            cluster.cluster.check_kept(cluster.worker)
+
+    def test_an_update_log_is_a_copy(self) -> None:
+        kept = Harness(server_count=2, replica_count=2, range_count=8)
+        kept.leave(kept.join(Role.SERVER))
+        log = UpdateLogClaim(b"l" * 16)
+        server = kept.join(Role.SERVER, update_log=log)
+        kept.create(kept.join(Role.WORKER))
+        kept.cluster.check_kept(server)
+
+    def test_without_replicas_no_server_can_have_it(self) -> None:
+        single = Harness(server_count=1, range_count=8)
+        server = single.join(Role.SERVER)
+        single.create(single.join(Role.WORKER))
+        single.cluster.check_kept(server)
+        assert len(single.cluster.held_alone(server)) == len(
+            [r for r in single.cluster.view.ranges if r.primary is not None]
+        )

@@ -178,14 +178,16 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, view_number: _Optional[int] = ...) -> None: ...
 
 class DeregisterNodeRequest(_message.Message):
-    __slots__ = ("session", "reason", "launch_id")
+    __slots__ = ("session", "reason", "launch_id", "only_if_kept")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ONLY_IF_KEPT_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     reason: str
     launch_id: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., launch_id: _Optional[bytes] = ...) -> None: ...
+    only_if_kept: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., launch_id: _Optional[bytes] = ..., only_if_kept: _Optional[bool] = ...) -> None: ...
 
 class DeregisterNodeResponse(_message.Message):
     __slots__ = ("ended_count",)

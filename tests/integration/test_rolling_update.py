@@ -1,0 +1,142 @@
+"""Servers that are replaced one after the other under load: nothing is lost, no push fails."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ps_worker as ps
+from tests.integration.lane_cluster import Served
+from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
+
+ELEMENTS = 64 * 512
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ReplicatedCluster]:
+    with replicated_cluster(servers=2, workers=1, lease_s=3.0) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: ReplicatedCluster) -> Iterator[ps.Client]:
+    with ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client:
+        yield client
+
+
+class Load:
+    """A thread that pushes ones all the time."""
+
+    def __init__(self, client: ps.Client, name: str) -> None:
+        self._client = client
+        self.table = client.create_table(
+            name, ELEMENTS, optimizer=ps.SGD(lr=1.0), consistency="asp", block_elements=64
+        )
+        self.count = 0
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._push, daemon=True)
+        self._thread.start()
+
+    def _push(self) -> None:
+        ones = np.ones(ELEMENTS, np.float32)
+        try:
+            while not self._stop.is_set():
+                self._client.wait(self._client.push(self.table, ones))
+                self.count += 1
+        except ps.PushpullError as error:
+            self._failure = error
+
+    def end(self) -> None:
+        """All that was acknowledged is there once, and nothing failed."""
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert self._failure is None, self._failure
+        assert self.count > 0
+        values = np.asarray(self._client.pull(self.table))
+        assert set(values) == {-float(self.count)}
+
+
+def is_ready(server: Served) -> tuple[bool, str]:
+    try:
+        with urllib.request.urlopen(f"http://{server.http_address}/readyz", timeout=5) as answer:
+            return True, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return False, error.read().decode()
+
+
+@pytest.mark.timeout(150)
+def test_each_server_is_stopped_and_another_comes(
+    cluster: ReplicatedCluster, client: ps.Client
+) -> None:
+    load = Load(client, "rolled")
+    for _ in range(2):
+        for server in list(cluster.living):
+            cluster.stop(server)
+            assert server.process.exit is not None
+            assert server.process.exit.how == "exit code 0"
+            cluster.start()
+    load.end()
+
+
+@pytest.mark.timeout(120)
+def test_who_has_the_only_copy_waits_for_another_to_have_it(
+    cluster: ReplicatedCluster, client: ps.Client
+) -> None:
+    """Nobody else is there; then the one that comes is brought up to date first."""
+    load = Load(client, "alone")
+    cluster.healed()
+    first, second = cluster.living
+    cluster.stop(first)
+    second.process.send(signal.SIGTERM)
+    cluster.wait_line(second.process, "event=stays_for_now.*another server to hold it")
+    assert is_ready(second) == (False, "told to stop\n")
+    assert second.process.exit is None
+    (third,) = cluster.start()
+    assert second.process.wait(DEADLINE_S) is not None
+    assert cluster.lines(second.process, "leaves_with_the_only_copy") == []
+    load.end()
+    assert is_ready(third)[0]
+    cluster.start()
+    cluster.healed()
+
+
+@pytest.mark.timeout(120)
+def test_two_that_are_stopped_at_once_do_not_both_leave(
+    cluster: ReplicatedCluster, client: ps.Client
+) -> None:
+    load = Load(client, "both")
+    cluster.healed()
+    both = cluster.living
+    for server in both:
+        server.process.send(signal.SIGTERM)
+    stays = [server for server in both if not _leaves(cluster, server)]
+    assert len(stays) == 1
+    cluster.start()
+    assert stays[0].process.wait(DEADLINE_S) is not None
+    load.end()
+    cluster.start()
+    cluster.healed()
+
+
+def _leaves(cluster: ReplicatedCluster, server: Served) -> bool:
+    """Whether it ends, or says that it stays."""
+    return (
+        "stays_for_now"
+        not in cluster.wait_line(server.process, "event=(stays_for_now|deregistered)")[0]
+    )
+
+
+@pytest.mark.timeout(60)
+def test_a_person_who_presses_ctrl_c_waits_for_nothing(cluster: ReplicatedCluster) -> None:
+    server = cluster.living[0]
+    server.process.send(signal.SIGINT)
+    ended = server.process.wait(10.0)
+    assert ended is not None
+    assert cluster.lines(server.process, "stays_for_now") == []
