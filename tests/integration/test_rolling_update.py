@@ -7,11 +7,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ps_worker as ps
+from ps_runtime.cluster_shape import CheckpointPlan
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
 
@@ -52,6 +54,12 @@ class Load:
                 self.count += 1
         except ps.PushpullError as error:
             self._failure = error
+
+    def cut_off(self) -> None:
+        """Nobody is left to push to."""
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
 
     def end(self) -> None:
         """All that was acknowledged is there once, and nothing failed."""
@@ -140,3 +148,20 @@ def test_a_person_who_presses_ctrl_c_waits_for_nothing(cluster: ReplicatedCluste
     ended = server.process.wait(10.0)
     assert ended is not None
     assert cluster.lines(server.process, "stays_for_now") == []
+
+
+@pytest.mark.timeout(90)
+def test_without_replicas_a_checkpoint_is_made_before_it_leaves(tmp_path: Path) -> None:
+    plan = CheckpointPlan(str(tmp_path))
+    with (
+        replicated_cluster(1, 1, replica_count=1, checkpoints=plan) as cluster,
+        ps.connect(cluster.address, request_deadline_s=5.0) as client,
+    ):
+        load = Load(client, "single")
+        (server,) = cluster.living
+        cluster.stop(server)
+        assert cluster.lines(server.process, "leaves_with_the_only_copy") == []
+        (made,) = cluster.lines(cluster.scheduler, "event=checkpoint_made")
+        assert str(tmp_path) in made
+        load.cut_off()
+        client.close(leave=False)
