@@ -144,6 +144,8 @@ class StatusDocument(TypedDict):
     ranges_by_in_sync: dict[str, int]
     degraded_range_count: int
     unserved_ranges: list[str]
+    lost_ranges: list[str]
+    lost: str | None
     kept_values: list[KeptEntry]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
@@ -190,6 +192,8 @@ def status_document(
         ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},
         degraded_range_count=sum(n for count, n in in_sync.items() if count < replica_count),
         unserved_ranges=spans(unserved),
+        lost_ranges=spans(int(r.range_id) for r in view.lost_ranges),
+        lost=view.lost_words or None,
         kept_values=[
             KeptEntry(
                 address=kept.address,

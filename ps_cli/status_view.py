@@ -30,6 +30,7 @@ def status_view(document: StatusDocument) -> RenderableType:
     """The document as tables."""
     parts: list[RenderableType] = [
         _head(document),
+        *([Text(f"lost: {document['lost']}", "bold red")] if document["lost"] else []),
         *_checkpoints(document["checkpoints"]),
         *map(_kept, document["kept_values"]),
     ]

@@ -127,7 +127,8 @@ class RangeAssignment:
     """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
     committed; who is `joining` is being brought up to date. `initial_holders` were given the range
     when it was placed, empty, and have held it since: what there is of it they were told as it came
-    about, and one that was told nothing has all that anybody may have seen.
+    about, and one that was told nothing has all that anybody may have seen. It is `is_lost` when no
+    server that is there, or may come back, has its values.
     """
 
     range_id: RangeId
@@ -137,6 +138,7 @@ class RangeAssignment:
     backups: tuple[NodeId, ...] = ()
     joining: tuple[NodeId, ...] = ()
     initial_holders: tuple[NodeId, ...] = ()
+    is_lost: bool = False
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:
@@ -219,6 +221,31 @@ class ClusterView:
     def in_sync_count(self, assignment: RangeAssignment) -> int:
         """How many living servers hold all of a range that is committed."""
         return sum(node_id in self.living_servers for node_id in assignment.in_sync)
+
+    @cached_property
+    def lost_ranges(self) -> tuple[RangeAssignment, ...]:
+        """The ranges whose values nobody has any more."""
+        return tuple(r for r in self.ranges if r.is_lost)
+
+    @property
+    def lost_words(self) -> str:
+        """What is lost, with whom, and what to do; empty if nothing is."""
+        lost = self.lost_ranges
+        if not lost:
+            return ""
+        servers = sorted({r.primary for r in lost if r.primary is not None})
+        names = sorted(
+            table.spec.name
+            for table in self.tables
+            if not {r.range_id for r in lost}.isdisjoint(table.blocks_by_range(len(self.ranges)))
+        )
+        tables = ", ".join(f"'{name}'" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"{len(lost)} of {len(self.ranges)} key ranges are lost, with values of {tables}{more}:"
+            f" server {', '.join(map(str, servers))} had the only copy, and is gone for good. "
+            "Restore a checkpoint (pushpull checkpoint restore), or start the cluster anew"
+        )
 
     @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:

@@ -140,6 +140,12 @@ class EditRefused(PushpullError):
     code = "EDIT_REFUSED"
 
 
+class ValuesLost(PushpullError):
+    """No server that is there, or may come back, has the values any more: restore a checkpoint."""
+
+    code = "VALUES_LOST"
+
+
 class InvalidCheckpoint(PushpullError):
     """A checkpoint, or a file of one, is torn, damaged, missing or of another table or version."""
 
@@ -196,6 +202,7 @@ CATALOGUE: dict[str, type[PushpullError]] = {
         AlreadyPast,
         UpdateFailed,
         EditRefused,
+        ValuesLost,
         InvalidCheckpoint,
         Internal,
     )

@@ -41,6 +41,7 @@ STATUS: dict[str, grpc.StatusCode] = {
     "ALREADY_PAST": grpc.StatusCode.FAILED_PRECONDITION,
     "UPDATE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
     "EDIT_REFUSED": grpc.StatusCode.FAILED_PRECONDITION,
+    "VALUES_LOST": grpc.StatusCode.DATA_LOSS,
     "INVALID_CHECKPOINT": grpc.StatusCode.FAILED_PRECONDITION,
     "RECOVERING": grpc.StatusCode.UNAVAILABLE,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,

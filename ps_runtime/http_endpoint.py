@@ -28,19 +28,22 @@ _MAX_DISCARDED_BYTES = 16 * MAX_HTTP_REQUEST_BYTES
 
 class HttpEndpoint:
     """Serves /metrics of a registry, /healthz by asking `is_serving`, and /readyz by asking
-    `why_unready`, which is empty where nothing keeps the node from being ready.
+    `why_unready`, which is empty where nothing keeps the node from being ready. What is `degraded`
+    is said by /healthz, with 200 all the same: to start this node again would mend nothing.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         is_serving: Callable[[], bool],
-        why_unready: Callable[[], str],
+        why_unready: Callable[[], str] = str,
+        degraded: Callable[[], str] = str,
         request_deadline_s: float = HTTP_REQUEST_DEADLINE_S,
     ) -> None:
         self._registry = registry
         self._is_serving = is_serving
         self._why_unready = why_unready
+        self._degraded = degraded
         self._request_deadline_s = request_deadline_s
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
@@ -119,7 +122,10 @@ class HttpEndpoint:
         if path != b"/healthz":
             return _response(HTTPStatus.NOT_FOUND, b"expected /metrics, /healthz or /readyz\n")
         if self._is_serving():
-            return _response(HTTPStatus.OK, b"ok\n")
+            degraded = self._degraded()
+            return _response(
+                HTTPStatus.OK, f"degraded: {degraded}\n".encode() if degraded else b"ok\n"
+            )
         return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")
 
 

@@ -179,6 +179,11 @@ class SchedulerMetrics:
             ("missing_replicas",),
             registry=registry,
         )
+        self.lost_ranges = Gauge(
+            "pushpull_scheduler_lost_ranges",
+            "Ranges whose values no server has that is there, or may come back.",
+            registry=registry,
+        )
         self.failovers = Counter(
             "pushpull_scheduler_failovers_total",
             "Times that a range got a backup for its primary, counted by range.",

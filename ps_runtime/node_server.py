@@ -44,6 +44,9 @@ class NodeServer:
     `set_serving(True)`, which the role calls when it is there for others. Calls are answered from
     the start. A node that serves is ready, too, but for what `set_unready` names: `/readyz` and
     health's service "readiness" say so.
+
+    Attributes:
+        degraded: what is wrong with more than this node, in words, for `/healthz`; empty: nothing.
     """
 
     def __init__(self, registry: CollectorRegistry, service_names: Sequence[str]) -> None:
@@ -54,7 +57,10 @@ class NodeServer:
         self._health = health.aio.HealthServicer()
         self._turns = TurnMeter()
         TurnMetrics(registry).watch(self._turns)
-        self._http = HttpEndpoint(registry, lambda: self._is_serving, lambda: self.why_unready)
+        self._http = HttpEndpoint(
+            registry, lambda: self._is_serving, lambda: self.why_unready, lambda: self.degraded
+        )
+        self.degraded = ""
         self._is_serving = False
         self._unready = ""
         self._is_stopped = False

@@ -290,8 +290,20 @@ class SchedulerLink:
         answer = await self.call(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
         return list(map(RangeId, answer.refused_range_ids))
 
-    async def deregister(self, reason: str, deadline_s: float = FAREWELL_DEADLINE_S) -> bool:
-        """Leave the cluster: a last heartbeat with the final progress, then the farewell.
+    async def deregister(
+        self,
+        reason: str,
+        deadline_s: float = FAREWELL_DEADLINE_S,
+        *,
+        loss_is_wanted: bool = False,
+    ) -> bool:
+        """Leave the cluster: a last heartbeat with the final progress, then the farewell. One that
+        has left already leaves no more.
+
+        Args:
+            reason: why, for the scheduler's log.
+            deadline_s: how long to go on trying.
+            loss_is_wanted: servers: what is lost by that is no news to who stopped this one.
 
         Returns:
             Whether the scheduler heard it; if not, it will count this node as silent.
@@ -305,7 +317,9 @@ class SchedulerLink:
             return False
         end_s = clock.now_s() + deadline_s
         beat = self._heartbeat()
-        farewell = scheduler_pb2.DeregisterNodeRequest(session=self._identity, reason=reason)
+        farewell = scheduler_pb2.DeregisterNodeRequest(
+            session=self._identity, reason=reason, loss_is_wanted=loss_is_wanted
+        )
         what = "the scheduler to hear the farewell"
         try:
             await self.call(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
@@ -313,6 +327,7 @@ class SchedulerLink:
         except PushpullError as error:
             logs.warning("farewell_unheard", error=error.message)
             return False
+        self._has_left = True
         logs.info("deregistered", reason=reason)
         return True
 

@@ -436,6 +436,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         backup_node_ids=assignment.backups,
         joining_node_ids=assignment.joining,
         initial_holder_node_ids=assignment.initial_holders,
+        lost=assignment.is_lost,
     )
 
 
@@ -449,6 +450,7 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         backups=tuple(map(NodeId, message.backup_node_ids)),
         joining=tuple(map(NodeId, message.joining_node_ids)),
         initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
+        is_lost=message.lost,
     )
 
 

@@ -38,7 +38,11 @@ async def until_kept(link: SchedulerLink, end_s: float) -> bool:
         left_s = end_s - clock.now_s()
         try:
             if left_s > 0:
+                alone = _held_alone(link)
                 await link.deregister_if_kept(REASON, left_s)
+                if alone and link.replica_count == 1 and not link.checkpoint_url:
+                    why = "one replica, and no place for checkpoints"
+                    logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
                 return True
         except Recovering as error:
             if error.message != said:

@@ -423,6 +423,8 @@ async def _leave_when_told(
     server.set_unready("told to stop")
     if number == signal.SIGTERM:
         await until_kept(link, clock.now_s() + settings.drain_grace_s)
+    else:
+        await link.deregister(REASON, deadline_s=1.0, loss_is_wanted=True)
     left.set()
 
 

@@ -33,6 +33,7 @@ from ps_core.errors import (
     TableNotFound,
     Unauthenticated,
     UpdateFailed,
+    ValuesLost,
     WaitExpired,
 )
 from ps_worker.client import Client, connect
@@ -108,6 +109,7 @@ __all__ = [
     "TableNotFound",
     "Unauthenticated",
     "UpdateFailed",
+    "ValuesLost",
     "WaitExpired",
     "Zeros",
     "connect",

@@ -22,6 +22,7 @@ from ps_core.errors import (
     PushpullError,
     StaleAssignment,
     TableNotFound,
+    ValuesLost,
     WaitExpired,
 )
 from ps_core.keys import NodeId, TableId
@@ -467,6 +468,8 @@ class Engine:
 
     def _take_view(self, view: ClusterView) -> None:
         self._view = view
+        if view.lost_ranges and self.session.role is Role.WORKER:
+            self._fail(ValuesLost(view.lost_words))  # no step can have all of its parts again
         self._links.update(view)
         self._pushes.take_view(view)
         self._puller.take_view(view)

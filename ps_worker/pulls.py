@@ -27,6 +27,7 @@ from ps_core.errors import (
     PushpullError,
     Recovering,
     StaleAssignment,
+    ValuesLost,
     WaitExpired,
 )
 from ps_core.keys import NodeId, RangeId
@@ -224,6 +225,8 @@ class Puller:
         When this returns, nothing writes to the caller's memory any more.
         """
         view = self._view()
+        if any(view.ranges[range_id].is_lost for range_id in reading.wanted):
+            return [ValuesLost(view.lost_words)]
         by_server: dict[NodeId | None, list[RangeId]] = {}
         for range_id in sorted(reading.wanted):
             by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ps_core import limits
+from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import Incarnation
 from ps_runtime import channels, clock, config, join_secret, logs
@@ -240,6 +241,7 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
     except BaseException:
         stop.cancel()
         raise
+    servicer.on_view.append(partial(_say_if_degraded, node))
     ticking = asyncio.create_task(servicer.watch_for_silence())
     try:
         node.set_serving(True)
@@ -263,6 +265,10 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         await servicer.checkpointing.close()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
+
+
+def _say_if_degraded(node: NodeServer, view: ClusterView) -> None:
+    node.degraded = view.lost_words
 
 
 async def _until_the_end(

@@ -51,6 +51,7 @@ from scheduler.cluster_state import (
     ClusterState,
     NodeLeft,
     RangesFailedOver,
+    RangesLost,
     Registration,
     Restored,
     Transition,
@@ -228,7 +229,9 @@ class Cluster:
         transitions = self._changed(*self._members.hear(node, now_s))
         return Decision(self._state.view_number, transitions)
 
-    def deregister(self, session: Session, reason: str, now_s: float) -> Decision[None]:
+    def deregister(
+        self, session: Session, reason: str, now_s: float, *, loss_is_wanted: bool = False
+    ) -> Decision[None]:
         """End the caller's membership; a caller that has left already changes nothing.
 
         Raises:
@@ -239,6 +242,11 @@ class Cluster:
         transitions = self._members.deregister(session, reason)
         if transitions and session.role is Role.SERVER:
             transitions += self._configured()
+        if loss_is_wanted:
+            transitions = [
+                replace(each, is_wanted=True) if isinstance(each, RangesLost) else each
+                for each in transitions
+            ]
         return Decision(None, self._changed(*transitions))
 
     def check_kept(self, session: Session) -> None:

@@ -288,7 +288,6 @@ class ClusterState:
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
     failed_over: set[RangeId] = field(default_factory=set)  # ranges that a backup took over, ever
-    lost: set[RangeId] = field(default_factory=set)  # ranges that nobody has anything of
     has_formed: bool = False  # all servers that it was started for have been here at once
     finished: bool = False
     view_bytes: int = 0
@@ -392,10 +391,13 @@ class RangesFailedOver:
 
 @dataclass(frozen=True, slots=True)
 class RangesLost:
-    """A server is primary of ranges that it has nothing of, and no other has."""
+    """Ranges whose values no server has that is there, or may come back. Their primary has left, or
+    has nothing of them. It `is_wanted` where a person stopped the server.
+    """
 
     primary: Node
     range_ids: tuple[RangeId, ...]
+    is_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,15 +79,21 @@ class Configurations:
             self._state.ranges[range_id] = new
 
     def look(self) -> list[Transition]:
-        """Promote where a primary is silent; name servers that shall join where there are too few.
+        """Promote where a primary is silent; name servers that shall join where there are too few;
+        note whose values are lost.
 
         To be called when servers have fallen silent, were heard again, came or left.
         """
-        if not self._backup_count or self._state.finished:
+        if self._state.finished:
             return []
+        gone = [r.range_id for r in self._state.ranges if r.in_sync
+                and not any(map(self._may_come_back, r.in_sync))]  # fmt: skip
+        transitions = self._note_lost(gone)
+        if not self._backup_count:
+            return transitions
         servers = _Servers(self._state)
         everything = [assignment.range_id for assignment in self._state.ranges]
-        return self._promoted(servers, everything) + self._filled(servers)
+        return transitions + self._promoted(servers, everything) + self._filled(servers)
 
     def give_back(self, node: Node, claim: UpdateLogClaim) -> list[Transition]:
         """A server came with the update log of others, who are dead: of those ranges whose primary
@@ -103,7 +109,7 @@ class Configurations:
                 continue
             before = self._state.members[old.primary].registration.update_log
             if before is not None and before.log_id == claim.log_id:
-                new = replace(old, primary=node.node_id, backups=(), joining=())
+                new = replace(old, primary=node.node_id, backups=(), joining=(), is_lost=False)
                 is_empty = old.range_id not in claim.range_ids
                 self._commit(replace(new, initial_holders=(node.node_id,) if is_empty else ()))
                 given.setdefault(old.primary, []).append(old.range_id)
@@ -178,12 +184,27 @@ class Configurations:
         servers = _Servers(self._state)
         servers.living.discard(primary)
         lost = [r for r in range_ids if not self._state.ranges[r].backups]
-        told = [r for r in lost if r not in self._state.lost]
-        self._state.lost.update(told)
         transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
-        if told:
-            transitions.append(RangesLost(self._state.members[primary].node, tuple(told)))
-        return transitions
+        return transitions + self._note_lost(lost)
+
+    def _note_lost(self, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """Nobody has the values of these; told once."""
+        lost: dict[NodeId, list[RangeId]] = {}
+        for old in [self._state.ranges[range_id] for range_id in range_ids]:
+            if old.primary is not None and not old.is_lost:
+                self._state.ranges[old.range_id] = replace(old, is_lost=True)
+                lost.setdefault(old.primary, []).append(old.range_id)
+        return [
+            RangesLost(self._state.members[primary].node, tuple(ids))
+            for primary, ids in lost.items()
+        ]
+
+    def _may_come_back(self, node_id: NodeId) -> bool:
+        """Whether what the server holds is still somewhere: it is a member, silent perhaps, or left
+        an update log, with which another may come.
+        """
+        member = self._state.members[node_id]
+        return member.node.state.is_member or member.registration.update_log is not None
 
     def _check(self, primary: NodeId, wishes: Sequence[BackupWish]) -> None:
         ranges = self._state.ranges

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from ps_core import limits, rights
 from ps_core.change import Change
-from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.envelope import has_few
 from ps_core.errors import (
     Draining,
@@ -86,6 +86,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         secret: the join secret, which every registration proves to know.
         policy: when checkpoints are made.
         roots: where a restore may look.
+
+    Attributes:
+        on_view: called with each new view, at once.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
+        self.on_view: list[Callable[[ClusterView], None]] = []
         self._begin(cluster)
 
     def _begin(self, cluster: Cluster) -> None:
@@ -228,7 +232,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             else:
                 if request.only_if_kept:
                     await self._kept_without(session, context)
-                self._carry_out(self._cluster.deregister(session, reason, clock.now_s()))
+                wanted = request.loss_is_wanted
+                self._carry_out(
+                    self._cluster.deregister(session, reason, clock.now_s(), loss_is_wanted=wanted)
+                )
         return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
 
     async def _kept_without(self, session: Session, context: Context) -> None:
@@ -561,7 +568,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         for count in range(replica_count + 1):
             self._metrics.ranges.labels(missing_replicas=str(count)).set(missing[count])
+        self._metrics.lost_ranges.set(len(view.lost_ranges))
         self._metrics.view_number.set(view.view_number)
+        for listener in self.on_view:
+            listener(view)
         self._metrics.tables.set(len(view.tables))
 
     @contextlib.contextmanager

@@ -65,8 +65,9 @@ def log_transition(transition: Transition) -> None:
             taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
             say = logs.info if lost.state is NodeState.LEFT else logs.warning
             say("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
-        case RangesLost(primary, range_ids):
-            logs.error("ranges_lost", ranges=len(range_ids), **_named(primary))
+        case RangesLost(primary, range_ids, is_wanted):
+            say = logs.info if is_wanted else logs.error
+            say("ranges_lost", ranges=len(range_ids), **_named(primary))
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):

@@ -165,3 +165,30 @@ def test_without_replicas_a_checkpoint_is_made_before_it_leaves(tmp_path: Path) 
         assert str(tmp_path) in made
         load.cut_off()
         client.close(leave=False)
+
+
+@pytest.mark.timeout(90)
+def test_what_is_lost_all_the_same_is_told_at_once() -> None:
+    """One copy, no place for checkpoints: nothing could have it when its server is stopped."""
+    with (
+        replicated_cluster(1, 2, replica_count=1) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=DEADLINE_S) as client,
+        ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader,
+    ):
+        table = client.create_table("gone", ELEMENTS, optimizer=ps.SGD(lr=1.0), block_elements=64)
+        waits = client.push(table, np.ones(ELEMENTS, np.float32))  # for worker 1, which never comes
+        (server,) = cluster.living
+        cluster.stop(server)
+        assert cluster.lines(server.process, "leaves_with_the_only_copy ranges=64")
+        words = "key ranges are lost, with values of 'gone': server 1 had the only copy.*Restore a"
+        with pytest.raises(ps.PushpullError, match=words) as told:
+            client.wait(waits)
+        assert told.value.code == "VALUES_LOST"
+        with pytest.raises(ps.PushpullError, match=words):
+            reader.pull(reader.table("gone"))
+        cluster.wait_line(cluster.scheduler, "event=ranges_lost ranges=64")
+        with urllib.request.urlopen(f"http://{cluster.scheduler_http}/healthz", timeout=5) as page:
+            assert page.read().startswith(b"degraded: 64 of 64 key ranges are lost")
+        with urllib.request.urlopen(f"http://{cluster.scheduler_http}/metrics", timeout=5) as page:
+            assert b"pushpull_scheduler_lost_ranges 64.0" in page.read()
+        client.close(leave=False)

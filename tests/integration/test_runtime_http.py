@@ -41,7 +41,7 @@ def with_endpoint(
     async def main() -> None:
         registry = CollectorRegistry()
         Counter("pushpull_test_total", "A counter.", registry=registry).inc(3)
-        endpoint = HttpEndpoint(registry, lambda: True, str, deadline_s)
+        endpoint = HttpEndpoint(registry, lambda: True, request_deadline_s=deadline_s)
         await endpoint.start("127.0.0.1:0")
         try:
             await work(endpoint)

@@ -111,6 +111,17 @@ def test_the_document_is_json_and_says_who_serves_what() -> None:
     assert made["servers"][0]["gate_bytes"] == 512
 
 
+def test_lost_ranges_are_the_first_thing_that_it_says() -> None:
+    response = cluster()
+    assert "lost:" not in shown(response)
+    for number in (0, 1, 2):
+        response.view.ranges[number].lost = True
+    made = status_document(response, {})
+    assert made["lost_ranges"] == ["0-2"]
+    assert "lost: 3 of 8 key ranges are lost, with values of 'model'" in shown(response)
+    assert "Restore a checkpoint" in shown(response)
+
+
 def test_ranges_without_blocks_need_no_server() -> None:
     """A range without blocks has no primary: it reads as an outage, and is none."""
     response = cluster()

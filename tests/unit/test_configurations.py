@@ -601,3 +601,60 @@ class TestLeaving:
         assert len(single.cluster.held_alone(server)) == len(
             [r for r in single.cluster.view.ranges if r.primary is not None]
         )
+
+
+class TestLoss:
+    """Ranges whose values nobody has are noted, and told once."""
+
+    def test_the_only_copy_that_leaves_is_lost(self) -> None:
+        single = Harness(server_count=1, range_count=8)
+        server = single.join(Role.SERVER)
+        single.create(single.join(Role.WORKER))
+        placed = [r.range_id for r in single.cluster.view.ranges if r.primary is not None]
+        assert single.cluster.view.lost_words == ""
+        single.leave(server)
+        assert [r.range_id for r in single.cluster.view.lost_ranges] == placed
+        words = f"with values of '{SPEC.name}': server {server.node_id} had the only copy"
+        assert words in single.cluster.view.lost_words
+        assert [each for each in single.transitions if isinstance(each, RangesLost)] == [
+            RangesLost(single.node(server), tuple(placed))
+        ]
+        count = len(single.transitions)
+        single.pass_time(5.0)
+        assert not any(isinstance(each, RangesLost) for each in single.transitions[count:])
+
+    def test_a_silent_server_may_come_back(self) -> None:
+        single = Harness(server_count=1, range_count=8)
+        single.join(Role.SERVER)
+        worker = single.join(Role.WORKER)
+        single.create(worker)
+        single.pass_time(60.0, worker)
+        assert single.cluster.view.lost_ranges == ()
+
+    def test_so_may_one_with_an_update_log(self) -> None:
+        log = UpdateLogClaim(b"l" * 16)
+        single = Harness(server_count=1, range_count=8)
+        server = single.join(Role.SERVER, update_log=log)
+        single.create(single.join(Role.WORKER))
+        single.leave(server)
+        assert single.cluster.view.lost_ranges == ()
+
+    def test_the_last_of_two_copies_is_lost(self, cluster: Replicated) -> None:
+        first, second, third = cluster.servers
+        for server in (second, third):
+            cluster.leave(server)
+        both = {second.node_id, third.node_id}
+        lost = {r.range_id for r in cluster.ranges if r.in_sync and both.issuperset(r.in_sync)}
+        assert {r.range_id for r in cluster.cluster.view.lost_ranges} == lost
+        cluster.leave(first)
+        assert len(cluster.cluster.view.lost_ranges) == len(
+            [r for r in cluster.ranges if r.primary is not None]
+        )
+
+    def test_a_person_who_stops_it_hears_no_alarm(self) -> None:
+        single = Harness(server_count=1, range_count=8)
+        server = single.join(Role.SERVER)
+        single.create(single.join(Role.WORKER))
+        decision = single.cluster.deregister(server, "stopped", 0.0, loss_is_wanted=True)
+        (lost,) = [each for each in decision.transitions if isinstance(each, RangesLost)]
+        assert lost.is_wanted

@@ -78,6 +78,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_UPDATE_FAILED: _ClassVar[ErrorCode]
     ERROR_CODE_INVALID_CHECKPOINT: _ClassVar[ErrorCode]
     ERROR_CODE_EDIT_REFUSED: _ClassVar[ErrorCode]
+    ERROR_CODE_VALUES_LOST: _ClassVar[ErrorCode]
 
 class ChangeOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -143,6 +144,7 @@ ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_UPDATE_FAILED: ErrorCode
 ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
 ERROR_CODE_EDIT_REFUSED: ErrorCode
+ERROR_CODE_VALUES_LOST: ErrorCode
 CHANGE_OUTCOME_UNSPECIFIED: ChangeOutcome
 CHANGE_OUTCOME_TAKEN: ChangeOutcome
 CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome
@@ -411,7 +413,7 @@ class ScheduledChange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_decided: _Optional[bool] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
-    __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "joining_node_ids", "initial_holder_node_ids")
+    __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "joining_node_ids", "initial_holder_node_ids", "lost")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_SLOT_FIELD_NUMBER: _ClassVar[int]
     END_SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +422,7 @@ class RangeAssignment(_message.Message):
     BACKUP_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     JOINING_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_HOLDER_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     begin_slot: int
     end_slot: int
@@ -428,7 +431,8 @@ class RangeAssignment(_message.Message):
     backup_node_ids: _containers.RepeatedScalarFieldContainer[int]
     joining_node_ids: _containers.RepeatedScalarFieldContainer[int]
     initial_holder_node_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., joining_node_ids: _Optional[_Iterable[int]] = ..., initial_holder_node_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    lost: bool
+    def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., joining_node_ids: _Optional[_Iterable[int]] = ..., initial_holder_node_ids: _Optional[_Iterable[int]] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state", "silence_ms")
