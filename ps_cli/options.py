@@ -168,7 +168,8 @@ Resume = Annotated[
     typer.Option(
         metavar="URL",
         help="Start from a checkpoint: its directory, or where there are some: the newest "
-        "good one. Onto any number of servers and workers.",
+        "good one. auto: the newest of --checkpoint-url, or anew if there is none. Onto any "
+        "number of servers and workers.",
     ),
 ]
 

@@ -8,6 +8,8 @@ Rules:
       referred to: their bytes are in another checkpoint's file, under the same root.
     - Those other checkpoints are all named in `bases`, and each has bytes of its own there: what is
       referred to is never itself a reference. With no base the checkpoint is a full one.
+    - Its run is what has its timeline, or goes on from it: `lineage` has the timelines that it went
+      on from, newest first. Version 1 has no lineage.
 
 What it deliberately does not do: read files, or know what a table's `spec` says (it is the
 contract's TableSpec in protobuf's JSON form, which the edge knows).
@@ -30,7 +32,10 @@ MANIFEST_FILE = "manifest.json"
 """Its name in the checkpoint's directory."""
 
 FORMAT = "pushpull-checkpoint"
-VERSION = 1
+VERSION = 2
+
+MAX_LINEAGE_COUNT = 256
+"""Timelines that a checkpoint remembers; the oldest are forgotten."""
 
 ID_CHARACTERS = 8
 """Of the cluster's id in the name of a directory."""
@@ -109,6 +114,12 @@ class Manifest:
     parts: tuple[SavedPart, ...]
     workers: tuple[SavedWorker, ...]
     bases: tuple[str, ...] = ()
+    lineage: tuple[bytes, ...] = ()
+
+    @property
+    def run(self) -> frozenset[bytes]:
+        """The timelines whose checkpoints are of the same run, or of what it goes on from."""
+        return frozenset((self.timeline, *self.lineage)) - {b""}
 
     @property
     def is_imported(self) -> bool:
@@ -217,6 +228,7 @@ def to_json(manifest: Manifest) -> str:
         "timeline": manifest.timeline.hex(),
         "worker_count": manifest.worker_count,
         "bases": list(manifest.bases),
+        "lineage": [timeline.hex() for timeline in manifest.lineage],
         "tables": [_fields_of(table) for table in manifest.tables],
         "parts": [_fields_of(part) for part in manifest.parts],
         "workers": [_fields_of(worker) for worker in manifest.workers],
@@ -264,6 +276,7 @@ def from_json(text: str, where: str) -> Manifest:
         timeline=bytes.fromhex(fields.matching("timeline", _TIMELINE, "hexadecimal digits")),
         worker_count=fields.count("worker_count"),
         bases=_bases_of(fields),
+        lineage=_lineage_of(fields) if version > 1 else (),
         tables=tuple(map(_table_of, fields.entries("tables"))),
         parts=tuple(map(_part_of, fields.entries("parts"))),
         workers=tuple(map(_worker_of, fields.entries("workers"))),
@@ -368,6 +381,16 @@ def _table_of(fields: _Fields) -> SavedTable:
         is_torn=fields.take("is_torn", bool),
         block_count=fields.count("block_count", least=1),
     )
+
+
+def _lineage_of(fields: _Fields) -> tuple[bytes, ...]:
+    found = fields.take("lineage", list)
+    if len(found) > MAX_LINEAGE_COUNT:
+        fields.refuse("lineage", len(found), f"at most {MAX_LINEAGE_COUNT} timelines")
+    for timeline in found:
+        if not isinstance(timeline, str) or not timeline or not _TIMELINE.fullmatch(timeline):
+            fields.refuse("lineage", found, "timelines in hexadecimal digits")
+    return tuple(map(bytes.fromhex, found))
 
 
 def _bases_of(fields: _Fields) -> tuple[str, ...]:

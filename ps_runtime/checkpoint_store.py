@@ -8,13 +8,16 @@ Rules:
     - What is newer than the oldest checkpoint that is kept is not removed: it may be about to be
       written. Nor is what a kept one refers to.
     - The newest go first: whatever is left when a removal was broken off has what it refers to.
+    - Several runs may write under one URL. A cluster removes only what is of its own run.
 
 What it deliberately does not do: keep others from writing under the same URL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
@@ -127,9 +130,14 @@ class CheckpointStore:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
-    def prune(self, keep: int) -> list[str]:
+    def prune(self, keep: int, run: Collection[bytes] | None = None) -> list[str]:
         """Remove all but the newest `keep` good checkpoints, and whatever is older than those, save
         what they refer to.
+
+        Args:
+            keep: how many stay.
+            run: the timelines of one run: the checkpoints of others neither count nor go. None:
+                all are meant.
 
         Returns:
             The names of the directories that are gone.
@@ -142,7 +150,7 @@ class CheckpointStore:
         """
         if keep < 1:
             raise InvalidConfig(f"keep is {keep}; expected at least 1")
-        names = self.names()
+        names = self.names() if run is None else self._names_of(run)
         kept: dict[str, Manifest] = {}
         for name in reversed(names):
             found = self._judged(name) if len(kept) < keep else None
@@ -156,6 +164,42 @@ class CheckpointStore:
         for name in reversed(removed):
             self.named(name).remove()
         return removed
+
+    def runs(self) -> dict[frozenset[bytes], str]:
+        """The newest checkpoint of each run that has any, by its timelines, the newest run last.
+
+        Blocking: reads every manifest.
+
+        Raises:
+            InvalidCheckpoint: the root cannot be listed.
+        """
+        found: dict[frozenset[bytes], str] = {}
+        for name, manifest in self._manifests().items():
+            for known in [run for run in found if run & manifest.run]:
+                del found[known]
+            found[manifest.run] = name
+        return found
+
+    def _names_of(self, run: Collection[bytes]) -> list[str]:
+        """The directories of a run. One without a manifest, which was given up, is of it if others
+        of that cluster are.
+        """
+        manifests = self._manifests()
+        own = {name for name, manifest in manifests.items() if manifest.timeline in run}
+        clusters = {name.partition("-")[2] for name in own}
+        return [
+            name
+            for name in self.names()
+            if name in own or (name not in manifests and name.partition("-")[2] in clusters)
+        ]
+
+    def _manifests(self) -> dict[str, Manifest]:
+        """The manifests that can be read, by their directories, newest last."""
+        found = {}
+        for name in self.names():
+            with contextlib.suppress(InvalidCheckpoint):
+                found[name] = self.named(name).read_manifest()
+        return found
 
     def _judged(self, name: str) -> Manifest | InvalidCheckpoint:
         try:

@@ -24,7 +24,8 @@ class CheckpointPlan:
         url: a path, or a URL that fsspec knows; empty: nowhere.
         every: "100" for each hundredth step, "60s", "5m" or "1h" for a time; empty: only on demand.
         keep: how many are kept; 0: all.
-        resume: a checkpoint's directory, or what has them; empty: it starts anew.
+        resume: a checkpoint's directory, or what has them; "auto": the newest under `url`, or anew
+            if none was ever complete there; empty: it starts anew.
         full_every: of so many in a row one is full, and the others have only what changed; 1: all
             are full.
     """
@@ -40,6 +41,8 @@ class CheckpointPlan:
             raise InvalidConfig(
                 f"a checkpoint every {self.every} has no place to go; give --checkpoint-url"
             )
+        if self.resume == "auto" and not self.url:
+            raise InvalidConfig("resume is 'auto' without a place to look; give --checkpoint-url")
         if self.every:
             self._every()
         if self.keep < 0:

@@ -26,7 +26,7 @@ from scheduler.checkpointing import CheckpointPolicy
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
 from scheduler.placement import range_count_for
-from scheduler.restoring import checkpoints_under, restored_from
+from scheduler.restoring import AUTO, checkpoints_under, restored_at_start
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
 
 SERVERS_LEAVE_WITHIN_S = 5.0
@@ -152,7 +152,8 @@ class SchedulerConfig:
         default="",
         metadata={
             "help": "The checkpoint that the cluster starts from: its directory, or a URL, under "
-            "which the newest good one is taken. Unset: it starts anew."
+            "which the newest good one is taken. auto: the newest under checkpoint_url, or anew if "
+            "none was ever complete there. Unset: it starts anew."
         },
     )
     checkpoint_roots: tuple[str, ...] = field(
@@ -186,7 +187,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         checkpoint_url=checkpoint_url,
         checkpoint_count=newest,
         checkpoint_full_every=settings.checkpoint_full_every,
-        restored=restored_from(settings.resume) if settings.resume else None,
+        restored=restored_at_start(settings.resume, checkpoint_url),
         cluster_id=settings.cluster_id or secrets.token_hex(8),
         timeline=secrets.token_bytes(TIMELINE_BYTES),
         token_key=secrets.token_bytes(2 * MIN_TOKEN_KEY_BYTES),
@@ -227,7 +228,13 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         CheckpointPolicy(
             settings.checkpoint_every_s, settings.checkpoint_every_clocks, settings.checkpoint_keep
         ),
-        CheckpointRoots((cluster.checkpoint_url, settings.resume, *settings.checkpoint_roots)),
+        CheckpointRoots(
+            (
+                cluster.checkpoint_url,
+                "" if settings.resume == AUTO else settings.resume,
+                *settings.checkpoint_roots,
+            )
+        ),
     )
 
     try:

@@ -314,7 +314,8 @@ class Checkpointing:
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._policy.keep
         try:
-            removed = await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep))
+            run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
+            removed = await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run))
         except PushpullError as error:
             logs.warning("checkpoints_not_pruned", url=url, reason=error.message)
             return
@@ -392,6 +393,11 @@ def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
     return directory
 
 
+def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
+    """The timelines that the cluster goes on from, newest first."""
+    return () if settings.restored is None else settings.restored.lineage
+
+
 def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
     """What is written down of a checkpoint whose parts are all there, but for workers that have
     left.
@@ -422,6 +428,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         reason=attempt.reason,
         cluster_id=settings.cluster_id,
         timeline=settings.timeline,
+        lineage=lineage_of(settings),
         worker_count=worker_count,
         tables=tuple(_saved_table(table, torn) for table in attempt.cuts.values()),
         parts=tuple(parts),

@@ -52,12 +52,14 @@ class RestoredTable:
 @dataclass(frozen=True, slots=True)
 class Restored:
     """The checkpoint that a cluster starts from: its directory, and its tables by name; or, of one
-    that was imported, what it has for whichever tables there will be.
+    that was imported, what it has for whichever tables there will be. `lineage` has its timeline,
+    and those that it went on from.
     """
 
     url: str
     tables: Mapping[str, RestoredTable]
     imported: Imported | None = None
+    lineage: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.imported import Imported
-from ps_core.manifest import SavedTable
+from ps_core.manifest import MAX_LINEAGE_COUNT, SavedTable
 from ps_runtime import logs
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from scheduler.cluster_state import Restored, RestoredTable
+
+AUTO = "auto"
+"""What `resume` is for the newest checkpoint, or none if there is none."""
+
+_NAMED_COUNT = 3
 
 
 def checkpoints_under(url: str) -> tuple[str, int]:
@@ -26,6 +31,34 @@ def checkpoints_under(url: str) -> tuple[str, int]:
     store = CheckpointStore(url)
     store.check_writable()
     return store.url, store.next_number() - 1
+
+
+def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
+    """What a cluster starts from: what `resume` stands for, with `AUTO` the newest checkpoint under
+    `checkpoint_url`, if there is any; None: it starts anew. Checkpoints of other runs stay where
+    they are, and that is said.
+
+    Blocking: reads manifests and headers.
+
+    Raises:
+        InvalidConfig: AUTO without a place for checkpoints; or as `restored_from`.
+        InvalidCheckpoint: as `restored_from`. AUTO starts anew only where no checkpoint was ever
+            complete.
+    """
+    if resume == AUTO and not checkpoint_url:
+        raise InvalidConfig("resume is 'auto' without a place for checkpoints; give checkpoint_url")
+    runs = CheckpointStore(checkpoint_url).runs() if checkpoint_url else {}
+    if resume and not (resume == AUTO and not runs):
+        restored = restored_from(checkpoint_url if resume == AUTO else resume)
+        others = [name for run, name in runs.items() if run.isdisjoint(restored.lineage)]
+    else:
+        restored, others = None, list(runs.values())
+        if resume == AUTO:
+            logs.info("nothing_to_resume", url=checkpoint_url)
+    if others:
+        newest = ",".join(others[-_NAMED_COUNT:])
+        logs.warning("other_runs_kept", url=checkpoint_url, runs=len(others), newest=newest)
+    return restored
 
 
 def restored_from(url: str) -> Restored:
@@ -54,7 +87,8 @@ def restored_from(url: str) -> Restored:
         }
     clock = max((table.clock for table in tables.values()), default=0)
     logs.info("checkpoint_chosen", url=where, number=manifest.number, clock=clock)
-    return Restored(where, tables)
+    lineage = (manifest.timeline, *manifest.lineage)[:MAX_LINEAGE_COUNT]
+    return Restored(where, tables, lineage=lineage)
 
 
 def _setting(saved: SavedTable, where: str) -> Consistency:

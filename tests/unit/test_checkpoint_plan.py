@@ -33,6 +33,12 @@ def test_how_often_is_said_exactly(every: str, argument: str) -> None:
     assert told == (*PLACE, f"--checkpoint-every-{argument}")
 
 
+def test_auto_needs_a_place_to_look() -> None:
+    with pytest.raises(InvalidConfig, match="resume is 'auto' without a place to look"):
+        CheckpointPlan(resume="auto")
+    assert "--resume=auto" in CheckpointPlan("/place", resume="auto").scheduler_arguments
+
+
 @pytest.mark.parametrize(
     "every", ["0", "0s", "1.5", "-1", "s", "1d", "1e3", "1s2", "nan", "9" * 400, "9" * 20 + "h"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ MANIFEST = Manifest(
         SavedWorker(3, 40, problem="it was killed"),
     ),
     bases=("00000010-3fa9c1d2", "00000011-3fa9c1d2"),
+    lineage=(b"before" * 2, b"first"),
 )
 
 
@@ -59,6 +61,18 @@ def test_it_comes_back_as_it_was() -> None:
 
 def test_its_checksum_is_as_the_page_says() -> None:
     assert from_json(sealed(json.loads(to_json(MANIFEST))), "here") == MANIFEST
+
+
+def test_one_of_the_first_version_has_no_lineage() -> None:
+    document = json.loads(to_json(MANIFEST))
+    del document["lineage"]
+    document["version"] = 1
+    assert from_json(sealed(document), "here") == replace(MANIFEST, lineage=())
+
+
+def test_a_run_is_its_timeline_and_those_before() -> None:
+    assert MANIFEST.run == {MANIFEST.timeline, b"before" * 2, b"first"}
+    assert replace(MANIFEST, timeline=b"", lineage=()).run == frozenset()
 
 
 def test_what_it_adds_up_to() -> None:
@@ -86,7 +100,13 @@ Change = Callable[[dict[str, Any]], object]
 
 WRONG: list[tuple[Change, str]] = [
     (lambda d: d.update(format="zip"), "here: format is 'zip'; expected 'pushpull-checkpoint'"),
-    (lambda d: d.update(version=2), "version is 2; expected at most 1: a newer pushpull"),
+    (lambda d: d.update(version=3), "version is 3; expected at most 2: a newer pushpull"),
+    (lambda d: d.update(version=1), "there is a field 'lineage'; expected none of that name"),
+    (lambda d: d.pop("lineage"), "lineage is missing; expected a list"),
+    (lambda d: d.update(lineage=["xy"]), "lineage is .*; expected timelines in hexadecimal digits"),
+    (lambda d: d.update(lineage=[""]), "lineage is .*; expected timelines in hexadecimal digits"),
+    (lambda d: d.update(lineage=[7]), "lineage is .*; expected timelines in hexadecimal digits"),
+    (lambda d: d.update(lineage=["ab"] * 257), "lineage is 257; expected at most 256 timelines"),
     (lambda d: d.update(version="1"), "version is '1'; expected an integer"),
     (lambda d: d.update(version=0), "version is 0; expected at least 1"),
     (lambda d: d.update(number=0), "number is 0; expected at least 1"),

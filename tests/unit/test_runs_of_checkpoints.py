@@ -1,0 +1,112 @@
+"""Checkpoints of several runs under one URL: each cluster keeps to its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.manifest import Manifest
+from ps_runtime.checkpoint_store import CheckpointStore
+from scheduler.restoring import AUTO, restored_at_start
+from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
+
+FIRST, SECOND, THIRD = b"1" * 16, b"2" * 16, b"3" * 16
+"""Timelines of three clusters."""
+
+
+def written(store: CheckpointStore, number: int, timeline: bytes, *lineage: bytes) -> Manifest:
+    """A good checkpoint of a timeline. All are of clusters with one id, as where it is configured:
+    names tell nothing.
+    """
+    directory = store.directory(number, CLUSTER_ID)
+    told = replace(write_checkpoint(directory, number), timeline=timeline, lineage=lineage)
+    directory.write_manifest(told)
+    return told
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path))
+
+
+def test_retention_leaves_other_runs_alone(store: CheckpointStore) -> None:
+    """A scheduler that was started again with nothing must not remove what was before it."""
+    for number in (1, 2, 3):
+        written(store, number, FIRST)
+    for number in (4, 5, 6):
+        written(store, number, SECOND)
+    before = store.names()
+    assert store.prune(1, {THIRD}) == []
+    assert store.prune(2, {SECOND}) == [before[3]]
+    assert store.names() == [*before[:3], *before[4:]]
+
+
+def test_what_a_run_went_on_from_is_its_own(store: CheckpointStore) -> None:
+    written(store, 1, FIRST)
+    written(store, 2, FIRST)
+    written(store, 3, SECOND, FIRST)
+    written(store, 4, THIRD)
+    before = store.names()
+    assert store.prune(1, {SECOND, FIRST}) == before[:2]
+
+
+def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> None:
+    """It has no manifest that says whose it is; the name of its directory does."""
+    given_up, foreign = store.directory(1, CLUSTER_ID), store.directory(2, "99999999")
+    given_up.create()
+    foreign.create()
+    gone = written(store, 3, SECOND)
+    newest = written(store, 4, SECOND)
+    assert store.prune(1, {SECOND}) == [given_up.name, gone.directory]
+    assert store.names() == [foreign.name, newest.directory]
+
+
+def test_runs_are_told_apart(store: CheckpointStore) -> None:
+    written(store, 1, FIRST)
+    second = written(store, 2, SECOND)
+    third = written(store, 3, THIRD, FIRST)
+    assert list(store.runs().values()) == [second.directory, third.directory]
+
+
+class TestAuto:
+    def test_nothing_is_there_yet(self, store: CheckpointStore) -> None:
+        assert restored_at_start(AUTO, store.url) is None
+        store.directory(1, "99999999").create()  # was never complete
+        assert restored_at_start(AUTO, store.url) is None
+
+    def test_the_newest_is_gone_on_from(self, store: CheckpointStore) -> None:
+        written(store, 1, FIRST)
+        newest = written(store, 2, SECOND, FIRST)
+        restored = restored_at_start(AUTO, store.url)
+        assert restored is not None
+        assert restored.url.endswith(newest.directory)
+        assert restored.lineage == (SECOND, FIRST)
+
+    def test_what_is_damaged_does_not_count_as_nothing(
+        self, store: CheckpointStore, tmp_path: Path
+    ) -> None:
+        manifest = written(store, 1, FIRST)
+        place = tmp_path / manifest.directory / manifest.parts[0].file
+        place.write_bytes(place.read_bytes()[:-1])
+        with pytest.raises(InvalidCheckpoint, match="has no good checkpoint"):
+            restored_at_start(AUTO, store.url)
+
+    def test_it_needs_a_place(self) -> None:
+        with pytest.raises(InvalidConfig, match="'auto' without a place for checkpoints"):
+            restored_at_start(AUTO, "")
+
+    @pytest.mark.parametrize("resume", ["", AUTO])
+    def test_other_runs_are_named(
+        self, resume: str, store: CheckpointStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = written(store, 1, FIRST)
+        second = written(store, 2, SECOND)
+        with caplog.at_level(logging.WARNING, "pushpull"):
+            restored_at_start(resume, store.url)
+        (said,) = [r.getMessage() for r in caplog.records if "other_runs_kept" in r.getMessage()]
+        assert first.directory in said
+        assert (second.directory in said) == (not resume)
