@@ -1,9 +1,31 @@
-"""Which checkpoints of a run failed: each is told once, when the scheduler first says so."""
+"""What a run tells of checkpoints: which are there already, and which failed, each once."""
 
 from __future__ import annotations
 
 from ps_cli.output import Output
+from ps_core.errors import PushpullError
+from ps_runtime.checkpoint_store import CheckpointStore
+from ps_runtime.cluster_shape import CheckpointPlan
 from pushpull.v1 import scheduler_pb2
+
+
+def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
+    """Say so where a run begins at step 0 beside the checkpoints of another: --resume may have been
+    forgotten.
+
+    Blocking: reads the manifests that are there.
+    """
+    if not plan.url or plan.resume:
+        return
+    try:
+        found = list(CheckpointStore(plan.url).runs().values())
+    except PushpullError:
+        return  # the scheduler says what is wrong with the place
+    if found:
+        output.warn(
+            f"{plan.url} has checkpoints of an earlier run, the newest of them {found[-1]}; this "
+            f"run begins at step 0 and leaves them there. To go on from them: --resume {plan.url}"
+        )
 
 
 class CheckpointWatch:

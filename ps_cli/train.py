@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ps_cli.checkpoint_watch import CheckpointWatch
+from ps_cli.checkpoint_watch import CheckpointWatch, warn_of_earlier_runs
 from ps_cli.exit_rules import Ending, ExitRules
 from ps_cli.last_checkpoint import make_last
 from ps_cli.output import Output
@@ -193,6 +193,7 @@ class TrainRun:
         shape = self._shape(environment)
         if remark:
             self._output.say(remark)
+        await asyncio.to_thread(warn_of_earlier_runs, settings.checkpoints, self._output)
         kept = self._kept or KeptCluster(self._output, settings.shown_kinds)
         supervisor = kept.supervised()
         rules = ExitRules(

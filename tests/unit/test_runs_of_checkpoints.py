@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ps_cli.checkpoint_watch import warn_of_earlier_runs
+from ps_cli.output import Output
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
 from ps_runtime.checkpoint_store import CheckpointStore
+from ps_runtime.cluster_shape import CheckpointPlan
 from scheduler.restoring import AUTO, restored_at_start
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 
@@ -110,3 +114,19 @@ class TestAuto:
         (said,) = [r.getMessage() for r in caplog.records if "other_runs_kept" in r.getMessage()]
         assert first.directory in said
         assert (second.directory in said) == (not resume)
+
+
+def test_train_says_so_where_resume_was_forgotten(
+    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(plan: CheckpointPlan) -> str:
+        warn_of_earlier_runs(plan, Output(io.StringIO()))
+        return capsys.readouterr().err
+
+    assert told(CheckpointPlan(store.url)) == ""
+    newest = written(store, 1, FIRST)
+    words = " ".join(told(CheckpointPlan(store.url)).split())
+    assert f"the newest of them {newest.directory}" in words
+    assert f"To go on from them: --resume {store.url}" in words
+    assert told(CheckpointPlan(store.url, resume=store.url)) == ""
+    assert told(CheckpointPlan()) == ""
