@@ -1,4 +1,4 @@
-# One image for every role: `python -m scheduler`, `python -m ps_server`, `python -m ps_worker SCRIPT`.
+# One image for every role: `pushpull scheduler`, `pushpull server`, `pushpull worker SCRIPT`.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build

@@ -21,20 +21,21 @@ from ps_core import limits, rights
 from ps_core.cluster_view import Role
 from ps_core.errors import CATALOGUE
 from ps_runtime import metrics
-from ps_runtime.config import flag_name, variable_name
+from ps_runtime.config import fields_of, flag_name, variable_name
 from ps_runtime.environment import VARIABLES
 from ps_runtime.errors import STATUS
-from ps_server.process import ServerConfig
-from ps_worker.config import WorkerConfig
+from ps_server.config import ServerConfig
+from ps_worker.config import ProcessConfig, WorkerConfig
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2
-from scheduler.__main__ import SchedulerConfig
+from scheduler.config import SchedulerConfig
 
 PAGE = Path(__file__).resolve().parent / "REFERENCE.md"
 
 ROLES = {
-    "python -m scheduler": SchedulerConfig,
-    "python -m ps_server": ServerConfig,
-    "ps_worker.connect": WorkerConfig,
+    "`pushpull scheduler`": SchedulerConfig,
+    "`pushpull server`": ServerConfig,
+    "`pushpull worker` and of `pushpull.connect`": WorkerConfig,
+    "`pushpull worker` alone": ProcessConfig,
 }
 
 SERVICES = [
@@ -54,7 +55,8 @@ Made from the code by `make reference`; do not edit it.
 
 A setting is taken from its flag, else from its environment variable, else from the TOML file of
 `--config`, else it has its default. An unknown key, flag or `PUSHPULL_*` variable is an error.
-`--print-config` prints what was resolved. `ps_worker.connect` takes arguments in place of flags.
+`--print-config` prints what was resolved. `pushpull.connect` takes arguments, which go before
+flags. `pushpull worker` has neither `--config` nor `--print-config`.
 """
 
 
@@ -81,9 +83,9 @@ def settings() -> Iterator[str]:
                 _default(field),
                 field.metadata["help"],
             )
-            for field in dataclasses.fields(config)
+            for field in fields_of(config)
         ]
-        heading = f"## Settings of `{command}`\n\n"
+        heading = f"## Settings of {command}\n\n"
         yield heading + table(("flag", "variable", "default", "meaning"), rows)
 
 

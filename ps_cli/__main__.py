@@ -1,4 +1,4 @@
-"""`pushpull`, also as `python -m ps_cli`."""
+"""`pushpull`, also as `python -m pushpull`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ps_cli.options import ScriptCommand, options_of
 from ps_cli.output import FILE_WIDTH, Output
 from ps_cli.replay_options import ReplayOptions
 from ps_cli.reported import guarded, reported
+from ps_cli.roles import RoleCommand
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
@@ -34,7 +35,6 @@ app = typer.Typer(
     help="A parameter server for PyTorch: train on a local cluster, run one, look into one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,7 +45,7 @@ app = typer.Typer(
 def train(options: TrainOptions) -> None:
     """Train SCRIPT on a local cluster: a scheduler, servers, and a copy of SCRIPT a worker.
 
-    The script finds its cluster with `ps_worker.connect()` and its place in it with
+    The script finds its cluster with `pushpull.connect()` and its place in it with
     `client.rank` and `client.world_size`. Its output appears behind its worker's name. The run ends
     when the workers that it started have finished.
 
@@ -120,6 +120,41 @@ def up(options: UpOptions) -> None:
         max_restarts=options.max_restarts,
     )
     guarded(lambda output: run_up(settings, output))
+
+
+@app.command(cls=RoleCommand)
+def scheduler() -> None:
+    """Run a cluster's scheduler: membership, tables, and which server has what.
+
+    Exit code: 0 when it was told to stop, or when all workers have left and --stop-when-done was
+    given; 2 when a setting is wrong.
+
+    Example: `pushpull scheduler --listen 0.0.0.0:7070 --workers 4 --servers 2`
+    """
+
+
+@app.command(cls=RoleCommand)
+def server() -> None:
+    """Run a parameter server of a cluster.
+
+    Exit code: 0 when it was told to stop, or when the cluster has finished; 1 when it failed; 2
+    when a setting is wrong, or the scheduler refuses it.
+
+    Example: `pushpull server --scheduler 10.0.0.1:7070 --listen 0.0.0.0:7071`
+    """
+
+
+@app.command(cls=RoleCommand)
+def worker() -> None:
+    """Run SCRIPT as one worker of a cluster; options stand before it, its own arguments behind.
+
+    The script finds the cluster with `pushpull.connect()`. Its rank is --rank, else PUSHPULL_RANK,
+    else what torchrun, Slurm, MPI or Kubernetes says, else the lowest free one.
+
+    Exit code: the script's; 1 when its last step was not committed.
+
+    Example: `pushpull worker --scheduler 10.0.0.1:7070 train.py --epochs 5`
+    """
 
 
 @app.command()
@@ -244,8 +279,30 @@ def bench(options: BenchOptions) -> None:
 @app.command()
 def version() -> None:
     """Print the versions that matter in a report of a problem."""
+    print(_versions())
+
+
+def _show_versions(is_wanted: bool) -> None:
+    if is_wanted:
+        print(_versions())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_show_versions, is_eager=True, help="Print the versions."
+        ),
+    ] = False,
+) -> None:
+    """Options of `pushpull` itself."""
+
+
+def _versions() -> str:
     parts = [f"{name} {_installed(name)}" for name in ("pushpull", "torch", "grpcio", "protobuf")]
-    print(", ".join((*parts, f"Python {platform.python_version()}", f"{os.uname().machine}")))
+    return ", ".join((*parts, f"Python {platform.python_version()}", f"{os.uname().machine}"))
 
 
 def _installed(name: str) -> str:

@@ -116,7 +116,7 @@ def how_to_use(scheduler: ReadyRole, settings: UpSettings) -> str:
         (
             f"cluster is up: scheduler at {scheduler.address}, {settings.server_count} servers",
             f"  export PUSHPULL_SCHEDULER={scheduler.address}",
-            f"  python -m ps_worker SCRIPT.py      # in {shells}",
+            f"  pushpull worker SCRIPT.py          # in {shells}",
             "  pushpull status",
             f"  # as another user, or on another host: {join_secret.SECRET_FILE}, a copy of",
             f"  # {join_secret.place()}",

@@ -100,20 +100,21 @@ def variable_name(field: str) -> str:
     return PREFIX + field.upper()
 
 
-def argument_parser(cls: type[DataclassT], description: str) -> argparse.ArgumentParser:
+def argument_parser(
+    cls: type[DataclassInstance], description: str, program: str | None = None
+) -> argparse.ArgumentParser:
     """A parser with a flag for each field of `cls`, and --config FILE and --print-config.
 
     A flag that is not given is None in the result, which `resolve` takes as such.
     """
     parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [OPTIONS]",
         description=description,
-        epilog="Each flag can be given as PUSHPULL_<NAME> in the environment or as a key of the "
-        "--config file. Order: flag, environment, file, default.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A setting is its flag, else its variable, else its key in the --config file.",
     )
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.init:
-            _add_flag(parser, field, hints[field.name])
+    add_flags(parser, cls)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     parser.add_argument(
         "--print-config", action="store_true", help="print the settings in force as TOML and exit"
@@ -121,9 +122,21 @@ def argument_parser(cls: type[DataclassT], description: str) -> argparse.Argumen
     return parser
 
 
+def add_flags(parser: argparse.ArgumentParser, cls: type[DataclassInstance]) -> None:
+    """Give a parser a flag for each field of `cls` that is for people."""
+    hints = typing.get_type_hints(cls)
+    for field in fields_of(cls):
+        _add_flag(parser, field, hints[field.name])
+
+
+def fields_of(cls: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
+    """The fields that have a flag; one with "is_internal" in its metadata is a variable alone."""
+    return [f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("is_internal")]
+
+
 def from_command_line(
     cls: type[DataclassT],
-    description: str,
+    parser: argparse.ArgumentParser,
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> DataclassT:
@@ -132,7 +145,6 @@ def from_command_line(
     Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when
     a setting is wrong.
     """
-    parser = argument_parser(cls, description)
     arguments = vars(parser.parse_args(argv))
     try:
         config = resolve(cls, arguments, os.environ if env is None else env, arguments["config"])
@@ -156,14 +168,9 @@ def print_config(config: DataclassInstance) -> None:
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: object) -> None:
     text = str(field.metadata.get("help", "no description"))
-    if _has_default(field):
-        default = (
-            field.default
-            if field.default is not dataclasses.MISSING
-            else typing.cast(Any, field.default_factory)()
-        )
-        text += f" (default: {_shown(default)})"
-    text = text.replace("%", "%%")
+    default = default_of(field)
+    shown = "" if default in (None, "", ()) else f"; default: {_shown(default)}"
+    text = f"{text} [{variable_name(field.name)}{shown}]".replace("%", "%%")
     kind = _alternatives(hint)[0]
     if kind is bool:
         parser.add_argument(
@@ -176,6 +183,15 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
         return
     metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(type, kind), "TEXT")
     parser.add_argument(flag_name(field.name), dest=field.name, metavar=metavar, help=text)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """What a field is where nobody says otherwise; None if somebody has to."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:

@@ -401,7 +401,7 @@ def reason_of(lines: Sequence[str]) -> str:
             said = (fields.get(name) for name in ("message", "error", "reason"))
             return next((each for each in said if each), fields["event"])
         program, is_wrong, reason = text.partition(": error: ")
-        if is_wrong and program.endswith(".py"):
+        if is_wrong and program.startswith("pushpull "):
             return reason
     return ""
 

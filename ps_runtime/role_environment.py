@@ -33,20 +33,24 @@ role of a local cluster."""
 def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a role: what the caller has, less who the caller is, plus `added`.
 
-    Our packages come from where this process has them, whatever the working directory: a relative
-    PYTHONPATH of the caller's is put into absolute terms.
+    Our packages come from where this process has them, whatever the working directory.
     """
     dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
     environment = {name: value for name, value in inherited.items() if name not in dropped}
-    given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
-    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONPATH"] = python_path(inherited)
     environment[DIE_WITH_PARENT] = "1"
     environment[PARENT_PID] = str(os.getpid())
     # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.update(added)
     return environment
+
+
+def python_path(inherited: Mapping[str, str]) -> str:
+    """The PYTHONPATH of a role: the folders of our packages, and the caller's, all absolute."""
+    given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
+    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
+    return os.pathsep.join(paths)
 
 
 def _package_roots() -> list[Path]:

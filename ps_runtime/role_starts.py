@@ -9,10 +9,11 @@ and nothing else is asked of it here.
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from ps_runtime import role_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,7 @@ Way = Callable[[RoleStart], RoleChild]
 def new_interpreter(start: RoleStart) -> RoleChild:
     """A process that imports all it needs."""
     return subprocess.Popen(
-        # -P: a user's scheduler.py in the working directory is not our scheduler.
-        [sys.executable, "-P", "-m", start.module, *start.arguments],
+        role_process.command_of(start.module, start.arguments),
         stdin=subprocess.DEVNULL,
         stdout=start.output,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`python -m ps_server`: one parameter server."""
+"""`pushpull server`: one parameter server."""
 
 from ps_runtime.imported import spared
 

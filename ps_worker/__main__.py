@@ -1,28 +1,29 @@
-"""`python -m ps_worker SCRIPT [args]`: run a training script as one worker of a cluster.
+"""`pushpull worker SCRIPT [args]`: run a training script as one worker of a cluster.
 
 The script finds its cluster and its rank through the environment (PUSHPULL_SCHEDULER,
-PUSHPULL_RANK), which `ps_worker.connect()` reads. When it ends normally its clients leave: nobody
-waits for it any more. When an exception ends it they do not, and the exit status is not 0.
+PUSHPULL_RANK), which `connect` reads; flags before SCRIPT are put there. When it ends normally its
+clients leave: nobody waits for it any more. When an exception ends it they do not, and the exit
+status is not 0.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
-from ps_runtime.config import resolve
+from ps_runtime.config import fields_of, resolve, variable_name
 from ps_runtime.imported import spare_import_of
 from ps_worker.client import connect
-from ps_worker.measures import ProcessConfig, open_ports
+from ps_worker.config import ProcessConfig, WorkerConfig, parser, worker_config
+from ps_worker.measures import open_ports
 from ps_worker.open_clients import close_all
 
 _FAILED = 1
@@ -34,22 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Blocking: until the script has ended and its clients have left.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m ps_worker",
-        description="Run a training script as one worker of a pushpull cluster.",
-        epilog="The cluster is PUSHPULL_SCHEDULER, the rank PUSHPULL_RANK.",
-    )
-    parser.add_argument("script", type=Path, help="the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    given = parser.parse_args(argv)
+    reader = parser()
+    given = reader.parse_args(argv)
     try:
         shutdown.die_with_parent_if_asked(os.environ)
-        config = resolve(ProcessConfig, {}, os.environ)
+        config = _take_flags(vars(given))
         logs.configure(_name(), config.log_level)
     except InvalidConfig as error:
-        parser.error(error.message)
+        reader.error(error.message)
     if not given.script.is_file():
-        parser.error(f"there is no script {given.script}")
+        reader.error(f"there is no script {given.script}")
     signal.signal(signal.SIGTERM, _stop)
     spare_import_of("torch")  # the script's own business, as is what it sets before
     sys.argv = [str(given.script), *given.arguments]
@@ -59,6 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(given.script)
     finally:
         close_ports()
+
+
+def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
+    """The settings of this process; those of `connect` go where it looks for them.
+
+    Raises:
+        InvalidConfig: a setting is wrong.
+    """
+    # A script may name its scheduler itself.
+    where = flags["scheduler"] or os.environ.get("PUSHPULL_SCHEDULER") or ("localhost:1",)
+    worker_config({**flags, "scheduler": where})
+    for field in fields_of(WorkerConfig):
+        if flags[field.name] is not None:
+            os.environ[variable_name(field.name)] = str(flags[field.name])
+    return resolve(ProcessConfig, flags, os.environ)
 
 
 def _name() -> str:
@@ -89,7 +99,7 @@ def _close(*, leave: bool) -> bool:
     try:
         close_all(leave=leave)
     except PushpullError as error:
-        sys.stderr.write(f"ps_worker: the end was not committed: {error.message}\n")
+        sys.stderr.write(f"pushpull worker: the end was not committed: {error.message}\n")
         return False
     except (KeyboardInterrupt, SystemExit):
         return False

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ps_core import limits
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
-from ps_runtime.config import check_choice, resolve
+from ps_runtime.config import add_flags, check_choice, resolve
 from ps_worker.straggler import ComputeTime
 
 _LAUNCH_ID = re.compile("[0-9a-f]{32}")
@@ -92,9 +94,10 @@ class WorkerConfig:
     launch_id: str = field(
         default="",
         metadata={
+            "is_internal": True,
             "help": "what whoever started this process drew for it, 32 hexadecimal digits: with it "
             "an operator tells the scheduler that the process has ended (`pushpull train` does); "
-            "empty: nobody can"
+            "empty: nobody can",
         },
     )
 
@@ -121,6 +124,30 @@ class WorkerConfig:
             ComputeTime.parsed(self.compute)
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessConfig:
+    """Settings of `pushpull worker`, beside those of `connect`."""
+
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port of gRPC health and reflection; port 0: free"},
+    )
+    advertise: str | None = field(
+        default=None, metadata={"help": "host:port or host under which others reach them"}
+    )
+    http_listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port of /metrics and /healthz; port 0 is free"},
+    )
+    log_level: str = field(
+        default="warning",
+        metadata={"help": "debug, info, warning or error: pushpull's own lines"},
+    )
+    ready_file: Path | None = field(
+        default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
+    )
+
+
 def worker_config(
     arguments: Mapping[str, object], env: Mapping[str, str] | None = None
 ) -> WorkerConfig:
@@ -135,3 +162,21 @@ def worker_config(
     if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
         env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
     return resolve(WorkerConfig, arguments, env)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line of `pushpull worker`."""
+    made = argparse.ArgumentParser(
+        prog="pushpull worker",
+        usage="%(prog)s [OPTIONS] SCRIPT [ARGS...]",
+        description="Runs a training script as one worker of a cluster.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A setting is what the script gives `connect`, else its flag, else its variable.",
+    )
+    for settings in (WorkerConfig, ProcessConfig):
+        add_flags(made, settings)
+    made.add_argument("script", metavar="SCRIPT", type=Path, help="the script")
+    made.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    return made

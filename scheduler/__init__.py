@@ -1,1 +1,1 @@
-"""The scheduler: membership, tables and placement; `python -m scheduler` runs it."""
+"""The scheduler: membership, tables and placement; `pushpull scheduler` runs it."""

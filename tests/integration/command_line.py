@@ -153,7 +153,7 @@ class Tool:
                 ("server", "ps_server"),
                 ("worker", "ps_worker"),
             ):
-                if f" -m {module} " in command or name == module:
+                if f".role_process {module} " in command or name == module:
                     found[kind].append(pid)
         return found
 

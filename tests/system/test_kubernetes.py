@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from scheduler.__main__ import SchedulerConfig
+from scheduler.config import SchedulerConfig
 from tests.joining import SECRET
 from tests.tidy.source import ROOT
 
@@ -126,7 +126,8 @@ def test_kubernetes_adds_no_variables_that_roles_refuse(component: str) -> None:
 @pytest.mark.parametrize("folder", [BASE, WITH_CHECKPOINTS])
 @pytest.mark.parametrize("component", ["scheduler", "server"])
 def test_the_role_accepts_its_settings(component: str, folder: str) -> None:
-    command = [sys.executable, *container(component, folder)["command"][1:], "--print-config"]
+    _, *arguments = container(component, folder)["command"]
+    command = [sys.executable, "-m", "pushpull", *arguments, "--print-config"]
     run = subprocess.run(
         command,
         cwd=ROOT,

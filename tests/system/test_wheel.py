@@ -49,14 +49,14 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
-def run_in(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` with nothing of ours in its environment."""
+def run_in(folder: Path, *command: str | Path, **added: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` with nothing of ours in its environment but what is added."""
     ours = ("PUSHPULL_", "PYTHON", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env=kept,
+        env=kept | added,
         capture_output=True,
         text=True,
         timeout=TRAIN_TIMEOUT_S,
@@ -83,7 +83,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_is_what_runs(bin_folder: Path, tmp_path: Path) -> None:
-    asked = "import ps_core, ps_worker, scheduler, pushpull.v1.types_pb2 as t; print(t.__file__)"
+    asked = "import pushpull, ps_core, scheduler; print(pushpull.connect.__code__.co_filename)"
     run = run_in(tmp_path, bin_folder / "python", "-c", asked)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(bin_folder.parent)
@@ -92,10 +92,13 @@ def test_the_wheel_is_what_runs(bin_folder: Path, tmp_path: Path) -> None:
 def test_it_trains_away_from_the_checkout(bin_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "digits_cnn.py"
     script.write_text((ROOT / "examples/digits_cnn.py").read_text(encoding="utf-8"))
+    for name in ("scheduler", "ps_server"):  # the user's own, found before ours
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the role')\n")
     run = run_in(
         tmp_path,
         *(bin_folder / "pushpull", "train", script, "--workers", "2", "--servers", "2"),
         *("--", "--epochs", "4"),
+        PYTHONPATH=".",
     )
     assert run.returncode == 0, run.stdout + run.stderr
     reached = re.search(r"test accuracy (\d+\.\d+)%", run.stdout)
@@ -105,7 +108,7 @@ def test_it_trains_away_from_the_checkout(bin_folder: Path, tmp_path: Path) -> N
 
 def test_its_cluster_answers_status(bin_folder: Path, tmp_path: Path) -> None:
     asked = (
-        "import subprocess, sys, ps_worker as ps\n"
+        "import subprocess, sys, pushpull as ps\n"
         "with ps.local_cluster(servers=2, workers=1) as cluster:\n"
         "    command = [sys.argv[1], 'status', '--json', '--scheduler', cluster.address]\n"
         "    sys.exit(subprocess.run(command).returncode)\n"

@@ -107,6 +107,7 @@ EDGE_MODULES = {
     "ps_server.departure",
     "ps_server.checkpoint_parts",
     "ps_server.copy_memory",
+    "ps_server.config",
     "ps_server.decision_wire",
     "ps_server.frames",
     "ps_server.installed_updates",
@@ -188,6 +189,7 @@ EDGE_MODULES = {
     "scheduler",
     "scheduler.adaptive_tables",
     "scheduler.checkpointing",
+    "scheduler.config",
     "scheduler.restoring",
     "scheduler.servicer",
     "scheduler.transition_lines",
@@ -219,7 +221,7 @@ def layer_of(module: str) -> int | None:
     package, _, rest = module.partition(".")
     if package == "ps_core":
         return 0
-    if package == "ps_cli" or rest in ENTRY_MODULES:
+    if package in ("ps_cli", "pushpull") or rest in ENTRY_MODULES:
         return 3
     if module in PURE_MODULES or module.rpartition(".")[0] in PURE_MODULES:  # or a name of one
         return 1

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ps_core", "ps_runtime", "scheduler", "ps_server", "ps_worker", "ps_cli")
 """What a user installs, beside the generated stubs."""
 
-PYTHON_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs", "clients")
+PYTHON_FOLDERS = (*PACKAGES, "protos", "tests", "examples", "benchmarks", "docs", "clients")
 
 _NOT_OURS = {"node_modules", "__pycache__", ".venv"}
 
@@ -38,17 +38,18 @@ class Source:
     @property
     def module(self) -> str:
         """The dotted name under which the file is imported."""
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        inside = self.path.removeprefix("protos/")
+        return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def package(self) -> str:
         """The first folder: a package, `tests`, `examples`, ..."""
-        return self.path.split("/", maxsplit=1)[0]
+        return self.path.removeprefix("protos/").split("/", maxsplit=1)[0]
 
     @property
     def is_shipped(self) -> bool:
         """Whether a user installs it."""
-        return self.package in PACKAGES
+        return self.package in (*PACKAGES, "pushpull")
 
     @property
     def is_test(self) -> bool:

@@ -23,6 +23,9 @@ class Settings:
     ready_file: Path | None = field(default=None, metadata={"help": "Written when ready."})
 
 
+PARSER = argument_parser(Settings, "A role.")
+
+
 def settings_file(folder: Path, text: str) -> Path:
     file = folder / "settings.toml"
     file.write_text(text)
@@ -110,11 +113,11 @@ def test_the_printed_settings_can_be_given_back(
 ) -> None:
     flags = ["--workers", "2", "--stop-when-done", "--scheduler", "a:1,b:2", "--listen", 'q"\\:0']
     with pytest.raises(SystemExit) as ended:
-        from_command_line(Settings, "A role.", [*flags, "--print-config"], {})
+        from_command_line(Settings, PARSER, [*flags, "--print-config"], {})
     printed = capsys.readouterr().out
     file = settings_file(tmp_path, printed)
     assert ended.value.code == 0
-    assert from_command_line(Settings, "A role.", ["--config", str(file)], {}) == Settings(
+    assert from_command_line(Settings, PARSER, ["--config", str(file)], {}) == Settings(
         workers=2, stop_when_done=True, scheduler=("a:1", "b:2"), listen='q"\\:0'
     )
     assert "# rank is not set" in printed
@@ -122,21 +125,19 @@ def test_the_printed_settings_can_be_given_back(
 
 def test_a_flag_turns_off_what_the_environment_turned_on() -> None:
     env = {"PUSHPULL_STOP_WHEN_DONE": "1"}
-    settings = from_command_line(
-        Settings, "A role.", ["--workers", "1", "--no-stop-when-done"], env
-    )
+    settings = from_command_line(Settings, PARSER, ["--workers", "1", "--no-stop-when-done"], env)
     assert not settings.stop_when_done
 
 
 def test_a_wrong_command_line_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        from_command_line(Settings, "A role.", ["--workers", "many"], {})
+        from_command_line(Settings, PARSER, ["--workers", "many"], {})
     assert ended.value.code == 2
     assert "--workers is 'many'; expected a whole number" in capsys.readouterr().err
 
 
-def test_help_names_every_flag_with_its_default() -> None:
-    text = argument_parser(Settings, "A role.").format_help()
+def test_help_names_every_flag_with_its_variable_and_its_default() -> None:
+    text = PARSER.format_help()
     assert "--connect-deadline-s" in text
-    assert "(default: 60.0)" in text
+    assert "[PUSHPULL_CONNECT_DEADLINE_S; default: 60.0]" in " ".join(text.split())
     assert "100 % local" in text

@@ -1,0 +1,58 @@
+"""The errors: one class for each way to be wrong that a caller can tell apart.
+
+Each is a `PushpullError`, whose `message` says what came and what was expected, or what to do.
+"""
+
+from ps_core.errors import (
+    AlreadyPast,
+    Draining,
+    EditRefused,
+    Fenced,
+    ForeignCluster,
+    GradientChangedAfterPush,
+    Internal,
+    InvalidCheckpoint,
+    InvalidConfig,
+    InvalidKeys,
+    InvalidTensor,
+    InvalidUpdateLog,
+    InvariantViolation,
+    NotOwner,
+    NotPermitted,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    StaleAssignment,
+    TableExists,
+    TableNotFound,
+    Unauthenticated,
+    UpdateFailed,
+    WaitExpired,
+)
+
+__all__ = [
+    "AlreadyPast",
+    "Draining",
+    "EditRefused",
+    "Fenced",
+    "ForeignCluster",
+    "GradientChangedAfterPush",
+    "Internal",
+    "InvalidCheckpoint",
+    "InvalidConfig",
+    "InvalidKeys",
+    "InvalidTensor",
+    "InvalidUpdateLog",
+    "InvariantViolation",
+    "NotOwner",
+    "NotPermitted",
+    "Overloaded",
+    "PushpullError",
+    "Recovering",
+    "StaleAssignment",
+    "TableExists",
+    "TableNotFound",
+    "Unauthenticated",
+    "UpdateFailed",
+    "WaitExpired",
+]

@@ -1,0 +1,29 @@
+"""The classes of what calls return, for annotations; nobody makes one by hand."""
+
+from ps_core.consistency import Consistency
+from ps_runtime.checkpoint_calls import MadeCheckpoint
+from ps_worker import (
+    ComputeTime,
+    LocalCluster,
+    Progress,
+    Pulled,
+    PullTicket,
+    PushTicket,
+    StepResult,
+    TableHandle,
+)
+from ps_worker.checkpoint_verbs import CheckpointTicket
+
+__all__ = [
+    "CheckpointTicket",
+    "ComputeTime",
+    "Consistency",
+    "LocalCluster",
+    "MadeCheckpoint",
+    "Progress",
+    "PullTicket",
+    "Pulled",
+    "PushTicket",
+    "StepResult",
+    "TableHandle",
+]
