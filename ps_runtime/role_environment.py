@@ -25,6 +25,7 @@ _ADDRESSING = (
     "SERVERS",
     "STOP_WHEN_DONE",
     "WORKERS",
+    "WORLD_SIZE",
 )
 """PUSHPULL_ variables that say who a process is, and what its cluster is like: never inherited by a
 role of a local cluster."""

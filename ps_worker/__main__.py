@@ -22,7 +22,7 @@ from ps_runtime import logs, shutdown
 from ps_runtime.config import fields_of, resolve, variable_name
 from ps_runtime.imported import spare_import_of
 from ps_worker.client import connect
-from ps_worker.config import ProcessConfig, WorkerConfig, parser, worker_config
+from ps_worker.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
 from ps_worker.measures import open_ports
 from ps_worker.open_clients import close_all
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shutdown.die_with_parent_if_asked(os.environ)
         config = _take_flags(vars(given))
-        logs.configure(_name(), config.log_level)
+        logs.configure(_name(vars(given)), config.log_level)
     except InvalidConfig as error:
         reader.error(error.message)
     if not given.script.is_file():
@@ -71,11 +71,12 @@ def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
     return resolve(ProcessConfig, flags, os.environ)
 
 
-def _name() -> str:
+def _name(flags: Mapping[str, object]) -> str:
     """What log lines call this process."""
+    place = job_place(flags, os.environ)
     role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
-    rank = os.environ.get("PUSHPULL_RANK", "")
-    return f"{role}-{rank}" if rank and role == "worker" else role
+    rank = os.environ.get("PUSHPULL_RANK", "") if place is None else place.rank
+    return f"{role}-{rank}" if rank != "" and role == "worker" else role
 
 
 def _run(script: Path) -> int:

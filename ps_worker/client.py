@@ -12,6 +12,7 @@ copies nothing: `begin_step` (a `ps_worker.steps.Step`: `push_blocks`, `seal`), 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias, TypedDict, Unpack, overload
@@ -20,7 +21,7 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
 from ps_worker.checkpoint_verbs import CheckpointVerbs
-from ps_worker.config import worker_config
+from ps_worker.config import job_place, worker_config
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
 from ps_worker.pulls import ReadOrder
@@ -37,7 +38,10 @@ class ConnectOptions(TypedDict, total=False):
 
     Attributes:
         role: "worker" (default) or "reader".
-        rank: the rank to ask for; by default the scheduler chooses the lowest free one.
+        rank: the rank to ask for; by default that of torchrun, Slurm, MPI or Kubernetes, and where
+            there is none the lowest free one.
+        world_size: the workers that the job has: a cluster that is for another number refuses this
+            one at once. By default the job's where the rank is the job's, else 0: not known.
         cluster_id: the cluster that is meant; by default whichever answers.
         connect_deadline_s: how long to go on trying to reach the cluster; 60.
         request_deadline_s: how long a push, a pull or a wait may take; 300.
@@ -53,6 +57,7 @@ class ConnectOptions(TypedDict, total=False):
 
     role: str
     rank: int | None
+    world_size: int
     cluster_id: str
     connect_deadline_s: float
     request_deadline_s: float
@@ -88,9 +93,15 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             f"connect has no option {', '.join(sorted(unknown))}; it has "
             f"{', '.join(sorted(ConnectOptions.__annotations__))}"
         )
+    place = None
     try:
+        place = job_place(options, os.environ)
+        if place is not None:
+            logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
         return Client(worker_config({"scheduler": scheduler, **options}))
     except PushpullError as refusal:
+        if place is not None and isinstance(refusal, InvalidConfig):
+            refusal = InvalidConfig(f"{refusal.message}; this process is {place}")
         # What goes on within is no help to who asked, and would hide the reason.
         raise refusal.with_traceback(None) from None
 

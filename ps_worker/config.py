@@ -13,6 +13,7 @@ from ps_core import limits
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.config import add_flags, check_choice, resolve
+from ps_runtime.job_place import JobPlace, place_in_job
 from ps_worker.straggler import ComputeTime
 
 _LAUNCH_ID = re.compile("[0-9a-f]{32}")
@@ -38,7 +39,15 @@ class WorkerConfig:
     rank: int | None = field(
         default=None,
         metadata={
-            "help": "the rank to ask for; unset lets the scheduler choose the lowest free one"
+            "help": "the rank to ask for; unset takes that of torchrun, Slurm, MPI or Kubernetes, "
+            "and where there is none lets the scheduler choose the lowest free one"
+        },
+    )
+    world_size: int = field(
+        default=0,
+        metadata={
+            "help": "the workers that the job has: a cluster that is for another number refuses "
+            "this one at once; 0: not known"
         },
     )
     cluster_id: str = field(
@@ -105,8 +114,10 @@ class WorkerConfig:
         if self.launch_id and not _LAUNCH_ID.fullmatch(self.launch_id):
             raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
         check_choice("role", self.role, ROLES)
-        if self.rank is not None and self.rank < 0:
-            raise InvalidConfig(f"rank is {self.rank}; expected 0 or more")
+        for name in ("rank", "world_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**31:
+                raise InvalidConfig(f"{name} is {value}; expected 0 or more")
         if self.rank is not None and self.role != "worker":
             raise InvalidConfig(f"rank is {self.rank} for role {self.role}; only workers have one")
         for name in ("connect_deadline_s", "request_deadline_s"):
@@ -153,7 +164,8 @@ def worker_config(
 ) -> WorkerConfig:
     """The settings in force: an argument that is not None, else the environment, else the default.
 
-    A rank in the environment is a worker's; it does not make a reader's connection an error.
+    A rank in the environment is a worker's; it does not make a reader's connection an error. Where
+    neither has a rank, it is the one that `job_place` finds, if any.
 
     Raises:
         InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
@@ -161,7 +173,23 @@ def worker_config(
     env = os.environ if env is None else env
     if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
         env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
+    place = job_place(arguments, env)
+    if place is not None:
+        size = arguments.get("world_size") or env.get("PUSHPULL_WORLD_SIZE") or place.world_size
+        arguments = {**arguments, "rank": place.rank, "world_size": size}
     return resolve(WorkerConfig, arguments, env)
+
+
+def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPlace | None:
+    """The place that a worker takes from its job, where nobody has given it a rank.
+
+    Raises:
+        InvalidConfig: the job's variables disagree, or have no sense.
+    """
+    role = arguments.get("role") or env.get("PUSHPULL_ROLE") or ROLES[0]
+    if role != ROLES[0] or arguments.get("rank") is not None or env.get("PUSHPULL_RANK"):
+        return None
+    return place_in_job(env)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -107,6 +107,7 @@ class Engine:
             features=FEATURES,
             cluster_id=config.cluster_id,
             launch_id=bytes.fromhex(config.launch_id),
+            world_size=config.world_size,
         )
         link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
         try:

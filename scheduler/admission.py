@@ -258,11 +258,13 @@ def choose_rank(
 
     Raises:
         InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
-            first; or it comes beyond these and there is a table that it could not know.
+            first; or it comes beyond these and there is a table that it could not know; or its job
+            has another number of workers.
         Recovering: whoever has it may be dead, and the caller waits.
     """
     holders = state.workers_by_rank()
     describe = heard.describe
+    _check_world_size(request, settings, holders.values())
     rank = request.requested_rank
     if rank is None:
         first = range(settings.worker_count)
@@ -299,6 +301,22 @@ def choose_rank(
     taken = f"rank {rank} is taken by {describe(holder)}"
     _check_all_live(request, settings, (holder,), taken, heard)
     raise InvalidConfig(f"{taken}; ask for another rank, or for none to be given a free one")
+
+
+def _check_world_size(
+    request: Registration, settings: ClusterSettings, holders: Iterable[Node]
+) -> None:
+    """Refuse a worker whose job has another number of workers than the cluster is for: fewer would
+    wait for those that nobody starts. Once some have gone or left, fewer may be right.
+    """
+    count = request.world_size
+    if not count or settings.worker_count <= count <= settings.rank_count:
+        return
+    if all(holder.state.is_member for holder in holders):
+        raise InvalidConfig(
+            f"the job has {count} workers (world_size); {_sizes(settings)}: start its scheduler "
+            f"with --workers {count}, or as many workers as it waits for"
+        )
 
 
 def _check_all_live(

@@ -234,6 +234,7 @@ class Registration:
     update_log: UpdateLogClaim | None = None
     memory: ServerMemory = ServerMemory()
     launch_id: bytes = field(default=b"", repr=False)
+    world_size: int = 0
 
     def shares_log(self, other: Registration) -> bool:
         """Whether both keep the same update log: one of them has ended, since it has one lock."""

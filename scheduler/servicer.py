@@ -613,6 +613,7 @@ def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         update_log=_claim(request.update_log) if request.HasField("update_log") else None,
         memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
         launch_id=request.launch_id,
+        world_size=request.world_size,
     )
 
 

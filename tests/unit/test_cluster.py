@@ -94,6 +94,8 @@ class TestRegistration:
             ({"features": ("x",) * 65}, ("features has 65 names",)),
             ({"features": ("x" * 65,)}, ("up to 65 bytes",)),
             ({"requested_rank": 2}, ("requested_rank is 2", "2 workers", "ranks 0 to 1")),
+            ({"world_size": 1}, ("the job has 1 workers", "2 workers", "with --workers 1")),
+            ({"world_size": 3}, ("the job has 3 workers", "2 workers", "with --workers 3")),
             ({"role": Role.READER, "requested_rank": 0}, ("a reader has no rank",)),
             ({"role": Role.SERVER, "requested_rank": 0}, ("a server has no rank",)),
             ({"address": ""}, ("address is ''", "expected 'host:port'")),

@@ -99,6 +99,14 @@ def test_its_rank_is_given_again_once(crashed: tuple[Harness, Session, Session])
     assert harness.is_finished()
 
 
+def test_a_job_of_fewer_workers_is_taken_once_one_is_gone(
+    crashed: tuple[Harness, Session, Session],
+) -> None:
+    harness, _, lost = crashed
+    again = harness.join(Role.WORKER, world_size=1)
+    assert again.rank == lost.rank
+
+
 def test_the_run_ends_when_the_others_have_left(crashed: tuple[Harness, Session, Session]) -> None:
     harness, living, _ = crashed
     assert not harness.is_finished()
