@@ -63,8 +63,9 @@ protos: $(READY) ## Generate the stubs from protos/ again
 protos-check: $(READY) ## Fail if the committed stubs are not what the protos give
 	$(BIN)/python -m pytest -q tests/tidy/test_stubs.py
 
-reference: $(READY) ## Write docs/REFERENCE.md from the code again
+reference: $(READY) ## Write docs/REFERENCE.md and docs/API.md from the code again
 	PYTHONPATH=.:protos $(BIN)/python -m docs.reference
+	PYTHONPATH=.:protos $(BIN)/python -m docs.api
 
 lint: $(READY) ## Lint and type-check the code and the protos
 	$(BIN)/ruff check .

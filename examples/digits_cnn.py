@@ -19,7 +19,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-import ps_worker as ps
+import pushpull as ps
 
 TEST_IMAGE_COUNT = 360
 PIXEL_MAX = 16.0

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import ps_worker as ps
+import pushpull as ps
 
 DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 SOURCES = (

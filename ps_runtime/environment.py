@@ -23,7 +23,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_REPLICAS": "Servers that hold each range, so that all but one of them may die.",
     "PUSHPULL_RANGES": "Key ranges of the cluster; 0: as many as suit the servers.",
     "PUSHPULL_MIN_IN_SYNC": "How many replicas must hold a push before it counts.",
-    "PUSHPULL_RANK": "The rank that a worker asks for; unset: the job's, or the scheduler's choice.",
+    "PUSHPULL_RANK": "The rank a worker asks for; unset: the job's, or the scheduler's choice.",
     "PUSHPULL_WORLD_SIZE": "Workers that the job has; a cluster of another number refuses it.",
     "PUSHPULL_ROLE": "What a client connects as: worker, reader or operator.",
     "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",

@@ -1,9 +1,4 @@
-"""The worker's side of pushpull: a parameter server for PyTorch.
-
-    import ps_worker as ps
-
-    client = ps.connect()                       # PUSHPULL_SCHEDULER, or "host:port"
-    optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=1e-3))
+"""The worker's side: what is behind `import pushpull as ps`, which is the API.
 
 `connect` joins a cluster; `Client` has the verbs (create_table, push, pull, push_pull, wait);
 `DistributedOptimizer` trains a torch module; `local_cluster` starts a cluster of child processes.

@@ -11,18 +11,21 @@ from ps_core.tables import OptimizerSpec, Table, TableSpec
 from ps_worker.connection import GRACE_S, Connection
 from ps_worker.consistent_pulls import new_cut
 from ps_worker.settings import (
+    TABLE_DEFAULTS,
     Layout,
     SupportsSpec,
     TableOptions,
     consistency_of,
     table_spec,
 )
+from ps_worker.shown_options import THE_CLIENTS, shows
 from ps_worker.table_handle import TableHandle, check_handle
 
 
 class Catalogue(Connection):
     """The middle of `ps_worker.client.Client`: its calls about whole tables."""
 
+    @shows(TableOptions, {**TABLE_DEFAULTS, "consistency": THE_CLIENTS})
     def create_table(
         self,
         name: str,
@@ -37,7 +40,24 @@ class Catalogue(Connection):
             name: unique in the cluster; 1 to 200 bytes.
             layout: the number of elements, or one shape, or (tensor name, shape) pairs.
             optimizer: what the servers do with an update: `SGD`, `Adam`, ...
-            options: see `TableOptions`.
+
+        Options:
+            dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
+                "float16" or "bfloat16". The two halves keep float32 values on the servers.
+            consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
+                their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
+            reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
+                "sum". Under SSP and ASP each step is applied whole in both cases.
+            init (Initial, Zeros()): the values it starts with: `Zeros()`, `Constant(value)`,
+                `Inline(values)` or `FromRank0()`.
+            block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
+            allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
+                refused.
+            gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
+                server's own.
+            kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
+            timeout_s (float | None, None): how long to wait for the cluster's servers; None means
+                the client's request_deadline_s.
 
         Blocking: until every server of the table knows this client; waits for servers that have not
         registered yet, at most `timeout_s`.

@@ -136,8 +136,17 @@ class CheckpointVerbs(Catalogue):
         return self._restored
 
     def leave(self, timeout_s: float | None = None) -> None:
-        """As `Connection.leave`; a checkpoint that is being settled has its state before that, and
-        those that are made later have it as of now.
+        """End this worker's part: the others go on without it. Then close.
+
+        Steps left open are dropped: their blocks take no part in an update. A checkpoint that is
+        being settled has this worker's state before that, and those that are made later have it as
+        of now. Idempotent.
+
+        Args:
+            timeout_s: how long the steps on their way, and the end itself, may take to be
+                committed; None means the client's request_deadline_s.
+
+        Blocking, Raises: as `Connection.leave`.
         """
         if not self._is_closed and self._pid == os.getpid() and not self.is_reader:
             self.save_points.leave()

@@ -1,7 +1,7 @@
 """The client: the verbs on tables, over a session with a cluster.
 
-    with ps_worker.connect() as client:
-        table = client.create_table("w", (784, 10), optimizer=ps_worker.SGD(lr=0.1))
+    with ps.connect() as client:
+        table = client.create_table("w", (784, 10), optimizer=ps.SGD(lr=0.1))
         ticket = client.push(table, gradient)       # ends the step: clock 1
         weights = client.pull(table)                # BSP: with clock 1 of every worker in it
 
@@ -21,10 +21,11 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
 from ps_worker.checkpoint_verbs import CheckpointVerbs
-from ps_worker.config import job_place, worker_config
+from ps_worker.config import WorkerConfig, job_place, worker_config
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
 from ps_worker.pulls import ReadOrder
+from ps_worker.shown_options import defaults_of, shows
 from ps_worker.table_handle import TableHandle, check_handle
 from ps_worker.tickets import PullTicket, PushTicket
 from ps_worker.values import Array, Values, empty, shape_of, writable_raw_of
@@ -34,26 +35,7 @@ Part: TypeAlias = slice | str | None
 
 
 class ConnectOptions(TypedDict, total=False):
-    """The keyword arguments of `connect`; each one left out comes from PUSHPULL_* or its default.
-
-    Attributes:
-        role: "worker" (default) or "reader".
-        rank: the rank to ask for; by default that of torchrun, Slurm, MPI or Kubernetes, and where
-            there is none the lowest free one.
-        world_size: the workers that the job has: a cluster that is for another number refuses this
-            one at once. By default the job's where the rank is the job's, else 0: not known.
-        cluster_id: the cluster that is meant; by default whichever answers.
-        connect_deadline_s: how long to go on trying to reach the cluster; 60.
-        request_deadline_s: how long a push, a pull or a wait may take; 300.
-        lane: "auto" (default: memory shared with the servers on this host, bytes to the others),
-            "shm" (an error where memory cannot be shared) or "grpc" (bytes always).
-        window_bytes: payload bytes in flight: sent and not yet received; 32 MiB.
-        consistency: of tables that name none: "bsp" (default), "ssp:4", "asp", ...
-        compute: emulated computation of a step of `DistributedOptimizer`, such as "30ms", or
-            "rotating:30ms,90ms,burst=2,seed=1"; by default none.
-        record: a directory for a record of the steps, as `pushpull compare` reads it; by default
-            none.
-    """
+    """The keyword arguments of `connect`, which has their meaning."""
 
     role: str
     rank: int | None
@@ -68,12 +50,31 @@ class ConnectOptions(TypedDict, total=False):
     record: str
 
 
+@shows(ConnectOptions, defaults_of(WorkerConfig))
 def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> Client:
     """Join a cluster as a worker or as a reader.
 
     Args:
         scheduler: "host:port", or several of them with commas; None means PUSHPULL_SCHEDULER.
-        options: see `ConnectOptions`.
+
+    Options (one that is left out comes from its PUSHPULL_* variable, else it has its default):
+        role (str, 'worker'): "worker" trains, "reader" only pulls, "operator" looks after the
+            cluster: consistency, checkpoints.
+        rank (int | None, None): the rank to ask for; None takes that of torchrun, Slurm, MPI or
+            Kubernetes, and where there is none the lowest free one.
+        world_size (int, 0): the workers that the job has: a cluster that is for another number
+            refuses this one at once. 0: the job's if the rank is the job's, else it is not known.
+        cluster_id (str, ''): the cluster that is meant; empty: whichever answers.
+        connect_deadline_s (float, 60.0): how long to go on trying to reach the cluster.
+        request_deadline_s (float, 300.0): how long a push, a pull or a wait may take.
+        lane (str, 'auto'): "auto" shares memory with the servers on this host and sends the others
+            bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
+        window_bytes (int, 33554432): payload bytes in flight: sent and not yet received.
+        consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
+        compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
+            or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
+        record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
+            empty records nothing.
 
     Returns:
         The client; a context manager. It leaves the cluster at the end of a `with` block that ends

@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: a torch optimizer whose parameters live on the servers.
 
-    opt = ps_worker.DistributedOptimizer(client, model, ps_worker.Adam(lr=1e-3))
+    opt = ps.DistributedOptimizer(client, model, ps.Adam(lr=1e-3))
     for x, y in loader:
         opt.zero_grad()
         loss(model(x), y).backward()    # blocks of gradients leave while backward runs
@@ -44,6 +44,7 @@ from ps_worker.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.optimizer_state import OptimizerState
 from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.settings import consistency_of
+from ps_worker.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.step_scale import amp_scale_of, check_unscaled
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import StepResult
@@ -79,7 +80,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `Custom`: an update of the servers' own.
         module: the module of the parameters where they are given otherwise: for the names of
             parameters that come without, and for its buffers.
-        options: see `TrainingOptions`.
+
+    Options:
+        name (str, 'model'): the first part of its tables' names; two optimizers of one cluster need
+            two names.
+        consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
+            their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
+        reduction (str, 'mean'): "mean" or "sum" of the workers' gradients; SSP and ASP apply each
+            whole.
+        mode (str, 'sealed'): "sealed": a gradient that changes after its block left is sent again
+            before the step counts. "eager": the gradient is final when autograd has finished it; a
+            later change raises `GradientChangedAfterPush`. Not under BSP, such blocks apply on
+            arrival.
+        buffers (str | None, 'rank0'): "rank0": every worker has rank 0's buffers after each step;
+            "mean": their mean (integers rounded), BSP only; None: each worker keeps its own, and no
+            reader sees any. Without a module there are no buffers to speak of.
+        kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
+        accumulate (int, 1): backward passes of one step, 1 or more: gradients leave during the last
+            of them. A wrong number costs traffic, never correctness (in "eager" mode: an error).
+        block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
+        allow_non_finite (bool, False): apply gradients with infinities and NaNs; else the step is
+            skipped, and raises `InvalidTensor`.
+        gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
+            server's own.
+        clip_norm (float | None, None): the largest norm of all gradients together, above 0; what is
+            longer is scaled down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss
+            scale. Under BSP that is the reduced gradient, at one round trip a step more; with
+            `Add`, and under SSP and ASP, each worker's own. Not for "eager" steps. None clips
+            nothing.
+        recompute (int, 3): with `ASP(reject=...)`: how often `step(closure)` computes anew what was
+            too stale, and pushes it, before it is given up. 0 never does, nor does `step` without
+            closure.
 
     Attributes:
         results: how the last step ended on each table: what was too stale (`ASP(reject=...)`), and
@@ -107,6 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """`torch.amp.GradScaler` leaves unscaling and skipping to `step`, through `grad_scale` and
     `found_inf`."""
 
+    @shows(OptimizerOptions, {**defaults_of(TrainingOptions), "consistency": THE_CLIENTS})
     def __init__(
         self,
         client: Client,

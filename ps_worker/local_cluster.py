@@ -102,9 +102,22 @@ def local_cluster(
     checkpoint_url: str = "",
     resume: str = "",
 ) -> LocalCluster:
-    """Start a cluster on this machine; see `LocalCluster`.
+    """Start a scheduler and servers on this machine, as child processes.
 
-    >>> with local_cluster(servers=2, workers=1) as cluster:  # doctest: +SKIP
-    ...     client = ps_worker.connect(cluster.address)
+        with ps.local_cluster(servers=2) as cluster, ps.connect(cluster.address) as client:
+            ...
+
+    Args:
+        servers: how many servers.
+        workers: how many workers clock 1 of a BSP table waits for.
+        ready_deadline_s: how long each role may take until it serves.
+        replicas: servers that hold each range, so that all but one of them may die.
+        checkpoint_url: where checkpoints go; empty: nowhere.
+        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
+
+    Returns:
+        The cluster, which ends with its `with` block, with `stop`, and with this process.
+
+    Blocking, Raises: as `LocalCluster`.
     """
     return LocalCluster(servers, workers, ready_deadline_s, replicas, checkpoint_url, resume)

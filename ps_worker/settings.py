@@ -140,24 +140,7 @@ class SupportsSpec(Protocol):
 
 
 class TableOptions(TypedDict, total=False):
-    """The keyword arguments of `Client.create_table`.
-
-    Attributes:
-        dtype: "float32" (default), "float64", "float16" or "bfloat16": the element type of pushes
-            and pulls. The two halves keep float32 values on the servers.
-        consistency: `BSP()`, `SSP(staleness)` or `ASP()`, or their short form ("ssp:4"); by default
-            the client's, which is BSP unless the setting `consistency` says otherwise.
-        reduction: "mean" (default: sum in rank order, one multiply by 1 / contributors) or "sum".
-            Under SSP and ASP each step is applied whole in both cases.
-        init: `Zeros()` (default), `Constant(value)`, `Inline(values)` or `FromRank0()`.
-        block_elements: elements a block, a multiple of 64; 0 (default) means 262144.
-        allow_non_finite: accept gradients with infinities and NaNs; False (default) refuses them.
-        gate_bytes: the bound of memory for waiting steps on each server; 0 (default) means the
-            server's own.
-        kernels: "fast" (default) or "exact": bit-equal with torch.optim.
-        timeout_s: how long to wait for the cluster's servers; None (default) means the client's
-            request_deadline_s.
-    """
+    """The keyword arguments of `Client.create_table`, which has their meaning."""
 
     dtype: str
     consistency: Consistency | str
@@ -168,6 +151,19 @@ class TableOptions(TypedDict, total=False):
     gate_bytes: int
     kernels: str
     timeout_s: float | None
+
+
+TABLE_DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "reduction": "mean",
+    "init": Zeros(),
+    "block_elements": 0,
+    "allow_non_finite": False,
+    "gate_bytes": 0,
+    "kernels": "fast",
+    "timeout_s": None,
+}
+"""Of `TableOptions`; the consistency is the client's, where there is one."""
 
 
 def table_spec(
@@ -184,8 +180,9 @@ def table_spec(
             f"create_table has no option {', '.join(sorted(unknown))}; it has "
             f"{', '.join(sorted(TableOptions.__annotations__))}"
         )
-    dtype = _choice(DType, "dtype", options.get("dtype", "float32"))
-    kernels = _choice(Kernels, "kernels", options.get("kernels", "fast"))
+    given = {**TABLE_DEFAULTS, "consistency": Consistency(), **options}
+    dtype = _choice(DType, "dtype", given["dtype"])
+    kernels = _choice(Kernels, "kernels", given["kernels"])
     tensors = tensors_of(name, layout)
     is_spec = isinstance(optimizer, OptimizerSpec)
     if not is_spec and (isinstance(optimizer, type) or not hasattr(optimizer, "spec")):
@@ -196,13 +193,13 @@ def table_spec(
         dtype=dtype,
         element_count=sum(tensor.element_count for tensor in tensors),
         optimizer=spec,
-        block_elements=options.get("block_elements", 0),
+        block_elements=given["block_elements"],
         tensors=tensors,
-        consistency=consistency_of(options.get("consistency", Consistency())),
-        initializer=_initializer(options.get("init", Zeros()), dtype),
-        reduction=_choice(Reduction, "reduction", options.get("reduction", "mean")),
-        allow_non_finite=options.get("allow_non_finite", False),
-        gate_bytes=options.get("gate_bytes", 0),
+        consistency=consistency_of(given["consistency"]),
+        initializer=_initializer(given["init"], dtype),
+        reduction=_choice(Reduction, "reduction", given["reduction"]),
+        allow_non_finite=given["allow_non_finite"],
+        gate_bytes=given["gate_bytes"],
     ).validated()
 
 

@@ -17,7 +17,7 @@ STEP_MODES = ("sealed", "eager")
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """The keyword arguments of `DistributedOptimizer`, as `TrainingOptions` explains them."""
+    """The keyword arguments of `DistributedOptimizer`, which has their meaning."""
 
     name: str
     consistency: Consistency | str
@@ -35,34 +35,7 @@ class OptimizerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """The options of a `DistributedOptimizer`, checked.
-
-    Attributes:
-        name: the first part of its tables' names; two optimizers of one cluster need two names.
-        consistency: `BSP()`, `SSP(staleness)` or `ASP()`, or their short form ("ssp:4"); by default
-            the client's, which is BSP unless the setting `consistency` says otherwise.
-        reduction: "mean" (default) or "sum" of the workers' gradients; SSP and ASP apply each
-            whole.
-        mode: "sealed" (default): a gradient that changes after its block left is sent again before
-            the step counts. "eager": the gradient is final when autograd has finished it; a later
-            change raises `GradientChangedAfterPush`. Not under BSP, such blocks apply on arrival.
-        buffers: "rank0" (default): every worker has rank 0's buffers after each step; "mean": their
-            mean (integers rounded), BSP only; None: each worker keeps its own, and no reader sees
-            any. Without a module there are no buffers to speak of.
-        kernels: "fast" (default) or "exact": bit-equal with torch.optim.
-        accumulate: backward passes of one step, 1 or more: gradients leave during the last of them.
-            A wrong number costs traffic, never correctness (in "eager" mode: an error).
-        block_elements: elements a block, a multiple of 64; 0 (default) means 262144.
-        allow_non_finite: apply gradients with infinities and NaNs; False (default) skips the step
-            and raises `InvalidTensor`.
-        gate_bytes: as `TableOptions` has it.
-        clip_norm: the largest norm of all gradients together, above 0; what is longer is scaled
-            down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss scale. Under BSP
-            that is the reduced gradient, at one round trip a step more; with `Add`, and under SSP
-            and ASP, each worker's own. Not for "eager" steps. None (default) clips nothing.
-        recompute: `ASP(reject=...)`: how often `step(closure)` computes anew what was too stale,
-            and pushes it, before it is given up; 3. 0 never does, nor does `step` without closure.
-    """
+    """The options of a `DistributedOptimizer`, which has their meaning, checked."""
 
     name: str = "model"
     consistency: Consistency = field(default_factory=BSP)

@@ -77,17 +77,19 @@ __all__ = [
 _SUBMODULES = ("errors", "types")
 
 
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        found: object = getattr(import_module("ps_worker"), name)
-    elif name in _SUBMODULES:
-        found = import_module(f"pushpull.{name}")
-    elif name == "__version__":
-        found = import_module("importlib.metadata").version("pushpull")
-    else:
-        raise AttributeError(f"module 'pushpull' has no attribute '{name}'{_moved(name)}")
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # to type checkers a name that there is not is an error
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            found: object = getattr(import_module("ps_worker"), name)
+        elif name in _SUBMODULES:
+            found = import_module(f"pushpull.{name}")
+        elif name == "__version__":
+            found = import_module("importlib.metadata").version("pushpull")
+        else:
+            raise AttributeError(f"module 'pushpull' has no attribute '{name}'{_moved(name)}")
+        globals()[name] = found
+        return found
 
 
 def _moved(name: str) -> str:

@@ -177,6 +177,7 @@ EDGE_MODULES = {
     "ps_worker.server_calls",
     "ps_worker.saved_states",
     "ps_worker.shared_buffers",
+    "ps_worker.shown_options",
     "ps_worker.staging",
     "ps_worker.step_record",
     "ps_worker.steps",

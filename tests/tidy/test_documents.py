@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from docs import reference
+import pushpull
+from docs import api, reference
 from ps_core import limits
 from ps_core.errors import CATALOGUE
 from ps_runtime.config import variable_name
@@ -26,6 +27,9 @@ WRITTEN = (".md", ".yaml", ".yml", ".py", ".js", ".mjs", ".ts")
 VARIABLE = re.compile(r"\bPUSHPULL_[A-Z0-9_]*[A-Z0-9]\b")
 METRIC = re.compile(r"\bpushpull_(?:node|scheduler|server|worker)_[a-z_]*[a-z]\b")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+SHOWN = re.compile(r"README\.md|docs/[A-Z_]+\.md|examples/|clients/.*\.md")
+"""What a user reads."""
 
 MADE_UP = re.compile(r"tests/(unit|tidy|integration)/|clients/")
 """Tests of refusals name variables that nobody reads; other languages' clients have their own."""
@@ -54,6 +58,25 @@ def code() -> str:
 
 def test_the_reference_page_is_what_the_code_says() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `make reference`"
+
+
+def test_the_api_page_is_what_the_code_says() -> None:
+    assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run `make reference`"
+
+
+def test_pages_and_examples_use_the_public_api() -> None:
+    public = {*pushpull.__all__, "errors", "types", "__version__"}
+    shown = {path: text for path, text in texts().items() if SHOWN.match(path)}
+    assert {"README.md", "examples/digits_cnn.py", "docs/CUSTOM_UPDATES.md"} <= shown.keys()
+    behind = [path for path, text in shown.items() if "import ps_worker" in text]
+    unknown = {
+        (path, name)
+        for path, text in shown.items()
+        for name in re.findall(r"\bps\.(\w+)", text)
+        if name not in public
+    }
+    assert not behind
+    assert not unknown
 
 
 def test_every_variable_mentioned_is_registered() -> None:
