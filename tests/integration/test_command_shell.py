@@ -1,0 +1,93 @@
+"""The command `pushpull` as a shell has it: its version, its help, its completion."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_runtime.config import fields_of, flag_name, variable_name
+from ps_server.config import ServerConfig
+from ps_worker.config import ProcessConfig, WorkerConfig
+from scheduler.config import SchedulerConfig
+from tests.integration.command_line import environment
+
+DEADLINE_S = 60.0
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "scheduler": (SchedulerConfig,),
+    "server": (ServerConfig,),
+    "worker": (WorkerConfig, ProcessConfig),
+}
+
+
+def run(*command: str, folder: Path, **added: str) -> str:
+    """What a command that ends well prints."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment() | added, capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pushpull(*arguments: str, folder: Path) -> str:
+    return run(sys.executable, "-m", "pushpull", *arguments, folder=folder)
+
+
+def test_the_version_names_what_a_report_of_a_problem_needs(tmp_path: Path) -> None:
+    said = pushpull("--version", folder=tmp_path)
+    for part in ("pushpull ", "torch ", "grpcio ", "Python "):
+        assert part in said
+    assert said == pushpull("version", folder=tmp_path)
+
+
+@pytest.mark.parametrize("role", SETTINGS)
+def test_help_has_every_option_with_its_variable_and_imports_no_torch(
+    role: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    said = " ".join(pushpull(role, "--help", folder=tmp_path).split())
+    assert said.startswith(f"usage: pushpull {role} [OPTIONS]")
+    for settings in SETTINGS[role]:
+        for field in fields_of(settings):
+            assert re.search(rf" {flag_name(field.name)}[ ,]", said)
+            assert f"[{variable_name(field.name)}" in said
+    hidden = {field.name for settings in SETTINGS[role] for field in dataclasses.fields(settings)}
+    hidden -= {field.name for settings in SETTINGS[role] for field in fields_of(settings)}
+    assert hidden <= {"launch_id"}
+
+
+def test_the_stubs_of_the_contract_bring_nothing_else(tmp_path: Path) -> None:
+    asked = (
+        "import pushpull.v1.types_pb2, sys; "
+        "print([m for m in sys.modules if m.startswith(('ps_', 'torch', 'numpy', 'grpc'))])"
+    )
+    assert run(sys.executable, "-c", asked, folder=tmp_path) == "[]\n"
+
+
+def test_bash_completes_commands_and_options_once_it_is_installed(tmp_path: Path) -> None:
+    command = tmp_path / "pushpull"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pushpull "$@"\n')
+    command.chmod(0o755)
+    lines = ["pushpull --install-completion >/dev/null", "source ~/.bashrc"]
+    for words in (
+        ("pushpull", "sch"),
+        ("pushpull", "train", "--max-r"),
+        ("pushpull", "server", "--scheduler", "a:1", "--stream-l"),
+    ):
+        lines += [
+            f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}",
+            '_pushpull_completion pushpull; echo "${COMPREPLY[@]}"',
+        ]
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    script = "\n".join(lines)
+    said = run("bash", "--norc", "-c", script, folder=tmp_path, HOME=str(tmp_path), PATH=path)
+    assert said.splitlines() == ["scheduler", "--max-restarts", "--stream-listen"]
