@@ -115,7 +115,7 @@ class UpdateLogPlan:
         if self.bound_mb:
             given.append(f"--update-log-mb={self.bound_mb}")
         if self.is_synced:
-            given.append("--update-log-sync=1")
+            given.append("--update-log-sync")
         return tuple(given)
 
 
