@@ -20,7 +20,7 @@ from ps_cli.options import ScriptCommand, options_of
 from ps_cli.output import FILE_WIDTH, Output
 from ps_cli.replay_options import ReplayOptions
 from ps_cli.reported import guarded, reported
-from ps_cli.roles import RoleCommand
+from ps_cli.roles import BecomesRole
 from ps_cli.scheduler_query import first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
@@ -122,7 +122,7 @@ def up(options: UpOptions) -> None:
     guarded(lambda output: run_up(settings, output))
 
 
-@app.command(cls=RoleCommand)
+@app.command(cls=BecomesRole)
 def scheduler() -> None:
     """Run a cluster's scheduler: membership, tables, and which server has what.
 
@@ -133,7 +133,7 @@ def scheduler() -> None:
     """
 
 
-@app.command(cls=RoleCommand)
+@app.command(cls=BecomesRole)
 def server() -> None:
     """Run a parameter server of a cluster.
 
@@ -144,7 +144,7 @@ def server() -> None:
     """
 
 
-@app.command(cls=RoleCommand)
+@app.command(cls=BecomesRole)
 def worker() -> None:
     """Run SCRIPT as one worker of a cluster; options stand before it, its own arguments behind.
 

@@ -24,7 +24,7 @@ from ps_runtime.role_process import become
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Role:
+class StartedRole:
     """A role: its module, and the classes of its settings."""
 
     module: str
@@ -40,9 +40,9 @@ class Role:
 
 
 ROLES = {
-    "scheduler": Role("scheduler", ("scheduler.config.SchedulerConfig",)),
-    "server": Role("ps_server", ("ps_server.config.ServerConfig",)),
-    "worker": Role(
+    "scheduler": StartedRole("scheduler", ("scheduler.config.SchedulerConfig",)),
+    "server": StartedRole("ps_server", ("ps_server.config.ServerConfig",)),
+    "worker": StartedRole(
         "ps_worker",
         ("ps_worker.config.WorkerConfig", "ps_worker.config.ProcessConfig"),
         runs_script=True,
@@ -51,7 +51,7 @@ ROLES = {
 """By the name of the command."""
 
 
-class RoleCommand(TyperCommand):
+class BecomesRole(TyperCommand):
     """A command that becomes a role unless it is asked what it takes."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def asks_for_help(arguments: list[str], *, ends_at_script: bool) -> bool:
     return False
 
 
-def _parameters(role: Role) -> list[Any]:
+def _parameters(role: StartedRole) -> list[Any]:
     """What typer makes of a function with these options."""
 
     def shown(**given: object) -> None:
