@@ -27,6 +27,7 @@ from ps_core.errors import (
     TableNotFound,
     Unauthenticated,
     UpdateFailed,
+    ValuesLost,
     WaitExpired,
 )
 
@@ -54,5 +55,6 @@ __all__ = [
     "TableNotFound",
     "Unauthenticated",
     "UpdateFailed",
+    "ValuesLost",
     "WaitExpired",
 ]
