@@ -21,7 +21,7 @@ from pushpull import errors, types
 PAGE = Path(__file__).resolve().parent / "API.md"
 
 GROUPS = {
-    "Joining a cluster": ("connect", "Client", "local_cluster"),
+    "Joining a cluster": ("connect", "Client", "local_cluster", "ray_cluster"),
     "Training a module": ("DistributedOptimizer", "pull_model", "RandomState"),
     "Optimizers of the servers": (
         *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),

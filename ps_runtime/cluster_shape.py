@@ -130,6 +130,7 @@ class ClusterShape:
         server_count: its servers.
         worker_count: the workers that clock 1 of a BSP table waits for.
         listen: where the scheduler listens.
+        server_listen: where each server listens.
         environment: variables of all roles.
         max_workers: how many workers there may be in the end.
         replica_count: servers that hold each range.
@@ -149,6 +150,7 @@ class ClusterShape:
     lease_s: float = 0.0
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
     update_log: UpdateLogPlan = NO_UPDATE_LOG
+    server_listen: str = "127.0.0.1:0"
 
     def __post_init__(self) -> None:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):

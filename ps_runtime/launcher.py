@@ -454,7 +454,7 @@ def start_server(
     """Start one server of a local cluster, or another one, by an index that none has."""
     bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
     arguments = (
-        "--listen=127.0.0.1:0",
+        f"--listen={shape.server_listen}",
         "--http-listen=127.0.0.1:0",
         f"--scheduler={scheduler}",
         f"--ready-file={launcher.ready_file(bare)}",

@@ -54,6 +54,7 @@ from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
     from ps_worker.model_pull import pull_model
+    from ps_worker.on_ray import RayCluster, RayRole, ray_cluster
     from ps_worker.random_state import RandomState
 
 __all__ = [
@@ -96,6 +97,8 @@ __all__ = [
     "PushpullError",
     "RMSprop",
     "RandomState",
+    "RayCluster",
+    "RayRole",
     "Recovering",
     "StaleAssignment",
     "StepResult",
@@ -111,13 +114,17 @@ __all__ = [
     "empty_shared",
     "local_cluster",
     "pull_model",
+    "ray_cluster",
 ]
 
 _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only reads or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.distributed_optimizer",
     "RandomState": "ps_worker.random_state",
+    "RayCluster": "ps_worker.on_ray",
+    "RayRole": "ps_worker.on_ray",
     "pull_model": "ps_worker.model_pull",
+    "ray_cluster": "ps_worker.on_ray",
 }
 
 

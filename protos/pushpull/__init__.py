@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         empty_shared,
         local_cluster,
         pull_model,
+        ray_cluster,
     )
     from pushpull import errors as errors
     from pushpull import types as types
@@ -72,6 +73,7 @@ __all__ = [
     "empty_shared",
     "local_cluster",
     "pull_model",
+    "ray_cluster",
 ]
 
 _SUBMODULES = ("errors", "types")

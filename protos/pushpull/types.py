@@ -9,6 +9,8 @@ from ps_worker import (
     Pulled,
     PullTicket,
     PushTicket,
+    RayCluster,
+    RayRole,
     StepResult,
     TableHandle,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "PullTicket",
     "Pulled",
     "PushTicket",
+    "RayCluster",
+    "RayRole",
     "StepResult",
     "TableHandle",
 ]

@@ -167,6 +167,7 @@ EDGE_MODULES = {
     "ps_worker.loop",
     "ps_worker.measures",
     "ps_worker.model_pull",
+    "ps_worker.on_ray",
     "ps_worker.open_clients",
     "ps_worker.optimizer_state",
     "ps_worker.outbox",

@@ -20,7 +20,7 @@ from ps_worker.training_options import OptimizerOptions, TrainingOptions
 from pushpull import errors, types
 
 NAMES = {
-    *("connect", "Client", "local_cluster"),
+    *("connect", "Client", "local_cluster", "ray_cluster"),
     *("DistributedOptimizer", "pull_model", "RandomState"),
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
     *("BSP", "SSP", "ASP"),
