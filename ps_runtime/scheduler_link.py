@@ -296,6 +296,7 @@ class SchedulerLink:
         deadline_s: float = FAREWELL_DEADLINE_S,
         *,
         loss_is_wanted: bool = False,
+        unfinished: bool = False,
     ) -> bool:
         """Leave the cluster: a last heartbeat with the final progress, then the farewell. One that
         has left already leaves no more.
@@ -304,6 +305,7 @@ class SchedulerLink:
             reason: why, for the scheduler's log.
             deadline_s: how long to go on trying.
             loss_is_wanted: servers: what is lost by that is no news to who stopped this one.
+            unfinished: workers: it ends in the middle of its work; another may take its rank.
 
         Returns:
             Whether the scheduler heard it; if not, it will count this node as silent.
@@ -318,7 +320,10 @@ class SchedulerLink:
         end_s = clock.now_s() + deadline_s
         beat = self._heartbeat()
         farewell = scheduler_pb2.DeregisterNodeRequest(
-            session=self._identity, reason=reason, loss_is_wanted=loss_is_wanted
+            session=self._identity,
+            reason=reason,
+            loss_is_wanted=loss_is_wanted,
+            unfinished=unfinished,
         )
         what = "the scheduler to hear the farewell"
         try:

@@ -80,7 +80,7 @@ def _name(flags: Mapping[str, object]) -> str:
 
 
 def _run(script: Path) -> int:
-    """Run the script; leave the cluster if it ended well, else only let go of it."""
+    """Run the script; leave the cluster if it ended well, else say that it ended in the middle."""
     status = _FAILED
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -91,14 +91,14 @@ def _run(script: Path) -> int:
         status = _SIGNALLED + signal.SIGINT
     except BaseException as failure:  # noqa: BLE001 - whatever ends a script is shown as Python does
         _show(failure, script)
-    has_closed = _close(leave=status == 0)
+    has_closed = _close(f"the script ended with {status}" if status else "")
     return status if has_closed or status else _FAILED
 
 
-def _close(*, leave: bool) -> bool:
+def _close(failed_by: str) -> bool:
     """Close the script's clients; whether they could do so as wished."""
     try:
-        close_all(leave=leave)
+        close_all(failed_by)
     except PushpullError as error:
         sys.stderr.write(f"pushpull worker: the end was not committed: {error.message}\n")
         return False

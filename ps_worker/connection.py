@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -411,8 +411,27 @@ class Connection:
             if failure is not None and not isinstance(failure, UpdateFailed):
                 raise failure
 
+    def abandon(self, reason: str) -> None:
+        """End the connection in the middle of the work. The scheduler is told: nobody waits for
+        this worker, and another may take its rank. A reader leaves.
+
+        In a forked child, and a second time, it does nothing.
+
+        Args:
+            reason: why, for the scheduler's log.
+
+        Blocking: about a second at most, where no scheduler answers.
+        """
+        if self._is_closed or self._pid != os.getpid():
+            return
+        if self.is_reader:
+            self._end(reason)
+            return
+        self._ended(self.engine.abandon(reason))
+
     def close(self, *, leave: bool = True) -> None:
-        """Leave, and end the connection; with `leave` False only end it, as a crash would.
+        """Leave, and end the connection; with `leave` False only end it, as a crash would: the
+        others wait for this worker until it has been silent for too long.
 
         In a forked child, and a second time, it does nothing.
 
@@ -425,10 +444,13 @@ class Connection:
 
     def _end(self, reason: str) -> None:
         """Close everything; with a reason the scheduler is told that this node has left."""
+        self._ended(self.engine.stop(reason))
+
+    def _ended(self, stopping: Coroutine[Any, Any, None]) -> None:
         self._is_closed = True
         self.record.close()
         OPEN.discard(self)
-        self._result(self._loop.start(self.engine.stop(reason)), GRACE_S)
+        self._result(self._loop.start(stopping), GRACE_S)
         self._callbacks.stop()
 
     def __enter__(self) -> Self:
@@ -440,7 +462,10 @@ class Connection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(leave=error is None or self.is_reader)
+        if error is None or self.is_reader:
+            self.close()
+        else:
+            self.abandon(type(error).__name__)
 
     # --- what every call checks
 

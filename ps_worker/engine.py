@@ -47,6 +47,7 @@ from pushpull.v1 import parameters_pb2, scheduler_pb2
 PROTOCOL_VERSION = 1
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane", "checkpoints")
 _HEARD_WITHIN_S = 2.0
+_ABANDONED_WITHIN_S = 1.0
 
 _NAMED_TABLE_COUNT = 8
 
@@ -116,6 +117,13 @@ class Engine:
             await link.close()
             raise
         return cls(config, link, view, post)
+
+    async def abandon(self, reason: str) -> None:
+        """End everything in the middle of the work, and tell the scheduler so: it waits no more."""
+        self._fail(Fenced("this client has been closed; connect again"))
+        await self._links.close()  # first: who is gone sends nothing again
+        await self._scheduler.deregister(reason, _ABANDONED_WITHIN_S, unfinished=True)
+        await self.stop("")
 
     async def stop(self, reason: str) -> None:
         """End everything; with a reason, tell the scheduler that this node has left."""

@@ -23,8 +23,11 @@ class OpenClient(Protocol):
 
     engine: Engine
 
-    def close(self, *, leave: bool) -> None:
-        """Leave or not, and end the connection."""
+    def close(self) -> None:
+        """Leave, and end the connection."""
+
+    def abandon(self, reason: str) -> None:
+        """End the connection in the middle of the work."""
 
 
 OPEN: set[OpenClient] = set()
@@ -36,15 +39,18 @@ NODE_MEASURES.watch(
 )
 
 
-def close_all(*, leave: bool) -> None:
-    """Close every client of this process, leaving or not.
+def close_all(failed_by: str = "") -> None:
+    """Close every client of this process.
+
+    Args:
+        failed_by: what ended the script in the middle of its work, in words; empty: nothing did.
 
     Blocking, Raises: as `Connection.leave`; all are closed before the first failure is raised.
     """
     failures: list[PushpullError] = []
     for client in list(OPEN):
         try:
-            client.close(leave=leave)
+            client.abandon(failed_by) if failed_by else client.close()
         except PushpullError as failure:
             failures.append(failure)
     if failures:
@@ -53,10 +59,11 @@ def close_all(*, leave: bool) -> None:
 
 def _at_exit() -> None:
     """A script that ended without closing: it leaves, unless an exception ended it."""
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    last = getattr(sys, "last_value", None)
+    has_failed = last is not None and not hasattr(sys, "ps1")
     for client in list(OPEN):
         try:
-            client.close(leave=not failed)
+            client.abandon(type(last).__name__) if has_failed else client.close()
         except PushpullError as failure:
             logs.error("leave_failed", error=failure)
     stop_background()

@@ -230,16 +230,28 @@ class Cluster:
         return Decision(self._state.view_number, transitions)
 
     def deregister(
-        self, session: Session, reason: str, now_s: float, *, loss_is_wanted: bool = False
+        self,
+        session: Session,
+        reason: str,
+        now_s: float,
+        *,
+        loss_is_wanted: bool = False,
+        unfinished: bool = False,
     ) -> Decision[None]:
         """End the caller's membership; a caller that has left already changes nothing.
+
+        Args:
+            session: the caller's.
+            reason: why, for the log.
+            now_s: when.
+            loss_is_wanted: what is lost by that is no news to who stopped the server.
+            unfinished: a worker ends in the middle: it is gone, and another may take its rank.
 
         Raises:
             Fenced: the caller is of another cluster.
             Unauthenticated: its token is wrong.
         """
-        del now_s  # leaving does not depend on when
-        transitions = self._members.deregister(session, reason)
+        transitions = self._members.deregister(session, reason, now_s, unfinished=unfinished)
         if transitions and session.role is Role.SERVER:
             transitions += self._configured()
         if loss_is_wanted:

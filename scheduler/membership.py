@@ -23,6 +23,7 @@ the view a node takes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
@@ -71,6 +72,7 @@ class Membership:
         self._settings = settings
         self._state = state
         self._detector = FailureDetector(settings.lease_s, now_s)
+        self._may_return: dict[NodeId, float] = {}  # who ended in the middle, and until when
 
     def quiet_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds since a member was last heard; 0 for one that left."""
@@ -230,8 +232,11 @@ class Membership:
                 transitions += self._leave(other, reason)
         return transitions
 
-    def deregister(self, session: Session, reason: str) -> list[Transition]:
-        """End the caller's membership; a caller that has left already changes nothing.
+    def deregister(
+        self, session: Session, reason: str, now_s: float, *, unfinished: bool = False
+    ) -> list[Transition]:
+        """End the caller's membership; a caller that has left already changes nothing. A worker
+        that is `unfinished` is gone: another may take its place, and the work is not done for that.
 
         Raises:
             Fenced: the caller is of another cluster.
@@ -241,6 +246,10 @@ class Membership:
         member = self._state.members.get(session.node_id)
         if member is None or not member.node.state.is_member:
             return []
+        if unfinished and member.node.role is Role.WORKER:
+            timeout_s = self._settings.worker_timeout_s or math.inf
+            self._may_return[session.node_id] = now_s + timeout_s
+            return self._declare_gone(member.node, 0.0)
         return self._leave(member.node, reason)
 
     def process_ended(self, launch_id: bytes) -> list[Transition]:
@@ -270,6 +279,11 @@ class Membership:
             if silence_s > GIVEN_UP_LEASES * self._settings.lease_s:
                 told = replace(node, silence_ms=round(silence_s * 1000))
                 transitions += self._leave(told, f"given up after {silence_s:.1f} s of silence")
+        late = [node_id for node_id, until_s in self._may_return.items() if now_s >= until_s]
+        for node_id in late:
+            del self._may_return[node_id]
+        if late and self._settings.stop_when_done:
+            transitions += self.finish()
         timeout_s = self._settings.worker_timeout_s
         for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():
             silence_s = self._detector.silence_s(node.node_id, now_s)
@@ -308,10 +322,15 @@ class Membership:
 
     @property
     def workers_are_done(self) -> bool:
-        """Whether all workers have come, and none is left."""
+        """Whether all workers have come, and none is left; who ended in the middle may be followed
+        by another for as long as a silent one is waited for.
+        """
         workers = self._state.workers_by_rank()
         have_come = all(rank in workers for rank in range(self._settings.worker_count))
-        return have_come and not any(worker.state.is_member for worker in workers.values())
+        return have_come and not any(
+            worker.state.is_member or worker.node_id in self._may_return
+            for worker in workers.values()
+        )
 
     def finish(self) -> list[Transition]:
         """The work is done, if it is."""

@@ -232,9 +232,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             else:
                 if request.only_if_kept:
                     await self._kept_without(session, context)
-                wanted = request.loss_is_wanted
+                wanted, unfinished = request.loss_is_wanted, request.unfinished
                 self._carry_out(
-                    self._cluster.deregister(session, reason, clock.now_s(), loss_is_wanted=wanted)
+                    self._cluster.deregister(
+                        session, reason, clock.now_s(), loss_is_wanted=wanted, unfinished=unfinished
+                    )
                 )
         return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
 

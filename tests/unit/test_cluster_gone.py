@@ -216,3 +216,44 @@ def test_a_launch_id_has_its_length_and_is_in_no_refusal() -> None:
         of=harness,
     )
     assert "launch" not in repr(asking(Role.WORKER, 9, launch_id=PROCESS))
+
+
+class TestUnfinished:
+    """A worker says that it ends in the middle of its work."""
+
+    def test_it_is_gone_at_once_and_its_rank_is_free(self) -> None:
+        cluster = Harness(worker_count=2)
+        first, second = (cluster.join(Role.WORKER) for _ in range(2))
+        decision = cluster.cluster.deregister(first, "SIGTERM", cluster.now_s, unfinished=True)
+        (gone,) = [each for each in decision.transitions if isinstance(each, WorkerGone)]
+        assert gone.node.state is NodeState.GONE
+        assert gone.node.gone_words == "worker 0 was declared gone: its process has ended"
+        again = cluster.join(Role.WORKER, requested_rank=0)
+        assert again.rank == 0
+        assert again.incarnation != first.incarnation
+        assert cluster.node(second).state is NodeState.ALIVE
+
+    def test_the_work_is_not_done_for_that(self) -> None:
+        """The only worker is moved to another machine: its successor must find the cluster."""
+        cluster = Harness(worker_count=1, stop_when_done=True, worker_timeout_s=30.0)
+        only = cluster.join(Role.WORKER)
+        cluster.cluster.deregister(only, "SIGTERM", cluster.now_s, unfinished=True)
+        cluster.pass_time(29.0)
+        assert not cluster.is_finished()
+        cluster.pass_time(2.0)
+        assert cluster.is_finished()
+
+    def test_who_came_in_its_place_ends_the_work(self) -> None:
+        cluster = Harness(worker_count=1, stop_when_done=True, worker_timeout_s=30.0)
+        cluster.cluster.deregister(
+            cluster.join(Role.WORKER), "SIGTERM", cluster.now_s, unfinished=True
+        )
+        successor = cluster.join(Role.WORKER, requested_rank=0)
+        cluster.leave(successor)
+        assert cluster.is_finished()
+
+    def test_a_reader_leaves(self) -> None:
+        cluster = Harness()
+        reader = cluster.join(Role.READER)
+        cluster.cluster.deregister(reader, "error", cluster.now_s, unfinished=True)
+        assert cluster.node(reader).state is NodeState.LEFT

@@ -180,18 +180,20 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, view_number: _Optional[int] = ...) -> None: ...
 
 class DeregisterNodeRequest(_message.Message):
-    __slots__ = ("session", "reason", "launch_id", "only_if_kept", "loss_is_wanted")
+    __slots__ = ("session", "reason", "launch_id", "only_if_kept", "loss_is_wanted", "unfinished")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_ID_FIELD_NUMBER: _ClassVar[int]
     ONLY_IF_KEPT_FIELD_NUMBER: _ClassVar[int]
     LOSS_IS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     reason: str
     launch_id: bytes
     only_if_kept: bool
     loss_is_wanted: bool
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., launch_id: _Optional[bytes] = ..., only_if_kept: _Optional[bool] = ..., loss_is_wanted: _Optional[bool] = ...) -> None: ...
+    unfinished: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., reason: _Optional[str] = ..., launch_id: _Optional[bytes] = ..., only_if_kept: _Optional[bool] = ..., loss_is_wanted: _Optional[bool] = ..., unfinished: _Optional[bool] = ...) -> None: ...
 
 class DeregisterNodeResponse(_message.Message):
     __slots__ = ("ended_count",)
