@@ -206,6 +206,16 @@ CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
 UPDATE_LOG_BYTES = 4_000_000_000
 """What an update log takes of a disk; more, if that is less than what a server needs to begin."""
 
+MAX_COLLECTIVE_BYTES = 512 * 1024
+"""What one worker may give in a collective call: metrics, a confusion matrix, a vocabulary's
+counts. What is larger belongs into a table."""
+
+MAX_COLLECTIVE_ROUND_BYTES = 2 * 1024 * 1024
+"""The same of all workers together: each of them is sent all of it."""
+
+MAX_COLLECTIVE_CALL_BYTES = 1024
+"""Of what says which call it is."""
+
 LANES = ("auto", "shm", "grpc")
 """The settings of PUSHPULL_LANE."""
 
@@ -301,6 +311,11 @@ check(
     MAX_RANGE_BLOCK_COUNT * RANGE_COUNT >= MAX_TABLE_BLOCK_COUNT,
     "LIM-12",
     "no cluster of few servers would have room for the largest table",
+)
+check(
+    MAX_COLLECTIVE_BYTES + MAX_COLLECTIVE_ROUND_BYTES + MESSAGE_OVERHEAD_BYTES <= MAX_MESSAGE_BYTES,
+    "LIM-14",
+    "what a worker gives and the round before it do not fit a message",
 )
 check(4 * SLICE_S <= MAX_TURN_S, "LIM-9", "what is under way would not end in its turn")
 check(20 * MAX_TURN_S <= HEARTBEAT_INTERVAL_S, "LIM-10", "a turn would delay a heartbeat")

@@ -49,6 +49,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "BeginCut": _READERS,
     "EndCut": _READERS,
     "GetRangeStats": _EVERYBODY,
+    "EnterCollective": _WORKERS,
     "SettleChange": _SERVERS,
     "Replicate": _SERVERS,
 }

@@ -200,6 +200,11 @@ def handlers_of(
         "GetRangeStats": unary(
             servicer.GetRangeStats, RequestReader(parameters_pb2.GetRangeStatsRequest), serialized
         ),
+        "EnterCollective": unary(
+            servicer.EnterCollective,
+            RequestReader(parameters_pb2.EnterCollectiveRequest, limits.MAX_MESSAGE_BYTES),
+            serialized,
+        ),
     }
 
 

@@ -34,6 +34,7 @@ from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
 from ps_runtime.turns import Turns
 from ps_server.changes import Assigned, Dropped, Kept, Put
+from ps_server.collective_calls import CollectiveCalls
 from ps_server.events import (
     AnswerPull,
     Apply,
@@ -119,6 +120,7 @@ class ParameterNode:
         self.works = Works(self.turns, lambda failure: self.health.failed(failure))
         self._tick_waits = False
         self.unread = UnreadAnswers(now)
+        self.collectives = CollectiveCalls(NodeId(session.node_id))
 
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
@@ -146,6 +148,7 @@ class ParameterNode:
         """A new view: make room for what this server serves now; go on without who is gone."""
         self.works.finish()
         self.works.begin(self._observing(view))
+        self.collectives.observe(view)
 
     @decides
     def _observing(self, view: ClusterView) -> Work[None]:
@@ -301,6 +304,7 @@ class ParameterNode:
         leaving = Draining(
             f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
         )
+        self.collectives.drain(leaving)
         for stream in self._streams.values():
             stream.end_input(leaving)
         for number, read in list(self._reads.items()):

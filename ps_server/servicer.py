@@ -183,6 +183,15 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self._node.sessions.admit(request.session, "GetRangeStats")
         return await range_stats(self._node, request.table_id)
 
+    @translated
+    async def EnterCollective(
+        self, request: parameters_pb2.EnterCollectiveRequest, context: Any
+    ) -> parameters_pb2.EnterCollectiveResponse:
+        """See parameters.proto."""
+        session = self._node.sessions.admit(request.session, "EnterCollective")
+        await self._view_at_least(request.view_number, limits.DEFAULT_SESSION_DEADLINE_S)
+        return await self._node.collectives.enter(session, request)
+
     # --- push streams
 
     @contextlib.asynccontextmanager

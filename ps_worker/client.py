@@ -20,7 +20,7 @@ from typing import TypeAlias, TypedDict, Unpack, overload
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters
 from ps_runtime import logs
-from ps_worker.checkpoint_verbs import CheckpointVerbs
+from ps_worker.collectives import CollectiveVerbs
 from ps_worker.config import WorkerConfig, job_place, worker_config
 from ps_worker.counters import Progress
 from ps_worker.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
@@ -107,7 +107,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         raise refusal.with_traceback(None) from None
 
 
-class Client(CheckpointVerbs):
+class Client(CollectiveVerbs):
     """A session with a cluster. Made by `connect`; its verbs may be called from several threads."""
 
     # --- what to know

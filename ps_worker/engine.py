@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.collective import joined_after
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import (
     Fenced,
@@ -32,6 +33,7 @@ from ps_runtime.checkpoint_calls import MadeCheckpoint, create_checkpoint, resto
 from ps_runtime.clock import now_s
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.checkpoint_link import CheckpointLink
+from ps_worker.collective_link import CollectiveLink
 from ps_worker.config import WorkerConfig
 from ps_worker.consistent_pulls import ConsistentPuller
 from ps_worker.counters import Counters
@@ -80,6 +82,9 @@ class Engine:
         self._pushes = PushDriver(config.window_bytes, view, self._links, self.counters, self)
         self._puller = Puller(self._links, self.counters, lambda: self._view)
         self._consistent = ConsistentPuller(self._puller, lambda: self._view)
+        self.collectives = CollectiveLink(
+            link.session, self._links, lambda: self._view, is_newcomer=self.is_newcomer
+        )
         self._take_view(view)
         self.checkpoints = CheckpointLink(link, post)
         link.progress = self._progress
@@ -203,6 +208,21 @@ class Engine:
                 or table.table_id in self._assigned
             )
         ]
+
+    @property
+    def newest_clock(self) -> int:
+        """The newest clock that this worker has sealed on any table. Any thread."""
+        return max(list(self._clocks.values()), default=0)
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """Whether this worker joins others that train, and has taken no step with them. Any
+        thread.
+        """
+        if not self.is_newcomer:
+            return False
+        joined = joined_after(self._view, self.session.incarnation)
+        return joined is None or self.newest_clock <= joined
 
     # --- tables
 
@@ -482,12 +502,15 @@ class Engine:
         self._links.update(view)
         self._pushes.take_view(view)
         self._puller.take_view(view)
+        if self.session.role is Role.WORKER:
+            self.collectives.take_view(view)
 
     def _fail(self, error: PushpullError) -> None:
         if self._failure is not None:
             return
         self._failure = error
         self._pushes.fail(error)
+        self.collectives.fail(error)
         for task in self._reads:
             task.cancel()
 

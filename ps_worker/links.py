@@ -243,6 +243,21 @@ class ServerLink:
             )
         return response
 
+    async def enter_collective(
+        self, request: parameters_pb2.EnterCollectiveRequest, timeout_s: float
+    ) -> parameters_pb2.EnterCollectiveResponse:
+        """Take part in a collective call; `request` without a session.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request.session.CopyFrom(self._identity)
+        async with self._by_server():
+            response: parameters_pb2.EnterCollectiveResponse = await self._stub.EnterCollective(
+                request, timeout=timeout_s
+            )
+        return response
+
     async def begin_cut(self, table_id: int, cut: int, lasts_s: float) -> int:
         """Hold what is beyond the clock that is returned, in all that the server has of a table.
 

@@ -16,6 +16,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.change": ("tests/unit/test_cluster_view.py", "tests/unit/test_manifest_places.py"),
     "ps_core.cluster_view": ("tests/unit/test_cluster_view.py", _WORDS, _VECTORS),
     "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
+    "ps_core.collective": ("tests/unit/test_collective.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
     "ps_core.errors": ("tests/unit/test_errors.py", "tests/unit/test_runtime_errors.py"),

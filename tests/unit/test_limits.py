@@ -45,6 +45,7 @@ KIB, MIB = 1024, 1024**2
         ("LIM-8", "LEASE_S", 29.9, 30.0),
         ("LIM-9", "SLICE_S", 0.005, 0.0051),
         ("LIM-10", "MAX_TURN_S", 0.05, 0.051),
+        ("LIM-14", "MAX_COLLECTIVE_BYTES", 2 * MIB, 2 * MIB + 1),
     ],
 )
 def test_a_limit_that_contradicts_another_is_refused(

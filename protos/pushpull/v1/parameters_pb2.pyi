@@ -560,3 +560,51 @@ class GetRangeStatsResponse(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[RangeStats]
     gate_bytes: int
     def __init__(self, ranges: _Optional[_Iterable[_Union[RangeStats, _Mapping]]] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
+
+class CollectiveShare(_message.Message):
+    __slots__ = ("rank", "incarnation", "call", "clock", "payload")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    call: str
+    clock: int
+    payload: bytes
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., call: _Optional[str] = ..., clock: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class CollectiveRound(_message.Message):
+    __slots__ = ("number", "shares", "problem")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    shares: _containers.RepeatedCompositeFieldContainer[CollectiveShare]
+    problem: str
+    def __init__(self, number: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[CollectiveShare, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class EnterCollectiveRequest(_message.Message):
+    __slots__ = ("session", "view_number", "assignment_epoch", "ended_round", "last_round", "share", "deadline_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENDED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    view_number: int
+    assignment_epoch: int
+    ended_round: int
+    last_round: CollectiveRound
+    share: CollectiveShare
+    deadline_ms: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., view_number: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., ended_round: _Optional[int] = ..., last_round: _Optional[_Union[CollectiveRound, _Mapping]] = ..., share: _Optional[_Union[CollectiveShare, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class EnterCollectiveResponse(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: CollectiveRound
+    def __init__(self, round: _Optional[_Union[CollectiveRound, _Mapping]] = ...) -> None: ...

@@ -75,6 +75,11 @@ class ParameterServiceStub:
                 request_serializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsResponse.FromString,
                 _registered_method=True)
+        self.EnterCollective = channel.unary_unary(
+                '/pushpull.v1.ParameterService/EnterCollective',
+                request_serializer=pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterServiceServicer:
@@ -143,6 +148,16 @@ class ParameterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EnterCollective(self, request, context):
+        """Workers only, at the primary of range 0 (while it has none: at the server of the lowest node_id):
+        takes part in the next round of a collective call, and is answered when all do whom it waits for.
+        What a round was is kept by its workers: each tells the next such server of the last one that it
+        had. May be sent again: a worker is in a round once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +200,11 @@ def add_ParameterServiceServicer_to_server(servicer, server):
                     servicer.GetRangeStats,
                     request_deserializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsResponse.SerializeToString,
+            ),
+            'EnterCollective': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnterCollective,
+                    request_deserializer=pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +424,33 @@ class ParameterService:
             '/pushpull.v1.ParameterService/GetRangeStats',
             pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsRequest.SerializeToString,
             pushpull_dot_v1_dot_parameters__pb2.GetRangeStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnterCollective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.ParameterService/EnterCollective',
+            pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveRequest.SerializeToString,
+            pushpull_dot_v1_dot_parameters__pb2.EnterCollectiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,166 @@
+"""The rounds of collective calls, at their host (SEMANTICS S17).
+
+    a worker enters       -> its share is held; the round may end
+    a worker has ended    -> the round may end
+    the host is another   -> all is forgotten
+
+Rules:
+    - A round ends when everybody whom it waits for is in it. It waits for the workers that the
+      cluster was started for, come or not, unless their membership has ended; and for newcomers as
+      soon as somebody in it is beyond the clock after which they have joined.
+    - What a round was is kept by its workers. Who enters at a new host says what the last round was
+      that it had, and nothing ends there before all workers that may know of one have spoken.
+    - A share counts once: who asks again for a round that has ended is given that round.
+    - The share of a worker whose membership has ended does not count, unless its round has.
+
+Invariants:
+    COL-1  Two workers that are given a round of the same number, by whatever hosts, and are both
+           members still, are given the same.
+    COL-2  A worker's share is in one round at most.
+"""
+
+from __future__ import annotations
+
+from ps_core import limits
+from ps_core.cluster_view import ClusterView, Node
+from ps_core.collective import (
+    Host,
+    Round,
+    Share,
+    host_of,
+    is_newcomer,
+    joined_after,
+    workers_here,
+)
+from ps_core.errors import StaleAssignment
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
+
+_NAMED_COUNT = 8
+
+
+class Collectives:
+    """The rounds as one server has them.
+
+    Args:
+        own: its node.
+    """
+
+    def __init__(self, own: NodeId) -> None:
+        self._own = own
+        self._host: Host | None = None
+        self._view: ClusterView | None = None
+        self._workers: dict[int, Node] = {}
+        self._shares: dict[Incarnation, Share] = {}
+        self._heard: set[Incarnation] = set()
+        self._last: Round | None = None
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view."""
+        host = host_of(view)
+        if host != self._host:
+            self._shares, self._heard, self._last, self._host = {}, set(), None, host
+        self._view, self._workers = view, workers_here(view)
+        here = {node.incarnation for node in self._workers.values()}
+        self._heard &= here
+        self._shares = {who: share for who, share in self._shares.items() if who in here}
+        self._advance()
+
+    def check_host(self, assignment_epoch: AssignmentEpoch) -> None:
+        """Refuse who means another host than this one.
+
+        Raises:
+            StaleAssignment: collective calls meet elsewhere, or range 0 is at another epoch.
+        """
+        if self._host != (self._own, assignment_epoch):
+            where = "nowhere" if self._host is None else f"at server {self._host.server}"
+            raise StaleAssignment(
+                f"collective calls meet {where}, as far as server {self._own} knows"
+            )
+
+    def enter(
+        self, who: Incarnation, ended_round: int, last: Round | None, share: Share | None
+    ) -> None:
+        """A worker says which round it had last, and gives its share of the next.
+
+        Raises:
+            StaleAssignment: it had a round that nobody has told this server of: it should.
+        """
+        if last is not None and (self._last is None or last.number > self._last.number):
+            self._adopt(last)
+        if ended_round > self._number:
+            raise StaleAssignment(f"round {ended_round} is not known here; say what it was")
+        self._heard.add(who)
+        if share is not None and self.answer(who, ended_round) is None:
+            self._shares.setdefault(who, share)
+        self._advance()
+
+    def answer(self, who: Incarnation, ended_round: int) -> Round | None:
+        """The round that a worker is in and has not had; None if there is none yet."""
+        last = self._last
+        return last if last is not None and last.number > ended_round and last.has(who) else None
+
+    def is_here(self, who: Incarnation) -> bool:
+        """Whether that worker's membership has not ended."""
+        return any(node.incarnation == who for node in self._workers.values())
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._last is None else self._last.number
+
+    def missing(self) -> str:
+        """Whom the open round waits for, for a person."""
+        missing = self._missing()
+        named = ", ".join(self._words(rank) for rank in missing[:_NAMED_COUNT])
+        return named + f" and {len(missing) - _NAMED_COUNT} more" * (len(missing) > _NAMED_COUNT)
+
+    def _words(self, rank: int) -> str:
+        node = self._workers.get(rank)
+        if node is None:
+            return f"worker {rank}, which has not come yet"
+        silent = "" if node.state.value == "alive" else ", and is silent"
+        return f"worker {rank} (node {node.node_id}), which has not made the call{silent}"
+
+    def _missing(self) -> list[int]:
+        """The ranks that the open round waits for."""
+        view = self._view
+        if view is None:
+            return []
+        clock = max((share.clock for share in self._shares.values()), default=0)
+        return [rank for rank in view.awaited_ranks if self._is_missing(view, rank, clock)]
+
+    def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
+        node = self._workers.get(rank)
+        if node is None:
+            return True
+        if node.incarnation in self._shares:
+            return False
+        if not is_newcomer(view, node) or node.incarnation not in self._heard:
+            return True
+        joined = joined_after(view, node.incarnation)
+        return joined is not None and clock > joined
+
+    def _adopt(self, last: Round) -> None:
+        """A round that another host has ended."""
+        self._last = last
+        for share in last.shares:
+            self._shares.pop(share.incarnation, None)
+
+    def _advance(self) -> None:
+        if not self._shares or self._missing():
+            return
+        shares = tuple(sorted(self._shares.values(), key=lambda share: share.rank))
+        self._last = _ended(self._number + 1, shares)
+        self._shares = {}
+
+
+def _ended(number: int, shares: tuple[Share, ...]) -> Round:
+    byte_count = sum(share.byte_count for share in shares)
+    if byte_count <= limits.MAX_COLLECTIVE_ROUND_BYTES:
+        return Round(number, shares)
+    problem = (
+        f"what {len(shares)} workers gave has {byte_count} bytes; expected at most "
+        f"{limits.MAX_COLLECTIVE_ROUND_BYTES}, since each is sent all of it. Give less, or push it "
+        "to a table with Aggregate()"
+    )
+    bare = tuple(Share(share.rank, share.incarnation, share.call, share.clock) for share in shares)
+    return Round(number, bare, problem)

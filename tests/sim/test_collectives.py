@@ -1,0 +1,129 @@
+"""Collective calls while everything goes wrong (S17): the machines of hosts and workers, from a
+seed; and deliberate bugs of theirs, each of which some seed has to find.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, Node
+from ps_core.collective import Host, Round, Share, joined_after
+from ps_core.keys import Incarnation
+from ps_server.collectives import Collectives
+from ps_worker.collective_rounds import Entering, Rounds
+from tests.sim.collective_world import Violation, World
+
+MUTANT_SEEDS = 60
+
+
+@pytest.mark.timeout(300)
+def test_every_round_is_the_same_for_all_and_has_each_share_once(
+    sim_seeds: tuple[int, ...],
+) -> None:
+    for seed in sim_seeds:
+        try:
+            World(seed).run()
+        except Violation as violation:
+            pytest.fail(f"SEED={seed}: {violation}")
+
+
+class ForgetfulRounds(Rounds):
+    """Does not say which round it had last."""
+
+    def entering(self, host: Host, share: Share | None) -> Entering:
+        del host
+        return Entering(0, None, share)
+
+
+class SilentRounds(Rounds):
+    """Says it only when its script makes its next call."""
+
+    def must_announce(self, host: Host) -> bool:
+        del host
+        return False
+
+
+class KeepingHost(Collectives):
+    """Goes on, when it is the host again, with what it had before others were."""
+
+    def observe(self, view: ClusterView) -> None:
+        kept = self._shares, self._heard, self._last
+        super().observe(view)
+        self._shares, self._heard, self._last = kept
+
+
+class CountingHost(Collectives):
+    """Counts a share again that is sent again when its round has ended."""
+
+    def answer(self, who: Incarnation, ended_round: int) -> Round | None:
+        del ended_round
+        found = super().answer(who, 0)
+        return None if who in self._shares else found
+
+    def enter(
+        self, who: Incarnation, ended_round: int, last: Round | None, share: Share | None
+    ) -> None:
+        if share is not None:
+            self._shares.setdefault(who, share)
+        super().enter(who, ended_round, last, None)
+
+
+class DeafHost(Collectives):
+    """Does not take over what another host has ended."""
+
+    def _adopt(self, last: Round) -> None:
+        self._last = Round(last.number, ())
+
+
+class ImpatientHost(Collectives):
+    """Waits for no newcomer."""
+
+    def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
+        node = self._workers.get(rank)
+        if node is not None and joined_after(view, node.incarnation) is not None:
+            return False
+        return super()._is_missing(view, rank, clock)
+
+
+class AwaitingHost(Collectives):
+    """Waits for a newcomer from the moment it has registered."""
+
+    def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
+        del view, clock
+        node: Node | None = self._workers.get(rank)
+        return node is None or node.incarnation not in self._shares
+
+
+class LoyalHost(Collectives):
+    """Waits for workers that are gone."""
+
+    def observe(self, view: ClusterView) -> None:
+        workers = dict(self._workers)
+        super().observe(view)
+        self._workers = workers | self._workers
+
+    def _missing(self) -> list[int]:
+        return [
+            rank for rank, node in self._workers.items() if node.incarnation not in self._shares
+        ]
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        ForgetfulRounds, SilentRounds, KeepingHost, CountingHost, DeafHost, ImpatientHost,
+        AwaitingHost, LoyalHost,
+    ],
+)  # fmt: skip
+def test_a_seed_finds_a_deliberate_bug(mutant: type[Collectives | Rounds]) -> None:
+    for seed in range(MUTANT_SEEDS):
+        world = (
+            World(seed, rounds=mutant)
+            if issubclass(mutant, Rounds)
+            else World(seed, machine=mutant)
+        )
+        try:
+            world.run()
+        except Violation:
+            return
+    pytest.fail(f"none of {MUTANT_SEEDS} seeds finds it")
