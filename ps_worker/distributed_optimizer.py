@@ -376,6 +376,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)
 
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Give every worker the same parameters, with every step of all workers in them: the model
+        to evaluate or to save, where workers run apart (SSP, ASP). All workers call it, each after
+        its own last step, or between two steps; training goes on after it.
+
+        Under BSP they are the same after each step; it does no harm there. Buffers that the servers
+        have come with them.
+
+        Args:
+            timeout_s: how long to wait for the others; None means the client's request_deadline_s.
+
+        Blocking: until all workers have called it, have pulled the model, and have said so.
+
+        Raises:
+            WaitExpired: somebody is missing, named by the message. Call it again to go on.
+            EditRefused: a parameter was changed since the last step: its value would be lost.
+            InvalidConfig: another worker has made another collective call.
+        """
+        self._model.synchronize(timeout_s)
+
     def close(self) -> None:
         """Takes the hooks off the parameters; the tables stay. Idempotent."""
         for handle in self._hooks.values():

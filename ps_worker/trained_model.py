@@ -115,6 +115,7 @@ class TrainedModel:
         self._client = client
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
+        self._meeting = 0  # how many waits of `synchronize` are behind it
         self._round_count = 0  # how far the clocks are ahead of the script's steps
         self._times: StepTimes  # from `begin` on
 
@@ -160,6 +161,59 @@ class TrainedModel:
         ]
         self.options = options
         return max(clocks, default=0)
+
+    def synchronize(self, timeout_s: float | None) -> None:
+        """As `DistributedOptimizer.synchronize`. A call that was interrupted goes on where it was:
+        the others are there, too.
+        """
+        self.end_step()
+        for table in self.tables:
+            table.settle()
+        for buffers in self.buffers:
+            buffers.settle()
+        if not self._meeting:
+            self._check_may_synchronize()
+            self._client.barrier(f"synchronize {self.options.name}", timeout_s=timeout_s)
+            self._meeting = 1
+        if self.inner is not None and not self.adds:  # all have done the same with the same sums
+            self._meeting = 0
+            return
+        if self._meeting == 1:
+            self._pull_all()
+            self._meeting = 2
+        self._client.barrier(f"synchronized {self.options.name}", timeout_s=timeout_s)
+        self._meeting = 0
+
+    def _check_may_synchronize(self) -> None:
+        edited = {table: indexes for table in self.tables if (indexes := table.edited())}
+        if edited and (self.inner is None or self.adds):
+            raise EditRefused(
+                f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
+                "step, and synchronize would give it the servers' value. Undo the change, or take "
+                "a step() first"
+            )
+        if self.options.applies_on_arrival and any(
+            t.handle.steps.has_open_step for t in self.tables
+        ):
+            raise InvalidConfig(
+                "synchronize between backward and step in eager mode, whose blocks are applied as "
+                "they come; call step() first"
+            )
+
+    def _pull_all(self) -> None:
+        """All parameters and buffers as they are now, while nobody takes a step."""
+        for table in self.tables:
+            table.begin_refresh()
+        pulled = [buffers for buffers in self.buffers if buffers.is_pulled]
+        for buffers in pulled:
+            buffers.begin_pull()
+        for table in self.tables:
+            table.finish_refresh()
+        with uninterrupted():
+            for table in self.tables:
+                table.write_parameters()
+        for buffers in pulled:
+            buffers.finish()
 
     def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
         """New tables take the clocks that the others had for rounds.

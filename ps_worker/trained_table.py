@@ -378,6 +378,23 @@ class TrainedTable:
         self.settle()
         return None if pull is None else pull.future.result()
 
+    def begin_refresh(self) -> None:
+        """Asks for the table as it is now, between two steps; at once where that was done.
+
+        Blocking: no; `finish_refresh` waits.
+        """
+        if self._pull is None or self._pull.has_expired:
+            self.begin_pull()
+
+    def finish_refresh(self) -> None:
+        """Waits for it; what there is of gradients stays as it is.
+
+        Raises:
+            PushpullError: as `Client.wait`; another `begin_refresh` goes on.
+        """
+        self._pending.wait()
+        self._pull = None
+
     def write_parameters(self, but: Collection[int] = ()) -> None:
         """What was pulled becomes the parameters' values.
 

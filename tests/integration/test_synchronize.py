@@ -1,0 +1,172 @@
+"""A common model where workers run apart: every worker has every step of all (S17)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker as ps
+from tests.integration.replicated_cluster import DEADLINE_S, together
+
+pytestmark = pytest.mark.timeout(120)
+
+WORKERS = 3
+STEPS = (9, 5, 7)
+FEATURES = 70
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[list[ps.Client]]:
+    with ps.local_cluster(servers=2, workers=WORKERS) as cluster, ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                ps.connect(cluster.address, rank=rank, request_deadline_s=DEADLINE_S)
+            )
+            for rank in range(WORKERS)
+        ]
+
+
+def optimizer_for(client: ps.Client, model: nn.Module, name: str, **options: Any) -> Any:
+    options.setdefault("optimizer", ps.SGD(lr=1.0))
+    return ps.DistributedOptimizer(
+        client, model, name=name, reduction="sum", block_elements=64, **options
+    )
+
+
+def step(optimizer: Any, model: nn.Linear, gradient: float) -> None:
+    """A step whose gradient is the same whole number everywhere."""
+    optimizer.zero_grad()
+    model(torch.full((1, FEATURES), gradient)).sum().backward()
+    optimizer.step()
+
+
+def zeroed() -> nn.Linear:
+    model = nn.Linear(FEATURES, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def train(client: ps.Client, name: str, steps: int, **options: Any) -> list[torch.Tensor]:
+    """Its own steps, and the model when all are done; and again, after one more."""
+    model = zeroed()
+    optimizer = optimizer_for(client, model, name, **options)
+    for _ in range(steps):
+        step(optimizer, model, 10.0**client.rank)
+    optimizer.synchronize()
+    found = [model.weight.detach().clone()]
+    step(optimizer, model, 10.0**client.rank)
+    optimizer.synchronize()
+    return [*found, model.weight.detach().clone()]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "asp": {"consistency": "asp", "steps": STEPS},
+    "asp eager": {"consistency": "asp", "steps": STEPS, "mode": "eager"},
+    "ssp": {"consistency": "ssp:4", "steps": STEPS},
+    "bsp": {"consistency": "bsp", "steps": (6, 6, 6)},
+    "add": {
+        "consistency": "asp",
+        "steps": STEPS,
+        "optimizer": ps.Add(partial(torch.optim.SGD, lr=1.0)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_worker_has_every_step_of_all(clients: list[ps.Client], kind: str) -> None:
+    options = dict(KINDS[kind])
+    counts: tuple[int, ...] = options.pop("steps")
+    histories = together(
+        [
+            partial(train, client, f"common {kind}", count, **options)
+            for client, count in zip(clients, counts, strict=True)
+        ]
+    )
+    for more in (0, 1):
+        total = sum((count + more) * 10.0**rank for rank, count in enumerate(counts))
+        for found in histories:
+            assert torch.equal(found[more], torch.full((2, FEATURES), -total))
+
+
+def test_sums_that_workers_apply_themselves_are_the_same_anyway(clients: list[ps.Client]) -> None:
+    aggregate = ps.Aggregate(partial(torch.optim.SGD, lr=1.0))
+    histories = together(
+        [partial(train, client, "aggregate", 3, optimizer=aggregate) for client in clients]
+    )
+    for found in histories:
+        assert torch.equal(found[1], torch.full((2, FEATURES), -4.0 * 111))
+
+
+def test_nobody_steps_on_before_all_have_pulled(
+    clients: list[ps.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "slow", consistency="asp")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    stepped = threading.Event()
+    pull = optimizers[1]._tables[0].begin_refresh
+
+    def pull_late() -> None:
+        stepped.wait(0.5)  # the others would take their next step now, if they could
+        pull()
+
+    monkeypatch.setattr(optimizers[1]._tables[0], "begin_refresh", pull_late)
+
+    def train(rank: int) -> torch.Tensor:
+        step(optimizers[rank], models[rank], 1.0)
+        optimizers[rank].synchronize()
+        found = models[rank].weight.detach().clone()
+        step(optimizers[rank], models[rank], 1.0)
+        stepped.set()
+        return found
+
+    for found in together([partial(train, rank) for rank in range(WORKERS)]):
+        assert torch.equal(found, torch.full((2, FEATURES), -3.0))
+
+
+def test_a_worker_that_is_missing_is_named_and_the_call_goes_on(clients: list[ps.Client]) -> None:
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "late", consistency="asp")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    step(optimizers[0], models[0], 1.0)
+    with pytest.raises(ps.WaitExpired, match=r"synchronize late.*worker 1 .*worker 2 "):
+        optimizers[0].synchronize(timeout_s=0.2)
+    for rank in (1, 2):
+        step(optimizers[rank], models[rank], 10.0**rank)
+    together([optimizer.synchronize for optimizer in optimizers])
+    for model in models:
+        assert torch.equal(model.weight, torch.full((2, FEATURES), -111.0))
+
+
+def test_a_parameter_that_was_changed_is_not_overwritten(clients: list[ps.Client]) -> None:
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "changed", consistency="asp")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    for rank in range(WORKERS):
+        step(optimizers[rank], models[rank], 1.0)
+    kept = models[1].weight.detach().clone()
+    models[1].weight.data.fill_(5.0)
+    with pytest.raises(ps.EditRefused, match="'weight' of 'changed' was changed"):
+        optimizers[1].synchronize()
+    models[1].weight.data.copy_(kept)
+    together([optimizer.synchronize for optimizer in optimizers])
+    assert torch.equal(models[1].weight, torch.full((2, FEATURES), -3.0))
