@@ -53,6 +53,7 @@ from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
 
 if TYPE_CHECKING:
     from ps_worker.distributed_optimizer import DistributedOptimizer
+    from ps_worker.distributed_sampler import DistributedSampler
     from ps_worker.model_pull import pull_model
     from ps_worker.on_ray import RayCluster, RayRole, ray_cluster
     from ps_worker.random_state import RandomState
@@ -75,6 +76,7 @@ __all__ = [
     "Constant",
     "Custom",
     "DistributedOptimizer",
+    "DistributedSampler",
     "Draining",
     "EditRefused",
     "Fenced",
@@ -120,6 +122,7 @@ __all__ = [
 _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only reads or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.distributed_optimizer",
+    "DistributedSampler": "ps_worker.distributed_sampler",
     "RandomState": "ps_worker.random_state",
     "RayCluster": "ps_worker.on_ray",
     "RayRole": "ps_worker.on_ray",

@@ -105,6 +105,18 @@ class CheckpointVerbs(Catalogue):
             return None
         return restored.find(name)
 
+    def restored_states(self, name: str) -> dict[int, Any]:
+        """What every worker of the checkpoint that the cluster was started from had attached by
+        this name, by rank; without tensors. Empty where there is none.
+
+        Blocking, Raises: as `attach_state`.
+        """
+        if not self.restored_from or self.is_newcomer or self.imported is not None:
+            return {}
+        from ps_worker.saved_states import states_of_all
+
+        return states_of_all(self.restored_from, name)
+
     @property
     def imported(self) -> Imported | None:
         """What the checkpoint that the cluster was started from has, if it was imported.

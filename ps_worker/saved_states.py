@@ -86,6 +86,23 @@ def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any
         raise InvalidCheckpoint(f"{header.where}: {error.message}") from error
 
 
+def states_of_all(url: str, name: str) -> dict[int, Any]:
+    """What each worker of a checkpoint attached by a name, by its rank: of states without tensors.
+
+    Blocking: reads the headers of the parts.
+
+    Raises:
+        InvalidCheckpoint: they cannot be read, or have tensors.
+    """
+    found = {}
+    with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
+        for worker in reader.manifest.workers:
+            header = reader.headers[worker.file].worker if worker.file else None
+            if header is not None and name in header.state:
+                found[worker.rank] = decode({name: header.state[name]}, {})[name]
+    return found
+
+
 def _payload(tensor: torch.Tensor) -> WorkerTensor:
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
     raw = flat.numpy().data.cast("B") if tensor.numel() else b""
