@@ -71,8 +71,8 @@ class HttpEndpoint:
         if self._server is None:
             return
         self._server.close()
-        for task in self._connections:
-            task.cancel()
+        for writer in self._connections.values():  # a task of a stream's that is cancelled is
+            writer.transport.abort()  # a failure for asyncio, before Python 3.12
         await asyncio.gather(*self._connections, return_exceptions=True)
         await self._server.wait_closed()
         self._server = None

@@ -48,6 +48,7 @@ class ConnectOptions(TypedDict, total=False):
     consistency: str
     compute: str
     record: str
+    http_listen: str
 
 
 @shows(ConnectOptions, defaults_of(WorkerConfig))

@@ -99,6 +99,13 @@ class WorkerConfig:
             "records nothing"
         },
     )
+    http_listen: str = field(
+        default="",
+        metadata={
+            "help": "host:port where this process serves /metrics and /healthz, port 0 is a free "
+            "one; empty: not at all, but under `python -m ps_worker`, which serves them anyway"
+        },
+    )
 
     launch_id: str = field(
         default="",

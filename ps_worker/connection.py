@@ -34,6 +34,7 @@ from ps_worker.consistent_pulls import Moment
 from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background
+from ps_worker.measures import PORT
 from ps_worker.open_clients import OPEN
 from ps_worker.pulls import ReadOrder
 from ps_worker.step_record import StepRecord
@@ -66,6 +67,7 @@ class Connection:
         self.engine = self._result(starting, config.connect_deadline_s + GRACE_S)
         directory = "" if self.is_reader else config.record
         self.record = StepRecord(directory, self.rank, self.world_size)
+        self._http_address = PORT.open(config.http_listen) if config.http_listen else ""
         OPEN.add(self)
 
     # --- who and where
@@ -89,6 +91,13 @@ class Connection:
         beyond the first has left.
         """
         return self.engine.world_size
+
+    @property
+    def http_address(self) -> str:
+        """Where this process serves /metrics and /healthz for this client, which asked for it
+        (`http_listen`); empty where it did not, or the port could not be bound.
+        """
+        return self._http_address
 
     @property
     def is_successor(self) -> bool:
@@ -450,6 +459,8 @@ class Connection:
         self._is_closed = True
         self.record.close()
         OPEN.discard(self)
+        if self._http_address:
+            PORT.close()
         self._result(self._loop.start(stopping), GRACE_S)
         self._callbacks.stop()
 

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,12 @@ class Scripts:
         (folder / "beside.py").write_text("")
 
     def start(
-        self, text: str, *arguments: str, cluster: ps.LocalCluster | None = None, **env: str
+        self,
+        text: str,
+        *arguments: str,
+        cluster: ps.LocalCluster | None = None,
+        by: Sequence[str] = ("-m", "ps_worker"),
+        **env: str,
     ) -> subprocess.Popen[str]:
         script = self._folder / f"script{len(list(self._folder.iterdir()))}.py"
         script.write_text(textwrap.dedent(text))
@@ -58,7 +64,7 @@ class Scripts:
         if cluster is not None:
             environment["PUSHPULL_SCHEDULER"] = cluster.address
         process = subprocess.Popen(
-            [sys.executable, "-m", "ps_worker", str(script), *arguments],
+            [sys.executable, *by, str(script), *arguments],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -197,3 +203,54 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(scripts: Scripts) -> 
             assert "script" in line
             assert "line 7: this worker cannot join: " in line
             assert expected in line
+
+
+SERVES = """
+    import ps_worker as ps
+
+    with ps.connect() as client:
+        print(client.http_address, flush=True)
+        input()
+"""
+
+
+@pytest.mark.parametrize("by", [(), ("-m", "ps_worker")], ids=["plain", "as a module"])
+def test_a_script_serves_metrics_where_it_is_told(
+    cluster: ps.LocalCluster, scripts: Scripts, by: tuple[str, ...]
+) -> None:
+    """Also one that was started as any other, without `python -m ps_worker`."""
+    script = scripts.start(SERVES, cluster=cluster, by=by, PUSHPULL_HTTP_LISTEN="127.0.0.1:0")
+    assert script.stdout is not None
+    address = script.stdout.readline().strip()
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=DEADLINE_S) as answer:
+        assert "pushpull_worker_pushed_bytes_total" in answer.read().decode()
+    with urllib.request.urlopen(f"http://{address}/healthz", timeout=DEADLINE_S) as answer:
+        assert answer.status == 200
+    _, err = script.communicate("\n", timeout=DEADLINE_S)
+    assert (script.returncode, err) == (0, "")
+
+
+def test_the_clients_of_a_process_share_a_port_and_the_last_closes_it(
+    cluster: ps.LocalCluster,
+) -> None:
+    first, second = (ps.connect(cluster.address, http_listen="127.0.0.1:0") for _ in range(2))
+    address = first.http_address
+    assert address
+    assert second.http_address == address
+    with ps.connect(cluster.address, role="reader") as silent:
+        assert silent.http_address == ""
+    first.close()
+    urllib.request.urlopen(f"http://{address}/healthz", timeout=DEADLINE_S).close()
+    second.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{address}/healthz", timeout=DEADLINE_S)
+
+
+def test_a_port_that_cannot_be_bound_is_logged_and_training_goes_on(
+    cluster: ps.LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ps.connect(cluster.address, http_listen="127.0.0.1:0") as client:
+        assert client.http_address != cluster.address
+    with ps.connect(cluster.address, http_listen=cluster.address) as client:
+        assert client.http_address == ""
+        assert "metrics_are_not_served" in caplog.text
