@@ -114,12 +114,12 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """Whether each epoch has another order."""
         return self._plan.is_shuffled
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, number: int) -> None:
         """The epoch that comes next. If it is the one that is under way, or was in the checkpoint,
         it goes on where it was; another begins at its begin.
         """
-        if epoch != self._plan.number:
-            self._begin(epoch)
+        if number != self._plan.number:
+            self._begin(number)
 
     def __len__(self) -> int:
         """How many samples this worker has before it in the epoch, when `follow` begins."""
@@ -167,8 +167,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """
         self._begin(0)
         of_epoch = -(-len(self) // batch_size)
-        epoch, batches = divmod(batch_count, max(of_epoch, 1))
-        self._begin(epoch)
+        number, batches = divmod(batch_count, max(of_epoch, 1))
+        self._begin(number)
         self._begun = batches * batch_size
 
     @property
@@ -186,8 +186,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """Samples of this worker's share of the stage that have been seen."""
         return self._begun + self._done * self._batch_size
 
-    def _begin(self, epoch: int) -> None:
-        self._plan = replace(self._plan, number=epoch, stages=())
+    def _begin(self, number: int) -> None:
+        self._plan = replace(self._plan, number=number, stages=())
         self._begun = self._handed = self._settled = 0
 
     # --- checkpoints
@@ -223,14 +223,14 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def _load(self, states: list[Mapping[str, Any]], *, alike: bool) -> None:
         for state in states:
             self._check(state)
-        epoch = min(state["epoch"] for state in states)
+        number = min(state["epoch"] for state in states)
         # Of most workers; one that took a place in the middle of the epoch may not know its stages.
-        here = [_stage_in(state) for state in states if state["epoch"] == epoch]
+        here = [_stage_in(state) for state in states if state["epoch"] == number]
         stages, places = max(here, key=here.count)
-        plan = replace(self._plan, number=epoch, stages=stages)
+        plan = replace(self._plan, number=number, stages=stages)
         taken: list[int | None] = [None] * places
         for state in states:
-            if state["epoch"] > epoch:  # it had seen all of this one
+            if state["epoch"] > number:  # it had seen all of this one
                 _warn_of_what_comes_again(state)
                 state = {**state, "taken": plan.length}
             elif _stage_in(state) != (stages, places):
@@ -239,11 +239,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
                 taken[state["place"]] = state["taken"]
         if alike:
             taken = [states[0]["taken"]] * places
-        self._begin(epoch)
+        self._begin(number)
         ended = (stage_of(taken),) if any(taken) else ()
         self._plan = replace(plan, stages=(*stages, *ended))
         if not self._plan.left_count:
-            self._begin(epoch + 1)
+            self._begin(number + 1)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(_FIELDS):

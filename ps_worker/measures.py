@@ -84,7 +84,7 @@ class HttpPort:
             if self._address:
                 return self._address
             if self._endpoint is None:
-                endpoint = HttpEndpoint(REGISTRY, lambda: True)
+                endpoint = HttpEndpoint(REGISTRY, lambda: True, str)
                 try:
                     background().start(endpoint.start(listen)).result(_START_DEADLINE_S)
                 except InvalidConfig as error:

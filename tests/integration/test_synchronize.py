@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 WORKERS = 3
 STEPS = (9, 5, 7)
 FEATURES = 70
+MEETING = "synchronize slow"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +105,8 @@ def test_sums_that_workers_apply_themselves_are_the_same_anyway(clients: list[ps
         assert torch.equal(found[1], torch.full((2, FEATURES), -4.0 * 111))
 
 
-def test_nobody_steps_on_before_all_have_pulled(
-    clients: list[ps.Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_steps_on_before_all_have_pulled(clients: list[ps.Client]) -> None:
+    """The second worker makes the calls by hand, and takes its time between them."""
     models = [zeroed() for _ in clients]
     optimizers = together(
         [
@@ -114,25 +114,26 @@ def test_nobody_steps_on_before_all_have_pulled(
             for client, model in zip(clients, models, strict=True)
         ]
     )
-    stepped = threading.Event()
-    pull = optimizers[1]._tables[0].begin_refresh
-
-    def pull_late() -> None:
-        stepped.wait(0.5)  # the others would take their next step now, if they could
-        pull()
-
-    monkeypatch.setattr(optimizers[1]._tables[0], "begin_refresh", pull_late)
-
-    def train(rank: int) -> torch.Tensor:
+    for rank in range(WORKERS):
         step(optimizers[rank], models[rank], 1.0)
-        optimizers[rank].synchronize()
-        found = models[rank].weight.detach().clone()
-        step(optimizers[rank], models[rank], 1.0)
-        stepped.set()
-        return found
 
-    for found in together([partial(train, rank) for rank in range(WORKERS)]):
-        assert torch.equal(found, torch.full((2, FEATURES), -3.0))
+    def hasty(rank: int) -> str:
+        with pytest.raises(ps.WaitExpired) as late:
+            optimizers[rank].synchronize(timeout_s=1.0)
+        return str(late.value)
+
+    found = together([partial(hasty, 0), partial(hasty, 2), partial(clients[1].barrier, MEETING)])
+    for words in found[:2]:
+        assert re.search("barrier 'synchronized slow' is not over .* worker 1 ", words)
+    for rank in (0, 2):
+        assert torch.equal(models[rank].weight, torch.full((2, FEATURES), -3.0))
+    together(
+        [
+            optimizers[0].synchronize,
+            optimizers[2].synchronize,
+            partial(clients[1].barrier, "synchronized slow"),
+        ]
+    )
 
 
 def test_a_worker_that_is_missing_is_named_and_the_call_goes_on(clients: list[ps.Client]) -> None:

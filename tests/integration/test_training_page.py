@@ -1,0 +1,37 @@
+"""The script on docs/TRAINING.md runs, and ends as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tidy.source import ROOT
+
+PAGE = (ROOT / "docs/TRAINING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(120)
+def test_the_pages_script_trains_and_evaluates(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), "utf-8")
+    (command,) = re.findall(r"`pushpull (train script\.py [^`]*)`", PAGE)
+    run = subprocess.run(
+        [sys.executable, "-m", "ps_cli", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (found,) = re.findall(r"accuracy (0\.\d+|1\.0+) of 512 by workers \[0, 1\]", run.stdout)
+    assert float(found) > 0.9
+    assert len(re.findall(r"worker \d has ended epoch", run.stdout)) == 6
+    assert set(torch.load(tmp_path / "model.pt")) == {"weight", "bias"}
