@@ -293,7 +293,7 @@ class Counting:
         return self.found
 
 
-def test_calls_go_on_when_their_host_is_killed_and_count_once(
+def test_calls_go_on_when_their_host_is_killed_or_stopped_and_count_once(
     replicated: ReplicatedCluster,
 ) -> None:
     clients = connected(replicated.address, 2)
@@ -302,12 +302,12 @@ def test_calls_go_on_when_their_host_is_killed_and_count_once(
     threads = [threading.Thread(target=run.run, daemon=True) for run in runs]
     for thread in threads:
         thread.start()
-    for _ in range(2):
+    for end_host in (replicated.kill, replicated.stop):
         count = len(runs[0].found)
         until(lambda count=count: len(runs[0].found) > count + 20, "calls are made")  # type: ignore[misc]
         node_id = hosting(replicated.views.newest)
         (dying,) = [s for s in replicated.living if replicated.node_id(s) == node_id]
-        replicated.kill(dying)
+        end_host(dying)
         replicated.views.until(lambda view: hosting(view) != node_id, "another host")  # noqa: B023
         count = len(runs[0].found)
         until(lambda count=count: len(runs[0].found) > count + 20, "calls go on")  # type: ignore[misc]
@@ -324,11 +324,12 @@ def test_calls_go_on_when_their_host_is_killed_and_count_once(
 
 
 def test_calls_need_no_scheduler() -> None:
-    with replicated_cluster(servers=1, workers=2, replica_count=1) as cluster:
+    with lane_cluster(servers=1, workers=2) as cluster:
         clients = connected(cluster.address, 2)
         tables = at_each(clients, partial(step_to, clock=1))
-        cluster.scheduler.send(signal.SIGKILL)
-        assert cluster.scheduler.wait(DEADLINE_S) is not None
+        scheduler = cluster.roles[0]
+        scheduler.send(signal.SIGKILL)
+        assert scheduler.wait(DEADLINE_S) is not None
         assert at_each(clients, lambda client: client.all_reduce(1)) == [2, 2]
         gradient = np.ones(64, np.float32)
         together(
