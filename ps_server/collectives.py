@@ -7,7 +7,7 @@
 Rules:
     - A round ends when everybody whom it waits for is in it. It waits for the workers that the
       cluster was started for, come or not, unless their membership has ended; and for newcomers as
-      soon as somebody in it is beyond the clock after which they have joined.
+      soon as somebody in it is beyond the clock after which they have joined, and ever after.
     - What a round was is kept by its workers. Who enters at a new host says what the last round was
       that it had, and nothing ends there before all workers that may know of one have spoken.
     - A share counts once: who asks again for a round that has ended is given that round.
@@ -136,6 +136,8 @@ class Collectives:
             return False
         if not is_newcomer(view, node) or node.incarnation not in self._heard:
             return True
+        if self._last is not None and self._last.has(node.incarnation):
+            return True  # what it was in it has to be given before that is forgotten
         joined = joined_after(view, node.incarnation)
         return joined is not None and clock > joined
 

@@ -4,6 +4,8 @@ seed; and deliberate bugs of theirs, each of which some seed has to find.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ps_core.cluster_view import ClusterView, Node
@@ -13,16 +15,17 @@ from ps_server.collectives import Collectives
 from ps_worker.collective_rounds import Entering, Rounds
 from tests.sim.collective_world import Violation, World
 
-MUTANT_SEEDS = 60
+MUTANT_SEEDS = 120
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_lockstep", [True, False], ids=["in lockstep", "apart"])
 def test_every_round_is_the_same_for_all_and_has_each_share_once(
-    sim_seeds: tuple[int, ...],
+    sim_seeds: tuple[int, ...], is_lockstep: bool
 ) -> None:
     for seed in sim_seeds:
         try:
-            World(seed).run()
+            World(seed, is_lockstep=is_lockstep).run()
         except Violation as violation:
             pytest.fail(f"SEED={seed}: {violation}")
 
@@ -85,6 +88,16 @@ class ImpatientHost(Collectives):
         return super()._is_missing(view, rank, clock)
 
 
+class HastyHost(Collectives):
+    """Does not wait for a newcomer that was in the last round, and may not have been given it."""
+
+    def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
+        last, self._last = self._last, None
+        missing = super()._is_missing(view, rank, clock)
+        self._last = last
+        return missing
+
+
 class AwaitingHost(Collectives):
     """Waits for a newcomer from the moment it has registered."""
 
@@ -116,14 +129,20 @@ class LoyalHost(Collectives):
     ],
 )  # fmt: skip
 def test_a_seed_finds_a_deliberate_bug(mutant: type[Collectives | Rounds]) -> None:
+    options: dict[str, Any] = {"rounds" if issubclass(mutant, Rounds) else "machine": mutant}
     for seed in range(MUTANT_SEEDS):
-        world = (
-            World(seed, rounds=mutant)
-            if issubclass(mutant, Rounds)
-            else World(seed, machine=mutant)
-        )
-        try:
-            world.run()
-        except Violation:
-            return
+        for is_lockstep in (True, False):
+            try:
+                World(seed, is_lockstep=is_lockstep, **options).run()
+            except Violation:
+                return
     pytest.fail(f"none of {MUTANT_SEEDS} seeds finds it")
+
+
+def test_what_a_seed_has_found() -> None:
+    """Hosts were so: a newcomer that nobody had to wait for was not given the round that it was in
+    before the next one ended, and its share counted again.
+    """
+    World(1967, is_lockstep=False).run()
+    with pytest.raises(Violation, match="COL-2"):
+        World(1967, HastyHost, is_lockstep=False).run()

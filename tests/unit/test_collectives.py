@@ -106,6 +106,18 @@ def test_a_newcomer_that_has_not_spoken_is_waited_for_and_one_that_has_not_joine
     assert machine.answer(FIRST.incarnation, 0) == Round(1, (share(FIRST), share(SECOND)))
 
 
+def test_a_newcomer_that_was_in_a_round_is_waited_for_from_then_on() -> None:
+    newcomer = worker(2, 13)
+    machine = host(FIRST, SECOND, newcomer)
+    for node in (newcomer, FIRST, SECOND):
+        enter(machine, node)
+    for node in (FIRST, SECOND):
+        enter(machine, node, ended=1)
+    assert machine.answer(FIRST.incarnation, 1) is None
+    assert machine.missing() == "worker 2 (node 13), which has not made the call"
+    assert machine.answer(newcomer.incarnation, 0) is not None, "it was not given it yet"
+
+
 def test_another_host_has_to_be_told_of_the_last_round() -> None:
     machine = host(FIRST, SECOND)
     with pytest.raises(StaleAssignment, match="round 4 is not known here"):
