@@ -23,6 +23,9 @@ from ps_worker.links import ServerLinks
 from pushpull.v1 import parameters_pb2
 
 _ANNOUNCED_WITHIN_S = 10.0
+_ASKED_FOR_S = 2.0
+"""Then the host says for whom the round waits, and is asked again."""
+
 _GRACE_S = 1.0
 
 
@@ -33,6 +36,7 @@ class CollectiveLink:
         session: the worker's.
         links: to the servers.
         view: gives the newest view.
+        waits: of the client: what it waits for, for a person.
         is_newcomer: see `Rounds`.
     """
 
@@ -41,12 +45,14 @@ class CollectiveLink:
         session: Session,
         links: ServerLinks,
         view: Callable[[], ClusterView],
+        waits: dict[object, str],
         *,
         is_newcomer: bool,
     ) -> None:
         self._session = session
         self._links = links
         self._view = view
+        self._waits = waits
         self._rounds = Rounds(is_newcomer=is_newcomer)
         self._host: Host | None = None
         self._moved = asyncio.Event()
@@ -96,6 +102,7 @@ class CollectiveLink:
             raise
         finally:
             self._entering.discard(task)
+            self._waits.pop(self, None)
 
     async def _announce(self) -> None:
         """Have the host know of this worker: others wait until it does."""
@@ -124,12 +131,15 @@ class CollectiveLink:
                 raise WaitExpired(f"{share.call} is not over after {deadline_s:g} s: {reason}")
             moved = self._moved
             try:
-                await self._unless(moved, self._ask(share, left_s))
+                await self._unless(moved, self._ask(share, min(left_s, _ASKED_FOR_S)))
                 continue
             except PushpullError as error:
                 if not is_curable(error):
                     raise
                 reason = error.message
+                self._waits[self] = f"{share.call}: {reason}"
+                if isinstance(error, WaitExpired):
+                    continue  # it has waited
                 wait_s = min(backoff.next_s(error), max(end_s - now_s(), 0.0))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

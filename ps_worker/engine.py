@@ -83,7 +83,11 @@ class Engine:
         self._puller = Puller(self._links, self.counters, lambda: self._view)
         self._consistent = ConsistentPuller(self._puller, lambda: self._view)
         self.collectives = CollectiveLink(
-            link.session, self._links, lambda: self._view, is_newcomer=self.is_newcomer
+            link.session,
+            self._links,
+            lambda: self._view,
+            self.counters.waits,
+            is_newcomer=self.is_newcomer,
         )
         self._take_view(view)
         self.checkpoints = CheckpointLink(link, post)

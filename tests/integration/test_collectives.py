@@ -173,6 +173,17 @@ def test_a_wait_that_expires_says_who_is_missing_and_the_call_goes_on(
     assert found == [5 + 1 + 2] * WORKERS, "what was given first counts, once"
 
 
+def test_the_status_says_whom_a_call_waits_for(clients: list[ps.Client]) -> None:
+    thread = threading.Thread(target=partial(clients[0].barrier, "shown"), daemon=True)
+    thread.start()
+    until(lambda: "worker 2" in clients[0].progress().waiting_for, "it waits")
+    said = clients[0].progress().waiting_for
+    assert said.startswith("barrier 'shown': it waits for worker 1 (node ")
+    together([partial(client.barrier, "shown") for client in clients[1:]])
+    thread.join(DEADLINE_S)
+    assert clients[0].progress().waiting_for == ""
+
+
 def test_ctrl_c_interrupts_a_call_and_the_same_call_goes_on(clients: list[ps.Client]) -> None:
     first, second, third = clients
 
