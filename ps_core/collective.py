@@ -20,6 +20,9 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 _SHARE_BYTES = 32
 """Of a message: a share's numbers, and where its texts begin."""
 
+WAITS_FOR = "it waits for"
+"""So a host begins to say for whom a round waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -8,7 +8,7 @@ import asyncio
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Session
-from ps_core.collective import Round, Share
+from ps_core.collective import WAITS_FOR, Round, Share
 from ps_core.errors import Draining, Fenced, WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 from ps_runtime.wire_collectives import round_from_proto, round_to_proto, share_from_proto
@@ -69,7 +69,7 @@ class CollectiveCalls:
                     session.incarnation, request.ended_round, assignment_epoch
                 )
         except TimeoutError:
-            raise WaitExpired(f"it waits for {self._machine.missing()}") from None
+            raise WaitExpired(f"{WAITS_FOR} {self._machine.missing()}") from None
         return parameters_pb2.EnterCollectiveResponse(round=round_to_proto(ended))
 
     async def _answer(

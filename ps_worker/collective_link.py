@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ps_core.cluster_view import ClusterView, Session
-from ps_core.collective import Host, Round, Share, host_of
+from ps_core.collective import WAITS_FOR, Host, Round, Share, host_of
 from ps_core.errors import Fenced, PushpullError, StaleAssignment, WaitExpired
 from ps_runtime import logs
 from ps_runtime.clock import now_s
@@ -136,7 +136,7 @@ class CollectiveLink:
             except PushpullError as error:
                 if not is_curable(error):
                     raise
-                reason = error.message
+                reason = self._reason(error)
                 self._waits[self] = f"{share.call}: {reason}"
                 if isinstance(error, WaitExpired):
                     continue  # it has waited
@@ -144,6 +144,12 @@ class CollectiveLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await moved.wait()
+
+    def _reason(self, error: PushpullError) -> str:
+        """Why there is no answer yet, for a person."""
+        if self._host is None or error.message.startswith(WAITS_FOR):
+            return error.message
+        return f"it meets the others at server {self._host.server}, and {error.message}"
 
     async def _unless(self, moved: asyncio.Event, asking: Coroutine[Any, Any, None]) -> None:
         """Ask, unless there is another host before an answer."""

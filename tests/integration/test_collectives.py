@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import ps_worker as ps
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.collective import host_of
-from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
+from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
     ReplicatedCluster,
@@ -277,6 +278,19 @@ def test_a_reader_is_refused(small: LaneCluster) -> None:
 # --- what they outlive
 
 
+def test_a_host_that_does_not_answer_is_named(small: LaneCluster) -> None:
+    first, second = connected(small.address, 2)
+    at_each([first, second], partial(step_to, clock=1))
+    small.servers[0].process.send(signal.SIGKILL)
+    late = error_of(lambda: first.barrier(timeout_s=0.5))
+    assert isinstance(late, ps.WaitExpired)
+    assert re.match(
+        "barrier is not over after 0.5 s: it meets the others at server 1, and ", str(late)
+    )
+    for client in (first, second):
+        client.close(leave=False)
+
+
 @pytest.fixture(scope="module")
 def replicated() -> Iterator[ReplicatedCluster]:
     with replicated_cluster(servers=3, workers=2) as cluster:
@@ -304,7 +318,7 @@ class Counting:
         return self.found
 
 
-def test_calls_go_on_when_their_host_is_killed_or_stopped_and_count_once(
+def test_calls_go_on_when_their_host_is_paused_killed_or_stopped_and_count_once(
     replicated: ReplicatedCluster,
 ) -> None:
     clients = connected(replicated.address, 2)
@@ -313,7 +327,11 @@ def test_calls_go_on_when_their_host_is_killed_or_stopped_and_count_once(
     threads = [threading.Thread(target=run.run, daemon=True) for run in runs]
     for thread in threads:
         thread.start()
-    for end_host in (replicated.kill, replicated.stop):
+
+    def pause(server: Served) -> None:
+        server.process.send(signal.SIGSTOP)
+
+    for end_host in (pause, replicated.kill, replicated.stop):
         count = len(runs[0].found)
         until(lambda count=count: len(runs[0].found) > count + 20, "calls are made")  # type: ignore[misc]
         node_id = hosting(replicated.views.newest)
@@ -322,6 +340,9 @@ def test_calls_go_on_when_their_host_is_killed_or_stopped_and_count_once(
         replicated.views.until(lambda view: hosting(view) != node_id, "another host")  # noqa: B023
         count = len(runs[0].found)
         until(lambda count=count: len(runs[0].found) > count + 20, "calls go on")  # type: ignore[misc]
+        dying.process.send(signal.SIGCONT)
+        if end_host is pause:
+            replicated.healed()
     end = max(len(run.found) for run in runs) + 20
     for run in runs:
         run.stop_at = end
