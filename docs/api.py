@@ -22,7 +22,12 @@ PAGE = Path(__file__).resolve().parent / "API.md"
 
 GROUPS = {
     "Joining a cluster": ("connect", "Client", "local_cluster", "ray_cluster"),
-    "Training a module": ("DistributedOptimizer", "pull_model", "RandomState"),
+    "Training a module": (
+        "DistributedOptimizer",
+        "DistributedSampler",
+        "pull_model",
+        "RandomState",
+    ),
     "Optimizers of the servers": (
         *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
     ),
@@ -36,7 +41,7 @@ BELOW = {
     *("check_sealed", "defaults", "kind", "of", "spec", "with_group"),
     *("adopt", "begin_assign", "begin_step", "check_may_push", "check_usable", "cut", "deadline_s"),
     *("imported", "join_tables", "may_share_memory", "read_order", "session", "start_pull"),
-    *("tables_before", "tables_under", "trains_only", "wait_all", "why_no_edit"),
+    *("restored_states", "tables_before", "tables_under", "trains_only", "wait_all", "why_no_edit"),
 }
 """Methods that the package itself calls. Scripts need none of them."""
 

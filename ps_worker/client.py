@@ -76,6 +76,9 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
         record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
             empty records nothing.
+        http_listen (str, ''): "host:port" where this process serves /metrics and /healthz, port 0
+            is a free one (`Client.http_address`); empty: nowhere, but under `pushpull worker` and
+            `pushpull train`, which serve them anyway.
 
     Returns:
         The client; a context manager. It leaves the cluster at the end of a `with` block that ends

@@ -1,4 +1,4 @@
-"""Collective calls: what all workers of a cluster call together (SEMANTICS S17).
+"""Collective calls, which all workers of a cluster make together (SEMANTICS S17).
 
 client.barrier()
 loss = client.all_reduce(loss.item(), "mean")
@@ -76,7 +76,7 @@ class CollectiveVerbs(CheckpointVerbs):
     def all_reduce(
         self, value: Any, op: str = "sum", *, name: str = "", timeout_s: float | None = None
     ) -> Any:
-        """The sum, mean, minimum or maximum over all workers, the same at each of them.
+        """Reduce a value over all workers: sum, mean, minimum or maximum, the same at each of them.
 
         Args:
             value: a number, a tensor, an array, or a dict, list or tuple of these.
@@ -92,10 +92,11 @@ class CollectiveVerbs(CheckpointVerbs):
         Blocking: until all workers have made the call.
 
         Raises:
-            InvalidTensor: what cannot be reduced so, or more than MAX_COLLECTIVE_BYTES, or all of
-                it more than MAX_COLLECTIVE_ROUND_BYTES (`ps_core.limits`).
-            InvalidConfig: as `barrier`; so where shapes, dtypes, keys or `op` differ.
-            WaitExpired, NotPermitted: as `barrier`.
+            InvalidTensor: a value that cannot be reduced so; more than 512 KiB from one worker, or
+                more than 2 MiB from all together.
+            InvalidConfig: as `barrier`; also where shapes, dtypes, keys or `op` differ.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
         """
         from ps_worker import collective_values as values
 
@@ -108,7 +109,7 @@ class CollectiveVerbs(CheckpointVerbs):
             return values.as_given(values.reduced(all_given, op), first)
 
     def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
-        """What every worker gives, in the order of ranks, at every worker: torch's all_gather.
+        """Hand every worker's value to every worker, by rank: torch's all_gather_object.
 
         Args:
             value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
@@ -132,10 +133,10 @@ class CollectiveVerbs(CheckpointVerbs):
     def broadcast(
         self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
     ) -> Any:
-        """What the worker of rank `src` gives, at every worker.
+        """Hand the value of rank `src` to every worker.
 
         Args:
-            value: as for `gather`; what other ranks give is not looked at.
+            value: as for `gather`; other ranks need not give one.
             src: the rank whose value it is.
             name: as for `barrier`.
             timeout_s: as for `barrier`.
@@ -143,10 +144,13 @@ class CollectiveVerbs(CheckpointVerbs):
         Returns:
             A copy, also at `src`. Tensors are on the CPU.
 
-        Blocking, Raises: as `all_reduce`.
+        Blocking: as `all_reduce`.
 
         Raises:
-            InvalidConfig: also where no worker of that rank is here.
+            InvalidConfig: as `barrier`; also where no worker of that rank is here.
+            InvalidTensor: as `all_reduce`.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
         """
         from ps_worker import collective_values as values
 

@@ -103,7 +103,7 @@ class WorkerConfig:
         default="",
         metadata={
             "help": "host:port where this process serves /metrics and /healthz, port 0 is a free "
-            "one; empty: not at all, but under `python -m ps_worker`, which serves them anyway"
+            "one; empty: not at all, but under `pushpull worker`, which serves them anyway"
         },
     )
 

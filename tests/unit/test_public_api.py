@@ -21,7 +21,7 @@ from pushpull import errors, types
 
 NAMES = {
     *("connect", "Client", "local_cluster", "ray_cluster"),
-    *("DistributedOptimizer", "pull_model", "RandomState"),
+    *("DistributedOptimizer", "DistributedSampler", "pull_model", "RandomState"),
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
     *("BSP", "SSP", "ASP"),
     *("Zeros", "Constant", "Inline", "FromRank0"),
