@@ -102,8 +102,9 @@ class WorkerConfig:
     http_listen: str = field(
         default="",
         metadata={
+            "is_internal": True,  # the flag is that of `ProcessConfig`
             "help": "host:port where this process serves /metrics and /healthz, port 0 is a free "
-            "one; empty: not at all, but under `pushpull worker`, which serves them anyway"
+            "one; empty: not at all, but under `pushpull worker`, which serves them anyway",
         },
     )
 
