@@ -89,7 +89,7 @@ def test_a_client_that_is_closed_says_so(large_cluster: ps.LocalCluster) -> None
 def test_who_ends_with_an_exception_is_gone_and_another_may_have_its_rank(
     cluster: ps.LocalCluster,
 ) -> None:
-    """Nobody waits until it has been silent for too long: as a notebook's cell that is run again."""
+    """Nobody waits until it has been silent for too long; a notebook may run its cell again."""
 
     def fail() -> None:
         with worker(cluster, 1) as client:
