@@ -53,6 +53,7 @@ class Watch:
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
+        self._looked_s: dict[NodeId, float] = {}
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
@@ -89,7 +90,13 @@ class Watch:
             )
 
     def looks(self, server: ReplicatedServer, now_s: float) -> None:
-        """The server looks after its backups, several times a lease."""
+        """The server looks after its backups, several times a lease; one that was paused itself has
+        sent nothing meanwhile.
+        """
+        if now_s - self._looked_s.get(server.node_id, now_s) > self._lease_s:
+            for key in [key for key in self._lacks if key[0] == server.node_id]:
+                del self._lacks[key]
+        self._looked_s[server.node_id] = now_s
         for range_id, primary in server.replication.primaries.items():
             log = primary.log
             for peer in log.backups:
