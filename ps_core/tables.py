@@ -162,6 +162,21 @@ CLAMPED = frozenset(
 
 CLAMP_NAMES = ("clamp_min", "clamp_max")
 
+_STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
+    OptimizerKind.SGD: ("momentum_buffer",),
+    OptimizerKind.ADAM: ("exp_avg", "exp_avg_sq"),
+    OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"),
+    OptimizerKind.ADAGRAD: ("sum",),
+    OptimizerKind.RMSPROP: ("square_avg", "momentum_buffer"),
+}
+"""Beside them, a switch has its own: `amsgrad` and `centered`."""
+
+STEP_ARRAY = "step"
+"""How many steps each tensor has taken, as if each of its elements had counted them."""
+
+MAX_LOADED_STEP_COUNT = 2**24
+"""As far as torch.optim counts: in float32, where one more is the same number."""
+
 Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
 
@@ -182,6 +197,23 @@ class OptimizerSpec:
     maximize: bool = False
     kernels: Kernels = Kernels.FAST
     custom_update: str = ""
+
+    @property
+    def state_arrays(self) -> tuple[str, ...]:
+        """What it keeps of each element, by torch.optim's names; none where torch has no namesake.
+        With `STEP_ARRAY` that is all of its state.
+        """
+        names = list(_STATE_ARRAYS.get(self.kind, ()))
+        if self.amsgrad:
+            names.append("max_exp_avg_sq")
+        if self.centered:
+            names.append("grad_avg")
+        return tuple(names)
+
+    def has_array(self, name: str) -> bool:
+        """Whether it has state of that name, `STEP_ARRAY` included."""
+        names = self.state_arrays
+        return name in names or (bool(names) and name == STEP_ARRAY)
 
     @property
     def label(self) -> str:
@@ -225,6 +257,14 @@ class OptimizerSpec:
         return tuple(sorted(merged.items()))
 
 
+def array_words(optimizer: OptimizerSpec) -> str:
+    """Which arrays of state it has, for errors."""
+    names = optimizer.state_arrays
+    if not names:
+        return f"none: {optimizer.label} has no state in torch.optim's layout"
+    return ", ".join([*names, STEP_ARRAY])
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of a dense table: `offset` is in elements."""
@@ -264,6 +304,11 @@ class TableSpec:
     def accumulator_element_bytes(self) -> int:
         """Bytes of one element of a sum: 8 for float64 tables, else 4."""
         return 8 if self.dtype is DType.FLOAT64 else 4
+
+    @property
+    def arithmetic_codec(self) -> Codec:
+        """The codec of sums and optimizer state."""
+        return Codec.FP64 if self.dtype is DType.FLOAT64 else Codec.FP32
 
     def validated(self) -> TableSpec:
         """The spec with every default filled in.

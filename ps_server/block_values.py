@@ -29,7 +29,7 @@ def arithmetic_dtype(table: Table) -> torch.dtype:
 
 def arithmetic_codec(table: Table) -> Codec:
     """The codec of that dtype."""
-    return Codec.FP64 if table.spec.dtype is DType.FLOAT64 else Codec.FP32
+    return table.spec.arithmetic_codec
 
 
 def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None) -> BlockState:

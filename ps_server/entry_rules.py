@@ -8,9 +8,11 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidKeys, PushpullError
-from ps_core.tables import OptimizerKind
+from ps_core.tables import OptimizerKind, array_words
 from ps_server.events import PushEvent, SealEvent, SealTerms
 from ps_server.range_state import RangeState, StepPart, WorkerPart
+
+_MAX_SHOWN = 64
 
 _WITHOUT_PARAMETERS = frozenset({OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD})
 
@@ -195,6 +197,12 @@ class EntryRules:
         return None
 
     def _edit_problem(self, terms: SealTerms) -> PushpullError | None:
+        optimizer = self._state.table.spec.optimizer
+        if terms.array and not (terms.edit and optimizer.has_array(terms.array)):
+            return InvalidConfig(
+                f"the seal of clock {terms.clock} of table '{self._state.name}' is of array "
+                f"{terms.array[:_MAX_SHOWN]!r}; expected an edit of {array_words(optimizer)}"
+            )
         if not terms.edit:
             return None
         if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:

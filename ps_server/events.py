@@ -38,7 +38,8 @@ class Sender(NamedTuple):
 
 class SealTerms(NamedTuple):
     """What a seal says, beside its place. `clip_scale`: as in the protocol; None: nothing is
-    clipped. `edit`: names an edit; empty: the step is none.
+    clipped. `edit`: names an edit; empty: the step is none. `array`: of optimizer state, that it
+    replaces; empty: values.
     """
 
     clock: int
@@ -48,6 +49,7 @@ class SealTerms(NamedTuple):
     last: bool = False
     clip_scale: float | None = None
     edit: bytes = b""
+    array: str = ""
 
 
 class PushEvent(NamedTuple):
@@ -188,6 +190,7 @@ class Record(NamedTuple):
     gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
     update_scale: float = 1.0  # what the reduced gradient is multiplied by
     summed_by: tuple[Contributor, ...] = ()  # who took part, where `contributors` only scale it
+    array: str = ""  # of optimizer state, that `is_assign` replaces; empty: the values
 
     @property
     def contributor_count(self) -> int:

@@ -41,6 +41,7 @@ class Forming:
         self._next_rank = 0  # ranks below it that belong to it are folded
         self._first: WorkerPart | None = None  # whose step says first whether it is an edit
         self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
+        self._array = ""  # what they are of
         self._dispute: EditRefused | None = None
         self._is_folded = False
 
@@ -78,7 +79,7 @@ class Forming:
         if self._dispute is not None or (step.edit and worker is not self._first):
             state.unstage_step(step, worker)
         elif step.edit:
-            self._values = self._records.take_parts(worker, step)
+            self._values, self._array = self._records.take_parts(worker, step), step.array
             state.add_to_sum(step)
         elif step.pushes:
             out.append(self._records.fold(worker, step))
@@ -88,19 +89,20 @@ class Forming:
     def _disagreement(
         self, first: WorkerPart, worker: WorkerPart, clock: int
     ) -> EditRefused | None:
-        edits = first.steps[clock].edit, worker.steps[clock].edit
-        if edits[0] == edits[1]:
+        steps = first.steps[clock], worker.steps[clock]
+        edits = steps[0].edit, steps[1].edit
+        arrays = steps[0].array, steps[1].array
+        if edits[0] == edits[1] and arrays[0] == arrays[1]:
             return None
-        what = f"clock {clock} of table '{self._state.name}'"
+        before = f"before clock {clock} of table '{self._state.name}'"
         if all(edits):
+            what = "loaded optimizer state" if any(arrays) else "changed parameters"
             return EditRefused(
-                f"workers {first.rank} and {worker.rank} changed parameters to different values "
-                f"before {what}"
+                f"workers {first.rank} and {worker.rank} {what} to different values {before}"
             )
         does, other = (first, worker) if edits[0] else (worker, first)
-        return EditRefused(
-            f"worker {does.rank} changed parameters before {what}, and worker {other.rank} did not"
-        )
+        what = "loaded optimizer state" if does.steps[clock].array else "changed parameters"
+        return EditRefused(f"worker {does.rank} {what} {before}, and worker {other.rank} did not")
 
     def _is_nobodys(self, clock: int) -> bool:
         """Whether all have left before, and somebody joined after it."""
@@ -115,7 +117,8 @@ class Forming:
         state.clock = state.formed_clock = clock
         state.end_sum()
         self._next_rank = 0
-        self._first, self._values, self._dispute, self._is_folded = None, (), None, False
+        self._first, self._values, self._array = None, (), ""
+        self._dispute, self._is_folded = None, False
         for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
 
@@ -191,7 +194,7 @@ class Forming:
             step.edit, step.skip, step.problem = b"", True, self._dispute
         contributors = [self._records.contributor(w, w.steps[clock]) for w in workers]
         if self._dispute is None:
-            self._records.assign(clock, contributors, self._values, out)
+            self._records.assign(clock, contributors, self._values, out, array=self._array)
         else:
             record = self._records.record(clock, contributors, (), ())
             if self._is_folded:

@@ -68,6 +68,7 @@ def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
         message.last,
         message.clip_scale if message.HasField("clip_scale") else None,
         message.edit,
+        message.array,
     )
 
 

@@ -11,7 +11,7 @@ Rules:
       its optimizer state and its step count stay, and weight decay does not act on it.
     - Every (block, tensor) counts its own steps. SGD counts 1 once it has a momentum buffer: torch
       makes that of the first gradient seen while momentum is not 0. RMSprop's arithmetic knows no
-      step and counts none.
+      step; they are counted for `state_dict`.
     - State is made when a block first needs it, filled as torch fills it.
 
 Invariants:
@@ -219,6 +219,14 @@ class Optimizer:
             neighbour.copy_(before)
 
 
+def initial_state_value(optimizer: OptimizerSpec, name: str) -> float:
+    """What each element of a state begins with."""
+    if optimizer.kind is OptimizerKind.ADAGRAD and name == "sum":
+        # The table's number: torch reads it when the optimizer is made, and never again.
+        return dict(optimizer.merged(()))["initial_accumulator_value"]
+    return 0.0
+
+
 def _clamp(state: BlockState, present: Mask | None, low: float | None, high: float | None) -> None:
     """As `torch.clamp_` of the present tensors; what is behind the block's end stays zero."""
     runs = [(0, state.length, 0)]
@@ -384,7 +392,7 @@ class _Rmsprop:
         return dict.fromkeys(names, 0.0)
 
     def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
-        return steps
+        return steps + 1
 
 
 class _RmspropExact(_Rmsprop):
@@ -450,7 +458,6 @@ def _kernel_of(spec: OptimizerSpec, pool: BufferPool) -> Kernel:
     if spec.kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
         return _AdamFast(spec, True) if is_fast else _AdamExact(spec, False)
     if spec.kind is OptimizerKind.ADAGRAD:
-        # The table's number: torch reads it when the optimizer is made, and never again.
-        initial = dict(spec.merged(()))["initial_accumulator_value"]
+        initial = initial_state_value(spec, "sum")
         return _AdagradFast(spec, True, initial) if is_fast else _AdagradExact(spec, False, initial)
     return _RmspropFast(spec, pool) if is_fast else _RmspropExact(spec, pool)

@@ -75,6 +75,8 @@ class StepPart:
     eager: Hyperparameters | None = None
     edit: bytes = b""
     """Of a seal in effect: what its seal names; empty where the step is none, or is not taken."""
+    array: str = ""
+    """What it is of: an array of optimizer state, or, empty, the values."""
     problem: EditRefused | None = None
     """Why nothing of the step is taken: what its entries end with."""
 

@@ -60,6 +60,7 @@ class Reading:
         self._ranges = [] if self._problem is not None else list(request.ranges)
         is_lent = (
             request.shared
+            and not request.array
             and self._problem is None
             and node.shards.homes.lends(session, TableId(request.table_id), self._codec)
         )
@@ -174,7 +175,14 @@ class Reading:
             on_answer(refused(part.range_id, problem))
             return
         read = Read(
-            place, part.blocks, self._codec, self._session, request.shared, on_answer, request.cut
+            place,
+            part.blocks,
+            self._codec,
+            self._session,
+            request.shared,
+            on_answer,
+            request.cut,
+            request.array,
         )
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=self._until_s

@@ -20,6 +20,7 @@ from ps_core.cluster_view import Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime import wire
+from ps_server.block_values import arithmetic_codec
 from ps_server.events import AnswerPull, Place
 from ps_server.frames import block_answer, range_error
 from ps_server.range_state import RangeState
@@ -36,7 +37,8 @@ class Read:
     """A read of one range on its way; `on_answer` gets its answer, once.
 
     `codec` is None for the table's own; `shared`: the reader takes what is lent to it; `cut` is the
-    session's number of the cut that it ends, or 0.
+    session's number of the cut that it ends, or 0; `array` is of optimizer state, empty for the
+    values.
     """
 
     place: Place
@@ -46,6 +48,7 @@ class Read:
     shared: bool
     on_answer: Callable[[RangeAnswer], None]
     cut: int = 0
+    array: str = ""
     parked_s: float = 0.0
     cause: WaitCause | None = None
     """What it waits for, since `parked_s`, if it does."""
@@ -108,9 +111,13 @@ class _Source:
         self._name = state.name
         self._shards = shards
         self._store = shards.stores[place]
+        self._array = read.array
         self._codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
+        if read.array:
+            self._codec = arithmetic_codec(state.table)
         self._codec_number = wire.codec_to_proto(self._codec)
-        self._lent = shards.homes.lent_to(read.session, place, self._codec) if read.shared else None
+        is_lent = read.shared and not read.array
+        self._lent = shards.homes.lent_to(read.session, place, self._codec) if is_lent else None
         self._blocks = read.blocks or state.blocks
         self._at = 0  # the next that is to be taken
         self._left: set[int] | None = None  # those behind that have not been copied, once any was
@@ -188,6 +195,8 @@ class _Source:
             raise InvalidKeys(
                 f"block {block} of table '{self._name}' is not in range {effect.range_id}"
             )
+        if self._array:
+            return (block, self._store.read_array(block, self._array), b"")
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
         if self._lent is not None:

@@ -61,6 +61,7 @@ class Records:
         blocks: tuple[int, ...],
         *,
         is_assign: bool = False,
+        array: str = "",
     ) -> Record:
         """The next decision."""
         self._state.record_count += 1
@@ -74,6 +75,7 @@ class Records:
             hyperparameters,
             blocks,
             self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
+            array=array,
         )
 
     def assign(
@@ -82,10 +84,14 @@ class Records:
         contributors: list[Contributor],
         parts: tuple[tuple[int, object], ...],
         out: list[Effect],
+        *,
+        array: str = "",
     ) -> None:
-        """An edit is decided, or the initial values: these replace what is there."""
+        """An edit is decided, or the initial values: these replace what is there, of the values or
+        of an array of optimizer state.
+        """
         blocks = tuple(block for block, _ in parts)
-        record = self.record(clock, contributors, (), blocks, is_assign=True)
+        record = self.record(clock, contributors, (), blocks, is_assign=True, array=array)
         if parts or not clock:
             out.append(Assign(record, parts))
         self.commit(record, out)

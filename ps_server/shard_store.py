@@ -21,6 +21,7 @@ Rules:
       no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
+    - What an edit gives replaces values, or one array of optimizer state (`optimizer_arrays`).
 
 Invariants:
     STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
@@ -68,6 +69,7 @@ from ps_server.changes import SentTotal
 from ps_server.contributions import TORCH_DTYPE, Contribution
 from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Compensation
+from ps_server.optimizer_arrays import assign_array, check_array, read_array
 from ps_server.optimizers import BlockState
 from ps_server.store_copy import (
     SavedBlock,
@@ -567,17 +569,43 @@ class ShardStore:
         self._means_ahead.clear()
         self._kept.clear()
 
-    def assign(self, parts: Sequence[tuple[int, Contribution]]) -> None:
-        """Replace values; absent tensors keep theirs. Versions and optimizer state do not change.
+    def assign(self, parts: Sequence[tuple[int, Contribution]], array: str = "") -> None:
+        """Replace values, or an array of optimizer state; absent tensors keep theirs. Versions and
+        all else do not change.
+
+        Args:
+            parts: as below.
+            array: its name; empty means the values.
 
         Shapes:
             parts: (block, contribution) pairs; the store takes them over.
+
+        Raises:
+            InvalidKeys: the table's optimizer has no such array; nothing has changed.
         """
         self._check_parts(parts)
+        if array:
+            check_array(self._table, array)
         self.lineage = object()
         for block, part in parts:
-            contributions.copy_present(part, self._states[block].values)
+            state = self._states[block]
+            if array:
+                before = state.state_bytes
+                assign_array(state, self._table.spec.optimizer, array, part)
+                self._block_bytes += state.state_bytes - before
+            else:
+                contributions.copy_present(part, state.values)
             contributions.release(part, self._pool)
+
+    def read_array(self, block: int, array: str) -> bytes:
+        """A block's elements of an array of optimizer state, in the table's arithmetic.
+
+        Raises:
+            InvalidKeys: the block is not here, or the table's optimizer has no such array.
+        """
+        state = self._state(block)
+        check_array(self._table, array)
+        return read_array(state, self._table.spec.optimizer, array)
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None
@@ -608,6 +636,11 @@ class ShardStore:
                 return self._payloads[block], b""
             return encoded(state.values, state.length, codec, self._pool), b""
         return self._sums.read(state, block, codec, clock)
+
+    @property
+    def table(self) -> Table:
+        """Whose blocks they are."""
+        return self._table
 
     @property
     def blocks(self) -> Collection[int]:

@@ -35,6 +35,7 @@ from ps_server.custom_updates import CheckedUpdate
 from ps_server.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues
+from ps_server.optimizer_arrays import check_array
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
 from ps_server.shard_store import Changes, ShardStore
@@ -289,7 +290,7 @@ class Shards:
         for some in pieces_of(effect.parts):
             blocks = [block for block, _ in some]
             changes.begin(blocks)
-            self.stores[key].assign(_contributions(some))
+            self.stores[key].assign(_contributions(some), effect.record.array)
             changes.end(blocks)
             yield
 
@@ -351,6 +352,8 @@ class Shards:
             case Dropped():
                 store.drop(record.clock)
             case Assigned():
+                if record.array:
+                    check_array(store.table, record.array)
                 values = yield from _receiving(store, record, SentTotal(change.parts))
                 yield from self.assigning(Assign(record, tuple(values.parts.items())))
         return None

@@ -120,6 +120,7 @@ class UpdateGate:
             return False
         worker.sealed_clock = step.clock
         step.edit = b"" if step.skip else seal.terms.edit
+        step.array = seal.terms.array
         if step.edit:
             self._end_gradients(worker, step, out)
         if step.edit and not self._state.takes_edits(step.clock):
@@ -166,8 +167,9 @@ class UpdateGate:
         """
         setting = self._state.schedule.at(step.clock)
         step.edit, step.skip = b"", True
+        what = "loaded optimizer state" if step.array else "changed parameters"
         step.problem = EditRefused(
-            f"worker {worker.rank} changed parameters of table '{self._state.name}' before clock "
+            f"worker {worker.rank} {what} of table '{self._state.name}' before clock "
             f"{step.clock}, which is under {setting}: no step of it is all workers'"
         )
 
@@ -338,7 +340,8 @@ class UpdateGate:
     def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
         if step.edit:
             parts = self._records.take_parts(worker, step)
-            self._records.assign(step.clock, [self._records.contributor(worker, step)], parts, out)
+            contributors = [self._records.contributor(worker, step)]
+            self._records.assign(step.clock, contributors, parts, out, array=step.array)
             return
         if not step.skip:
             self._records.reject_stale(worker, step, out)

@@ -253,6 +253,41 @@ class Connection:
         )
         return PullTicket(table.table, self._loop.start(self.engine.read(order)))
 
+    def start_state_pull(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
+        """Begin to pull an array of optimizer state of a table, at this worker's clock, into `raw`.
+
+        Args:
+            table: which table.
+            raw: as below.
+            array: the name of the state; `OptimizerSpec.has_array`.
+
+        Shapes:
+            raw: 1-D uint8, writable; all elements of the table in the dtype of its arithmetic.
+
+        Blocking: no.
+
+        Raises:
+            InvalidKeys: `raw` has another length.
+        """
+        self.check_usable()
+        self._check_own(table)
+        region, codec = region_of(table.table, None), table.spec.arithmetic_codec
+        expected_bytes = region.element_count * codec.element_bytes
+        if raw.nbytes != expected_bytes:
+            raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
+        order = ReadOrder(
+            table=table.table,
+            region=region,
+            raw=raw,
+            clock=table.clock,
+            consistent=False,
+            is_reader=False,
+            deadline_s=now_s() + self.deadline_s(None),
+            steps=table.steps,
+            array=array,
+        )
+        return PullTicket(table.table, self._loop.start(self.engine.read(order)))
+
     def read_order(
         self,
         table: TableHandle,

@@ -11,8 +11,9 @@ Rules:
       (`ps_worker.trained_model`).
     - Hyperparameters are read from `param_groups` when the step ends and travel with it, so torch's
       learning-rate schedulers work as they are.
-    - Optimizer state is the servers'; `state_dict` has the hyperparameters. With `Aggregate` the
-      state is the local optimizer's and `state_dict` is that one's.
+    - Optimizer state is the servers'; `state_dict` asks for it, and `load_state_dict` gives it to
+      them with the next `step` (SEMANTICS S16). With `Aggregate` and `Add` it is the local
+      optimizer's and `state_dict` is that one's.
     - Parameters that the script changes between two steps are taken over by the servers with the
       next `step`, if all workers change them alike under BSP; else `step` refuses (SEMANTICS S16).
 
@@ -26,7 +27,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -43,11 +44,13 @@ from ps_worker.local_optimizer import inner_optimizer
 from ps_worker.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.optimizer_state import OptimizerState
 from ps_worker.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
+from ps_worker.served_state import pulled_arrays, torch_state
 from ps_worker.settings import consistency_of
 from ps_worker.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.step_scale import amp_scale_of, check_unscaled
 from ps_worker.table_handle import TableHandle
 from ps_worker.tickets import StepResult
+from ps_worker.torch_groups import checked_groups, fill_groups, numbered
 from ps_worker.trained_model import TrainedModel
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import OptimizerOptions, TrainingOptions
@@ -329,18 +332,82 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyperparameters, and with `Aggregate` the local optimizer's state."""
+        """The parameter groups, and the optimizer state that the servers hold, in the layout of the
+        torch.optim namesake, which can load it. With `Aggregate` and `Add` the local optimizer's.
+
+        State is on the CPU, in float32 (float64 for float64 parameters). Under BSP it is that after
+        this worker's last step, at whichever workers ask; elsewhere as it is when it is read.
+
+        Blocking: until the last step has ended, and every server has answered.
+
+        Raises:
+            InvalidConfig: `Custom`, whose state has no layout in torch.
+            PushpullError: as `Client.wait`.
+        """
         if self._inner is not None:
             return self._inner.state_dict()
-        return _plain(_Base.state_dict)(self)
+        self._check_has_layout()
+        self._model.end_step()
+        loaded = self._model.loaded
+        awake = [table for table in self._tables if not table.is_asleep]
+        arrays = pulled_arrays(self._client, awake) if loaded is None else loaded.arrays
+        self.state.update(torch_state(arrays, self.param_groups))
+        try:
+            found = _plain(_Base.state_dict)(self)
+        finally:
+            self.state.clear()
+        fill_groups(found["param_groups"], self._optimizer)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave. The servers' state stays as it is."""
-        if self._inner is None:
-            _plain(_Base.load_state_dict)(self, state_dict)
-        else:
+        """Takes over what `state_dict` gave, here or of the torch.optim namesake: the groups at
+        once, the state with the next `step`. All workers load the same before the same step, under
+        BSP. What the servers have already is not sent.
+
+        Blocking: until every server has said what it has.
+
+        Raises:
+            InvalidConfig: it is another optimizer's, or of other parameters. Nothing has changed.
+            InvalidTensor: an array has another shape, or is not finite. Nothing has changed.
+            EditRefused: the setting has no step of all workers. Nothing has changed.
+            PushpullError: as `Client.wait`.
+        """
+        if self._inner is not None:
             self._inner.load_state_dict(state_dict)
             self._share(self._inner)
+            return
+        self._check_has_layout()
+        self._model.end_step()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hooked = pre_hook(self, state_dict)
+            state_dict = state_dict if hooked is None else hooked
+        saved = state_dict.get("param_groups")
+        groups = checked_groups(saved, self.param_groups, self._optimizer)
+        for table in self._tables:
+            self._model.numbers(table, groups)
+        state = numbered(state_dict.get("state", {}), state_dict["param_groups"])
+        self._model.load(state, groups)
+        self.param_groups = groups
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_has_layout(self) -> None:
+        if isinstance(self._optimizer, Custom):
+            raise InvalidConfig(
+                f"custom update '{self._optimizer.update}' keeps its state on the servers, in no "
+                "layout that torch knows; save it with client.checkpoint(), and go on from it with "
+                "pushpull train --resume"
+            )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a DistributedOptimizer ('{self._options.name}') cannot be copied or pickled: it "
+            "belongs to a connection, and its state is on the servers. Save "
+            "optimizer.state_dict(), make the optimizer anew, and load that"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce_ex__(memo)
 
     @property
     def has_local_state(self) -> bool:

@@ -412,6 +412,8 @@ class Engine:
             raise
         finally:
             self._reads.discard(task)
+        if order.array:
+            return pulled
         # All of the table is at this clock or further, with backup workers perhaps without this
         # worker; a part of it would say nothing of the rest.
         if len(pulled.versions) == order.table.block_count:

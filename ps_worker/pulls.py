@@ -31,7 +31,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import NodeId, RangeId
-from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, Table
+from ps_core.tables import NATIVE_CODEC, Codec, DType, OptimizerKind, Table
 from ps_runtime import wire
 from ps_runtime.clock import now_s
 from ps_runtime.errors import error_from_proto
@@ -43,7 +43,7 @@ from ps_worker.links import Answer, ServerLink, ServerLinks
 from ps_worker.measures import MEASURES
 from ps_worker.steps import TableSteps
 from ps_worker.tickets import Pulled
-from ps_worker.values import Raw, element_bytes
+from ps_worker.values import Raw
 from pushpull.v1 import parameters_pb2
 
 ATTEMPT_S = 10.0
@@ -76,6 +76,14 @@ class ReadOrder:
     steps: TableSteps
     cut: int = 0
     """Its reader's number of the cut that it ends; 0: none."""
+    array: str = ""
+    """Of optimizer state, that is read; empty: the values."""
+
+    @property
+    def codec(self) -> Codec:
+        """What the elements come as."""
+        spec = self.table.spec
+        return spec.arithmetic_codec if self.array else NATIVE_CODEC[spec.dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -336,7 +344,8 @@ class Puller:
     def _lane(link: ServerLink, reading: _Reading) -> SharedLane | None:
         """Where values may be read; None for tables that are not lent as they are here."""
         spec = reading.order.table.spec
-        if reading.order.consistent or reading.torn_count >= _MAX_TORN_COUNT:
+        order = reading.order
+        if order.consistent or order.array or reading.torn_count >= _MAX_TORN_COUNT:
             return None
         may_be_lent = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
             DType.FLOAT32,
@@ -359,7 +368,7 @@ class Puller:
             return 0  # came twice, over an attempt that was thought lost
         if self._view().ranges[range_id].assignment_epoch != view.ranges[range_id].assignment_epoch:
             raise StaleAssignment(f"range {range_id} has moved while it was read")
-        codec = NATIVE_CODEC[table.spec.dtype]
+        codec = reading.order.codec
         length = table.block_length(value.block)
         if value.codec != wire.codec_to_proto(codec) or byte_count != length * codec.element_bytes:
             raise Internal(
@@ -376,18 +385,19 @@ class Puller:
         wanted.discard(value.block)
         if not wanted:
             del reading.wanted[range_id]
-        byte_count = table.block_length(value.block) * element_bytes(table.spec.dtype)
+        byte_count = table.block_length(value.block) * reading.order.codec.element_bytes
         self._counters.pulled_bytes += byte_count
         MEASURES.pulled_bytes.inc(byte_count)
         reading.versions[value.block] = value.version
-        reading.order.steps.saw(value.block, value.peer_version)
+        if not reading.order.array:  # else it has not seen the values that were there then
+            reading.order.steps.saw(value.block, value.peer_version)
         if reading.lowest_clock is None or value.clock < reading.lowest_clock:
             reading.lowest_clock = value.clock
 
 
 def _target(order: ReadOrder, block: int, length: int) -> tuple[Raw, int]:
     """Where a block's bytes go, and how many of its first bytes do not."""
-    width = element_bytes(order.table.spec.dtype)
+    width = order.codec.element_bytes
     start = block * order.table.spec.block_elements
     low = max(order.region.begin, start)
     high = min(order.region.end, start + length)
@@ -406,9 +416,10 @@ def _request(
         table_id=table.table_id,
         clock=reading.clock,
         deadline_ms=max(int(wait_s * 1000), 1),
-        codec=wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype]),
+        codec=wire.codec_to_proto(reading.order.codec),
         consistent=reading.order.consistent,
         cut=reading.order.cut,
+        array=reading.order.array,
     )
     named = named_by_block(
         {range_id: len(reading.wanted[range_id]) for range_id in ranges}, reading.whole_counts

@@ -49,7 +49,7 @@ class BlockPlace(NamedTuple):
 class SealTerms:
     """What a seal says, beside its place. `clip_scale`: what the worker's own gradient needs where
     it is clipped; `update_scale`: this is no seal, but what follows one that asked for it; `edit`:
-    names the edit that the step is; empty: it is none.
+    names the edit that the step is; empty: it is none; `array`: what it is of, as in the protocol.
     """
 
     hyperparameters: Hyperparameters = ()
@@ -59,6 +59,7 @@ class SealTerms:
     clip_scale: float | None = None
     update_scale: float | None = None
     edit: bytes = b""
+    array: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -486,7 +486,7 @@ class PushWindow:
         # A seal that travelled with its push was not held until that was answered.
         is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
         if is_skipped and not terms.skip:
-            terms = replace(terms, skip=True, edit=b"")
+            terms = replace(terms, skip=True, edit=b"", array="")
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s

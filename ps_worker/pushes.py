@@ -81,6 +81,7 @@ class _TablePlan:
     blocks_of: Mapping[RangeId, tuple[int, ...]]
     ranges: tuple[RangeId, ...]
     codec: types_pb2.Codec
+    state_codec: types_pb2.Codec
 
     @classmethod
     def of(cls, table: Table, range_count: int) -> _TablePlan:
@@ -89,7 +90,8 @@ class _TablePlan:
         )
         blocks_of = table.blocks_by_range(range_count)
         codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
-        return cls(by_block, blocks_of, tuple(blocks_of), codec)
+        state_codec = wire.codec_to_proto(table.spec.arithmetic_codec)
+        return cls(by_block, blocks_of, tuple(blocks_of), codec, state_codec)
 
 
 class PushListener(Protocol):
@@ -280,7 +282,7 @@ class PushDriver:
 
     def _send_push(self, effect: SendPush) -> None:
         body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies
-        key = effect.key
+        key, plan = effect.key, self._plans[effect.key.table_id]
         message = parameters_pb2.BlockPush(
             range_id=key.range_id,
             assignment_epoch=self._epoch(key.range_id),
@@ -289,7 +291,7 @@ class PushDriver:
             clock=effect.clock,
             sequence=key.sequence,
             confirmed_sequence=effect.confirmed_sequence,
-            codec=self._plans[key.table_id].codec,
+            codec=plan.state_codec if body.is_state else plan.codec,
             kind=_KIND_OF_VALUES if body.is_assign else _KIND_OF_GRADIENT,
             pulled_peer_version=body.pulled_peer_version,
         )
@@ -328,6 +330,8 @@ class PushDriver:
             seal.contribution_scale = terms.contribution_scale
         if terms.clip_scale is not None:
             seal.clip_scale = terms.clip_scale
+        if terms.array:
+            seal.array = terms.array
         if terms.edit:
             seal.edit = terms.edit
 

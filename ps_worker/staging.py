@@ -186,10 +186,15 @@ class FlatBuffer:
 
     def blocks(self, table: Table) -> Iterator[BlockPart]:
         """All of it, block by block, where it lies."""
-        size = table.spec.block_elements * self.values.element_size()
-        raw = self.raw.data
-        for block in range(table.block_count):
-            yield BlockPart(block, raw[block * size : (block + 1) * size])
+        return blocks_in(table, self.values)
+
+
+def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockPart]:
+    """A vector that has all elements of a table, block by block, where it lies."""
+    size = table.spec.block_elements * values.element_size()
+    raw = values.view(torch.uint8).numpy().data
+    for block in range(table.block_count):
+        yield BlockPart(block, raw[block * size : (block + 1) * size])
 
 
 def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:

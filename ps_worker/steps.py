@@ -69,7 +69,7 @@ def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...
 
 class PushBody(NamedTuple):
     """What a push says of one block, opaque to the push window; the payload is in the table's own
-    codec.
+    codec, or, of optimizer state, in that of its arithmetic.
     """
 
     block: int
@@ -78,6 +78,7 @@ class PushBody(NamedTuple):
     eager: Hyperparameters | None
     pulled_peer_version: int | None
     is_assign: bool = False
+    is_state: bool = False
 
 
 class StepSink(Protocol):
@@ -160,27 +161,37 @@ class Step:
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
 
-    def edit(self, parts: Iterable[BlockPart], edit: bytes) -> PushTicket:
+    def edit(self, parts: Iterable[BlockPart], edit: bytes, array: str = "") -> PushTicket:
         """Make an edit of the step, and end it: these values replace those of the tensors present,
         if all workers say the same edit. What was pushed before takes no part.
 
         Args:
             parts: the blocks with tensors that were changed.
             edit: names all that was changed in the model, alike at every worker that did the same.
+            array: of optimizer state, that they are of; empty means the values.
 
-        Shapes, Raises: as `push_blocks`.
+        Shapes:
+            parts: as `push_blocks` has them; of optimizer state in the dtype of the table's
+            arithmetic.
+
+        Raises: as `push_blocks`.
 
         Blocking: no. The ticket raises EditRefused where the workers do not all mean this.
         """
         self._check_open()
         bodies = []
         for block, payload, presence in parts:
-            self._check_length(block, payload)
-            bodies.append(PushBody(block, payload, presence, None, None, is_assign=True))
+            if array:
+                length = self.table.block_length(block)
+                check_length(payload.nbytes, self.table.spec.arithmetic_codec, length)
+            else:
+                self._check_length(block, payload)
+            body = PushBody(block, payload, presence, None, None, True, bool(array))
+            bodies.append(body)
         self._sink.withdraw(self.table, self.clock, frozenset(body.block for body in bodies))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
-        return self._end(SealTerms(edit=edit))
+        return self._end(SealTerms(edit=edit, array=array))
 
     def push_parts(self, parts: Iterable[BlockPart]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""

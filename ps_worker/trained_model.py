@@ -37,11 +37,20 @@ from ps_core.errors import (
 from ps_core.tables import Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
-from ps_worker.edits import REMEDIES, Edited, digest_of, names_of, problem_of
+from ps_worker.edits import REMEDIES, Edited, names_of, problem_of
 from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
 from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
+from ps_worker.planned_edits import PlannedEdits, load_refused
+from ps_worker.served_state import (
+    LoadedState,
+    State,
+    arrays_of,
+    is_same,
+    loaded_state,
+    pulled_arrays,
+)
 from ps_worker.staging import is_finite
 from ps_worker.step_record import StepTimes
 from ps_worker.step_scale import StepScale
@@ -69,6 +78,7 @@ class _SealedStep:
         pulled: what has come of it so far.
         edited: the parameters that it gives the servers, where it is an edit.
         is_edit: whether it is one.
+        array: of optimizer state, that the edit is of; empty: the parameters.
         refused: why nothing of it was taken, if that is known.
         is_taken_over: it has become the parameters' values.
         has_gradients: gradients of the next step have come since.
@@ -81,6 +91,7 @@ class _SealedStep:
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
+    array: str = ""
     refused: EditRefused | None = None
     is_taken_over: bool = False
     has_gradients: bool = False
@@ -117,6 +128,8 @@ class TrainedModel:
         self._sealed: _SealedStep | None = None
         self._meeting = 0  # how many waits of `synchronize` are behind it
         self._round_count = 0  # how far the clocks are ahead of the script's steps
+        self._loaded: LoadedState | None = None
+        self._edits = PlannedEdits()
         self._times: StepTimes  # from `begin` on
 
     @property
@@ -342,11 +355,37 @@ class TrainedModel:
 
     # --- what the script has changed
 
-    def _take_edits(self) -> None:
-        """Gives the servers the parameters that were changed since the last step, in a step
-        before that of the gradients (SEMANTICS S16).
+    def load(self, state: State, groups: Groups) -> None:
+        """Optimizer state that the next `step` gives to the servers, in the place of what was
+        loaded before; nothing if they have it already.
 
-        Blocking: until it has ended; reads every parameter.
+        Args:
+            state: as `arrays_of` takes it.
+            groups: the parameter groups as they will be.
+
+        Blocking, Raises: as `DistributedOptimizer.load_state_dict`.
+        """
+        may_be_infinite = self.options.allow_non_finite
+        arrays = arrays_of(state, self.tables, groups, may_be_infinite=may_be_infinite)
+        loaded = None
+        if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
+            why = self.why_no_edit()
+            if why:
+                raise EditRefused(load_refused(self.options.name, why))
+            loaded = loaded_state(arrays)
+        self._loaded = loaded
+        self._edits.forget()
+
+    @property
+    def loaded(self) -> LoadedState | None:
+        """What was loaded, and not all given to the servers."""
+        return self._loaded
+
+    def _take_edits(self) -> None:
+        """Gives the servers the parameters that were changed since the last step, and optimizer
+        state that was loaded, in steps before that of the gradients (SEMANTICS S16).
+
+        Blocking: until they have ended; reads every parameter.
 
         Raises:
             EditRefused: the setting has no such step, or the workers do not mean the same.
@@ -354,23 +393,21 @@ class TrainedModel:
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
             return
+        if not self._edits:
+            self._plan_edits()
+        while self._edits:
+            with uninterrupted():
+                self._sealed = self._seal_edit()
+            self._end(self._sealed)
+
+    def _plan_edits(self) -> None:
         awake = [table for table in self.tables if not table.is_asleep]
         found = {table: table.edited() for table in awake}
         edited = {table: indexes for table, indexes in found.items() if indexes}
-        if not edited:
+        if not edited and self._loaded is None:
             return
-        self._check_may_edit(edited)
-        problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
-        with uninterrupted():
-            self._sealed = self._seal_edit(edited, problem)
-        self._end(self._sealed)
-
-    def _check_may_edit(self, edited: Edited) -> None:
-        why = "with mode='eager', whose blocks were applied as they left"
-        if not self.options.applies_on_arrival:
-            reasons = (self._client.why_no_edit(table.handle) for table in self.tables)
-            why = next((reason for reason in reasons if reason), "")
-        if why:
+        why = self.why_no_edit()
+        if edited and why:
             raise EditRefused(
                 f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
                 f"step, {why}. Nothing was sent of this step, and the change stays until it is "
@@ -378,22 +415,50 @@ class TrainedModel:
                 "change, step(), and set_consistency() back; or before the optimizer is made. To "
                 "clamp in every step, give the optimizer clamp=(least, greatest)"
             )
+        if why:
+            raise EditRefused(load_refused(self.options.name, why))
+        problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
+        self._edits.plan(edited, self._loaded, problem)
 
-    def _seal_edit(self, edited: Edited, problem: str) -> _SealedStep:
-        """Seals the step on every table; nothing is waited for. One with a problem is nobody's: it
-        ends the clock for all, who need not wait for this worker so.
+    def why_no_edit(self) -> str:
+        """Why the next step cannot be an edit, as far as this worker knows; empty if it can."""
+        if self.options.applies_on_arrival:
+            return "with mode='eager', whose blocks were applied as they left"
+        reasons = (self._client.why_no_edit(table.handle) for table in self.tables)
+        return next((reason for reason in reasons if reason), "")
+
+    def _seal_edit(self) -> _SealedStep:
+        """Seals the next edit on every table; nothing is waited for. One with a problem is
+        nobody's: it ends the clock for all, who need not wait for this worker so.
         """
-        name = f"refused by worker {self._client.rank}".encode() if problem else digest_of(edited)
+        edits, array = self._edits, self._edits.next
+        name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
         for buffers in self.buffers:
             buffers.push()
         for buffers in self.buffers:
             buffers.seal()
-        tickets = {
-            table: table.edit(() if problem else edited.get(table, ()), name)
-            for table in self.tables
-            if not table.is_asleep
-        }
-        return _SealedStep(tickets, None, False, problem, edited=edited, is_edit=True)
+        tickets = {}
+        for table in self.tables:
+            if table.is_asleep:
+                continue
+            if array:
+                tickets[table] = table.load(array, edits.values(table), name)
+            else:
+                indexes = () if edits.problem else edits.edited.get(table, ())
+                tickets[table] = table.edit(indexes, name)
+        edited: Edited = {} if array else edits.edited
+        return _SealedStep(
+            tickets, None, False, edits.problem, edited=edited, is_edit=True, array=array
+        )
+
+    def _ended_edit(self, sealed: _SealedStep) -> None:
+        """What was planned goes on, or begins anew with the next step."""
+        if sealed.refused is not None or sealed.problem:
+            self._edits.forget()
+            return
+        self._edits.taken()
+        if not self._edits:
+            self._loaded = None
 
     def _end_refused(self, sealed: _SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
@@ -403,7 +468,9 @@ class TrainedModel:
         if sealed.refused is None:
             return
         own = "no parameter was changed here"
-        if sealed.edited:
+        if self._loaded is not None:
+            own = "optimizer state was loaded here, which waits for a step that takes all of it"
+        elif sealed.edited:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
         raise EditRefused(
             f"{sealed.refused.message}; {own}. The step was not taken by anybody. {REMEDIES}"
@@ -453,7 +520,9 @@ class TrainedModel:
         with uninterrupted():
             self._sealed = None
             self._leave_out(sealed.tickets)
-            if not sealed.is_edit:
+            if sealed.is_edit:
+                self._ended_edit(sealed)
+            else:
                 self._times.ended()
         self._end_refused(sealed)
         if sealed.scaling is not None and sealed.scaling.norm is not None:

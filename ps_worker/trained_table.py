@@ -13,7 +13,7 @@ What it deliberately does not do: know groups, loss scaling or other tables
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from ps_worker.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.optimizers import Add, ServerOptimizer
 from ps_worker.pending import Pending
 from ps_worker.settings import FromRank0
-from ps_worker.staging import FlatBuffer, GradientStaging, is_finite
+from ps_worker.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
 from ps_worker.step_scale import StepScale
 from ps_worker.training_options import TrainingOptions
 
@@ -238,10 +238,43 @@ class TrainedTable:
                 for part in self._edit.blocks(self.handle.table)
                 if any(present := self._presence(part.block, indexes))
             ]
-        ticket = self._client.begin_step(self.handle).edit(parts, name)
+        return self._end_edit(parts, name, "")
+
+    def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
+        """Ends a step that is an edit of optimizer state, as `edit` does one of parameters.
+
+        Args:
+            array: the name of the state.
+            values: all elements of the table; None where only other tables have any.
+            name: the edit's.
+
+        Shapes:
+            values: 1-D, contiguous, in the dtype of the table's arithmetic. It must not change
+            before the step has ended.
+
+        Blocking: no; `finish` waits.
+        """
+        parts: Iterator[BlockPart] | tuple[BlockPart, ...] = ()
+        if values is not None:
+            parts = blocks_in(self.handle.table, values)
+        return self._end_edit(parts, name, array)
+
+    def _end_edit(self, parts: Iterable[BlockPart], name: bytes, array: str) -> PushTicket:
+        ticket = self._client.begin_step(self.handle).edit(parts, name, array)
         self._pending.add(ticket)
         self.begin_pull()
         return ticket
+
+    def start_state_pull(self, array: str, values: torch.Tensor) -> PullTicket[Pulled]:
+        """Begins to pull an array of optimizer state.
+
+        Shapes:
+            values: as in `load`; written until the ticket is done.
+
+        Blocking: no.
+        """
+        raw = values.view(torch.uint8).numpy()
+        return self._client.start_state_pull(self.handle, raw, array)
 
     def _presence(self, block: int, indexes: Collection[int]) -> tuple[bool, ...]:
         return tuple(s.tensor in indexes for s in self.handle.table.segments(block))

@@ -226,7 +226,7 @@ class RangeSeal(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ...) -> None: ...
 
 class Seal(_message.Message):
-    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last", "clip_scale", "edit")
+    __slots__ = ("table_id", "clock", "ranges", "hyperparameters", "contribution_scale", "skip", "last", "clip_scale", "edit", "array")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class Seal(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     CLIP_SCALE_FIELD_NUMBER: _ClassVar[int]
     EDIT_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     clock: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangeSeal]
@@ -245,7 +246,8 @@ class Seal(_message.Message):
     last: bool
     clip_scale: float
     edit: bytes
-    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ..., clip_scale: _Optional[float] = ..., edit: _Optional[bytes] = ...) -> None: ...
+    array: str
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangeSeal, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., contribution_scale: _Optional[float] = ..., skip: _Optional[bool] = ..., last: _Optional[bool] = ..., clip_scale: _Optional[float] = ..., edit: _Optional[bytes] = ..., array: _Optional[str] = ...) -> None: ...
 
 class UpdateScale(_message.Message):
     __slots__ = ("table_id", "clock", "ranges", "scale")
@@ -324,7 +326,7 @@ class RangePull(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number", "cut")
+    __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number", "cut", "array")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +337,7 @@ class PullRequest(_message.Message):
     SHARED_FIELD_NUMBER: _ClassVar[int]
     READ_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     table_id: int
     ranges: _containers.RepeatedCompositeFieldContainer[RangePull]
@@ -345,7 +348,8 @@ class PullRequest(_message.Message):
     shared: bool
     read_number: int
     cut: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ..., read_number: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+    array: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., table_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[RangePull, _Mapping]]] = ..., clock: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., consistent: _Optional[bool] = ..., shared: _Optional[bool] = ..., read_number: _Optional[int] = ..., cut: _Optional[int] = ..., array: _Optional[str] = ...) -> None: ...
 
 class BeginCutRequest(_message.Message):
     __slots__ = ("session", "table_id", "cut", "deadline_ms")

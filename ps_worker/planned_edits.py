@@ -1,0 +1,97 @@
+"""The edits of one step, in their order: parameters, then optimizer state, array by array.
+
+Rules:
+    - Each is a clock of its own: a clock stages no more than a step does (S16).
+    - All have one name, of all that is changed. So workers that disagree about any of it disagree
+      at the first, before anything is taken.
+    - A wait that expired leaves what is left to the next call. A refusal begins all of it anew.
+
+Invariants:
+    PLAN-1  What is next is asked for only while there is something.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core.errors import check
+from ps_worker.edits import Edited, digest_of
+from ps_worker.served_state import LoadedState
+
+if TYPE_CHECKING:
+    from ps_worker.trained_table import TrainedTable
+
+_VALUES = ""
+_DIGEST_BYTES = 16
+
+
+class PlannedEdits:
+    """What a step has to give the servers before its gradients.
+
+    Attributes:
+        edited: the parameters that were changed.
+        problem: why their values are none; empty if they are.
+        digest: names all that is changed.
+    """
+
+    def __init__(self) -> None:
+        self.edited: Edited = {}
+        self.problem = ""
+        self.digest = b""
+        self._loaded: LoadedState | None = None
+        self._left: deque[str] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def plan(self, edited: Edited, loaded: LoadedState | None, problem: str) -> None:
+        """These are to be given to the servers: at least one of them.
+
+        Blocking: as `edits.digest_of`.
+        """
+        self.edited, self._loaded, self.problem = edited, loaded, problem
+        self._left.clear()
+        if edited:
+            self._left.append(_VALUES)
+        if problem:
+            return
+        self.digest = digest_of(edited)
+        if loaded is not None:
+            self._left.extend(loaded.names)
+            whole = self.digest + loaded.digest
+            self.digest = hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
+
+    @property
+    def next(self) -> str:
+        """The array of optimizer state that is to be given now; empty: the parameters."""
+        check(bool(self._left), "PLAN-1", "nothing is planned")
+        return self._left[0]
+
+    def values(self, table: TrainedTable) -> torch.Tensor | None:
+        """Of the array that is next, a table's; None if it has none."""
+        check(self._loaded is not None, "PLAN-1", "no state was loaded")
+        if self._loaded is None:
+            return None
+        return self._loaded.arrays.get(table, {}).get(self.next)
+
+    def taken(self) -> None:
+        """The servers have what was next."""
+        self._left.popleft()
+
+    def forget(self) -> None:
+        """Nothing is planned any more."""
+        self._left.clear()
+
+
+def load_refused(name: str, why: str) -> str:
+    """The message of loaded state that no step can take."""
+    return (
+        f"optimizer state was loaded into '{name}', {why}. Nothing was sent. Load it under BSP: "
+        "set_consistency('bsp') at every worker, load_state_dict(), step(), and "
+        "set_consistency() back; or start the cluster from a checkpoint, which has it in every "
+        "setting"
+    )
