@@ -463,4 +463,5 @@ def _terms(clock: int, terms: SealTerms) -> ServerTerms:
         terms.last,
         terms.clip_scale,
         terms.edit,
+        terms.array,
     )

@@ -49,7 +49,7 @@ from ps_server.server_machine import PartAdded
 from ps_server.shards import Shards
 from ps_server.store_copy import StoreCopy
 from ps_server.sums import Total
-from tests.sim.grads import Arrived, Grad
+from tests.sim.grads import FIRST, SECOND, STEP, Arrived, Grad
 
 if TYPE_CHECKING:
     from tests.sim.truth import Settings, Truth
@@ -119,7 +119,12 @@ def gradient_of(grad: Grad, segment_count: int) -> tuple[float | None, ...]:
         seed = grad.clock * 7919 + rank * 104729 + grad.block * 1299709 + grad.revision * 31
         seed = (seed + segment * 15485863) * 2654435761 % 4294967296 >> 7
         is_absent = grad.clock and segment != seed % segment_count and seed // 64 % 8 == 0
-        found.append(None if is_absent else float(seed % 7 - 3 or 4))
+        value = float(seed % 7 - 3 or 4)
+        if grad.is_edit and grad.array == STEP:
+            value = abs(value) - 1.0
+        elif grad.is_edit and grad.array == SECOND:
+            value = abs(value)
+        found.append(None if is_absent else value)
     return tuple(found)
 
 
@@ -429,11 +434,15 @@ class Twin:
 
 
 def _edit(update: _Update, state: BlockState) -> None:
-    """What was changed has its new value, and all else of its optimizer as it was."""
+    """What was changed has its new value, and all else of the block is as it was."""
     (item,) = update.grads  # EDIT
     for at, value in enumerate(gradient_of(item, len(state.values))):
-        if value is not None:
-            state.values[at] = value
+        if value is None:
+            continue
+        if item.array == STEP:
+            state.steps[at] = int(value)
+        else:
+            {FIRST: state.first, SECOND: state.second}.get(item.array, state.values)[at] = value
 
 
 def _corrected(value: float, grad: Grad, state: BlockState, at: int, setting: Consistency) -> float:
@@ -463,8 +472,12 @@ def _step(
             case OptimizerKind.ADD:
                 values[at] += value
             case OptimizerKind.SGD:
-                state.first[at] = numbers["momentum"] * state.first[at] + value
-                values[at] -= numbers["lr"] * state.first[at]
+                moved = value
+                if numbers["momentum"]:  # else the servers have no buffer, and count nothing
+                    if state.steps[at]:  # the first gradient is the buffer
+                        moved += numbers["momentum"] * state.first[at]
+                    state.first[at], state.steps[at] = moved, 1
+                values[at] -= numbers["lr"] * moved
             case _:
                 beta1, beta2 = numbers["beta1"], numbers["beta2"]
                 state.steps[at] += 1

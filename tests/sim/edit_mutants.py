@@ -6,6 +6,7 @@ from tests.sim.mutation import Mutant
 
 _FORMING = "ps_server/forming.py"
 _GATE = "ps_server/update_gate.py"
+_ARRAYS = "ps_server/optimizer_arrays.py"
 _STEPS = ("steps",)
 
 EDIT_MUTANTS = (
@@ -13,7 +14,7 @@ EDIT_MUTANTS = (
         "workers that disagree about an edit make one",
         "S16",
         _FORMING,
-        "        if edits[0] == edits[1]:",
+        "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
         "        if True:",
         _STEPS,
     ),
@@ -21,8 +22,8 @@ EDIT_MUTANTS = (
         "who changed nothing goes along with an edit",
         "S16",
         _FORMING,
-        "        if edits[0] == edits[1]:",
-        "        if edits[0] == edits[1] or not all(edits):",
+        "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
+        "        if (edits[0] == edits[1] and arrays[0] == arrays[1]) or not all(edits):",
         _STEPS,
     ),
     Mutant(
@@ -56,5 +57,53 @@ EDIT_MUTANTS = (
         "        invalid = step.invalid_values if seal.terms.edit else step.invalid",
         "        invalid = step.invalid",
         _STEPS,
+    ),
+    Mutant(
+        "workers that name different arrays of state make one edit",
+        "S16",
+        _FORMING,
+        "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
+        "        if edits[0] == edits[1]:",
+        _STEPS,
+    ),
+    Mutant(
+        "optimizer state that was loaded becomes values",
+        "S16",
+        _FORMING,
+        "self._values, out, array=self._array)",
+        "self._values, out)",
+        _STEPS,
+    ),
+    Mutant(
+        "steps that were loaded are those of tensors that were not, too",
+        "S16",
+        _ARRAYS,
+        "    steps[here] = counts[here]",
+        "    steps = counts",
+        _STEPS,
+    ),
+    Mutant(
+        "loaded steps of one tensor of a block are all others', too",
+        "S16",
+        _ARRAYS,
+        "[state.bounds[:-1]]",
+        "[state.bounds[:1].repeat(state.segment_count)]",
+        _STEPS,
+    ),
+    Mutant(
+        "state of tensors that were not loaded is what lies in their place",
+        "S16",
+        _ARRAYS,
+        "    contributions.copy_present(part, slot)",
+        "    slot[: part.length].copy_(part.values[: part.length])",
+        _STEPS,
+    ),
+    Mutant(
+        "a backup takes loaded state for values",
+        "S16",
+        "ps_server/shards.py",
+        "self.assigning(Assign(record, tuple(values.parts.items())))",
+        'self.assigning(Assign(record._replace(array=""), tuple(values.parts.items())))',
+        ("failover",),
     ),
 )

@@ -3,11 +3,13 @@
 At some clocks of some tables every worker's step is an edit, in whatever setting: where it has no
 step of all workers, the edit is refused. At others one worker changes something else, or nothing.
 
-An edit in a block is an item of its list like a gradient: of nobody, alike at all workers.
+An edit in a block is an item of its list like a gradient: of nobody, alike at all workers. Half of
+them are of an array of optimizer state: what comes of it shows with the next gradient.
 
 Oracle:
     EDIT   An edit is in a block where all workers meant it, under BSP without backup workers, and
            nowhere else. It is never beside a gradient of its clock.
+    SUM    (`arithmetic`) One of optimizer state changes that array, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ps_core.tables import OptimizerKind, Table
-from tests.sim.grads import EDIT, Grad
+from ps_core.tables import STEP_ARRAY, OptimizerKind, Table
+from tests.sim.grads import EDIT, VALUES, Grad
 
 _SEEDS = 3
 _SHARE = 0.15
 _DISPUTED = 0.4
 _FIRST_LEAVERS = 5
 """Up to this clock nobody leaves who was there from the start."""
-_CHANGED = (OptimizerKind.SGD, OptimizerKind.ADAM)
+_ARRAYS = {
+    OptimizerKind.SGD: ("", STEP_ARRAY, "momentum_buffer"),
+    OptimizerKind.ADAM: ("", STEP_ARRAY, "exp_avg", "exp_avg_sq"),
+}
+"""What is changed, in the order of `grads.VALUES` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Edit:
         blocks: those with tensors that are.
         other: the rank that does not mean what the others do, if one does not.
         changes: whether that one changes something at all.
+        array: what is changed: `grads.VALUES`, or optimizer state.
+        names_alike: whether that one's seal names the edit as the others' do, and another array.
     """
 
     table: Table
@@ -43,6 +51,8 @@ class Edit:
     blocks: tuple[int, ...]
     other: int | None = None
     changes: bool = False
+    array: int = VALUES
+    names_alike: bool = False
 
     def is_of(self, rank: int) -> bool:
         """Whether the step of that rank is an edit."""
@@ -50,11 +60,17 @@ class Edit:
 
     def name(self, rank: int) -> bytes:
         """What its seal says."""
-        return b"other" if rank == self.other else b"edit"
+        return b"other" if rank == self.other and not self.names_alike else b"edit"
+
+    def array_name(self, rank: int) -> str:
+        """Which array its seal says; empty for values."""
+        names = _ARRAYS[self.table.spec.optimizer.kind]
+        is_another = rank == self.other and self.names_alike
+        return names[(self.array + is_another) % len(names)]
 
     def grad(self, rank: int, block: int, incarnation: int) -> Grad:
         """What a worker sends."""
-        revision = EDIT + (rank == self.other)
+        revision = EDIT + (rank == self.other) + 2 * self.array
         return Grad(self.clock, rank, block, revision, self.table.table_id, incarnation)
 
     def item(self, block: int) -> Grad:
@@ -85,7 +101,7 @@ class Edits:
 
     def at(self, table: Table, clock: int) -> Edit | None:
         """The edit of that clock, if there is one."""
-        if self._seed % _SEEDS or clock < 1 or table.spec.optimizer.kind not in _CHANGED:
+        if self._seed % _SEEDS or clock < 1 or table.spec.optimizer.kind not in _ARRAYS:
             return None
         key = table.table_id, clock
         if key not in self._found:
@@ -98,6 +114,12 @@ class Edits:
             return None
         blocks = tuple(b for b in range(table.block_count) if draw.random() < 0.7)
         if self._may_differ and clock < _FIRST_LEAVERS and draw.random() < _DISPUTED:
-            other = draw.randrange(self._worker_count)
-            return Edit(table, clock, blocks, other, draw.random() < 0.5)
-        return Edit(table, clock, blocks)
+            other, array = draw.randrange(self._worker_count), self._array(draw, table)
+            changes = draw.random() < 0.6
+            return Edit(table, clock, blocks, other, changes, array, draw.random() < 0.5)
+        return Edit(table, clock, blocks, array=self._array(draw, table))
+
+    @staticmethod
+    def _array(draw: random.Random, table: Table) -> int:
+        count = len(_ARRAYS[table.spec.optimizer.kind])
+        return draw.choice((VALUES, draw.randrange(1, count)))

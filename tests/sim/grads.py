@@ -7,7 +7,11 @@ from typing import NamedTuple
 from ps_server.contributions import Contribution
 
 EDIT = 100
-"""The revision of what an edit changes a block to; one more, where one worker means another."""
+"""The revision of what an edit changes a block's values to; one more, where one worker means
+another; two more for each array of optimizer state."""
+
+VALUES, STEP, FIRST, SECOND = range(4)
+"""What an edit is of: values, or optimizer state: the steps of each tensor, and its moments."""
 
 
 class Grad(NamedTuple):
@@ -26,6 +30,11 @@ class Grad(NamedTuple):
     def is_edit(self) -> bool:
         """Whether it is what an edit changes the block to; `pulled` is its table then."""
         return self.revision >= EDIT
+
+    @property
+    def array(self) -> int:
+        """Of an edit: what it is of."""
+        return (self.revision - EDIT) // 2
 
 
 class Arrived(Grad):

@@ -120,7 +120,7 @@ class Simulation:
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
-        "edits", "edits refused", "edits disputed",
+        "edits", "edits refused", "edits disputed", "edits of state",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200

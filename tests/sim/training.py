@@ -13,7 +13,7 @@ from ps_worker.steps import left_out, passed
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
-from tests.sim.grads import Grad
+from tests.sim.grads import VALUES, Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
 
 _ALONE = 4
@@ -130,7 +130,12 @@ def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
     if layout.settings.takes_edit(edit):
         truth.change(edit, worker.incarnation)
     ranges = list(table.blocks_by_range(layout.range_count))
-    worker.window.seal(table_id, clock, ranges, SealTerms(edit=edit.name(worker.rank)))
+    worker.window.seal(
+        table_id,
+        clock,
+        ranges,
+        SealTerms(edit=edit.name(worker.rank), array=edit.array_name(worker.rank)),
+    )
     layout.settings.stepped[table_id] = max(layout.settings.stepped[table_id], clock)
     truth.sealed[table_id, worker.incarnation] = clock
     yield lambda: (table_id, clock) in worker.ended
@@ -139,6 +144,7 @@ def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
     _check_refused(worker, edit, ended)
     assert ended.applied == is_taken or ended.discarded, (edit, ended)
     worker.world.counts["edits" if is_taken else "edits refused"] += 1
+    worker.world.counts["edits of state"] += is_taken and edit.array != VALUES
     for block in () if is_taken else edit.blocks:
         truth.contributions[table_id, block].discard(edit.item(block))
 
