@@ -57,6 +57,59 @@ def test_values_of_the_first_rank_are_taken_when_all_say_the_same(bsp: Bench) ->
     assert bsp.room.staged_bytes == bsp.room.summed_bytes == 0
 
 
+def load(bench: Bench, rank: int, clock: int, array: str, name: bytes = A) -> list[Effect]:
+    """As `edit`, of optimizer state."""
+    bench.push(rank, 2 * clock - 1, clock, is_assign=True)
+    return bench.seal(rank, 2 * clock, clock, edit=name, array=array)
+
+
+def test_optimizer_state_is_taken_as_values_are_and_the_next_edit_is_of_values(bsp: Bench) -> None:
+    load(bsp, 1, 1, "momentum_buffer")
+    records = [e.record for e in load(bsp, 0, 1, "momentum_buffer") if isinstance(e, Assign)]
+    edit(bsp, 0, 2, B)
+    records += [e.record for e in edit(bsp, 1, 2, B) if isinstance(e, Assign)]
+    assert [(r.clock, r.array) for r in records] == [(1, "momentum_buffer"), (2, "")]
+
+
+@pytest.mark.parametrize(
+    ("array", "name", "words"),
+    [
+        ("step", A, "workers 0 and 1 loaded optimizer state to different values"),
+        ("momentum_buffer", B, "workers 0 and 1 loaded optimizer state to different values"),
+        ("", A, "workers 0 and 1 loaded optimizer state to different values"),
+    ],
+)
+def test_workers_that_load_different_state_are_told(
+    bsp: Bench, array: str, name: bytes, words: str
+) -> None:
+    load(bsp, 0, 1, "momentum_buffer")
+    done = load(bsp, 1, 1, array, name)
+    assert assigned(done) == []
+    (told,) = refusals(done)
+    assert words in told
+    assert bsp.machine.state.clock == 1
+
+
+def test_who_loads_alone_is_named(bsp: Bench) -> None:
+    step(bsp, 0, 1)
+    (told,) = refusals(load(bsp, 1, 1, "step"))
+    assert "worker 1 loaded optimizer state before clock 1" in told
+    assert "worker 0 did not" in told
+
+
+@pytest.mark.parametrize("array", ["exp_avg", "values", "mean_square"])
+def test_state_that_the_optimizer_has_not_is_refused(bsp: Bench, array: str) -> None:
+    """Its clock is still open."""
+    told = problem(load(bsp, 0, 1, array))
+    assert isinstance(told, InvalidConfig)
+    assert "momentum_buffer, step" in str(told)
+
+
+def test_a_step_of_gradients_has_no_array(bsp: Bench) -> None:
+    bsp.push(0, 1, 1)
+    assert isinstance(problem(bsp.seal(0, 2, 1, array="step")), InvalidConfig)
+
+
 def test_gradients_follow_at_the_next_clock(bsp: Bench) -> None:
     for rank in (0, 1):
         edit(bsp, rank, 1, A)

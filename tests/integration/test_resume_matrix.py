@@ -1,0 +1,88 @@
+"""What was saved in each way goes on bit for bit, on as many servers, on more and on fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import ps_worker as ps
+from tests.integration import framework_jobs, state_jobs
+from tests.integration.framework_jobs import FRAMEWORKS
+from tests.integration.state_jobs import STEPS
+from tests.integration.training_models import differing
+from tests.integration.worker_pool import Pool, Workers
+
+WORKERS = 2
+SERVERS = 2
+"""Of the cluster in which is saved."""
+
+Clusters = dict[int, Workers]
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    """By their number of servers."""
+    pool = Pool(WORKERS)
+    with ExitStack() as stack:
+        stack.callback(pool.stop)
+        found = {}
+        for servers in (1, SERVERS, 3):
+            cluster = stack.enter_context(ps.local_cluster(servers=servers, workers=WORKERS))
+            found[servers] = stack.enter_context(pool.connected(cluster.address, WORKERS))
+        yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the workers have it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the frameworks save."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_a_scripts_own_files_go_on_on_any_number_of_servers(clusters: Clusters, kind: str) -> None:
+    whole = clusters[SERVERS].run(
+        state_jobs.train, name=f"whole {kind}", kind=kind, steps=(0, STEPS)
+    )
+    half = clusters[SERVERS].run(state_jobs.train, name=f"half {kind}", kind=kind, steps=(0, 3))
+    expected, saved = whole[0][0][3:], half[0][1:]
+    for servers, workers in clusters.items():
+        found = workers.run(
+            state_jobs.train, name=f"resumed {kind}", kind=kind, steps=(3, STEPS), saved=saved
+        )
+        for history, _, _ in found:
+            assert [differing(*pair) for pair in zip(history, expected, strict=True)] == [[]] * 3, (
+                f"{servers} servers"
+            )
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_frameworks_files_go_on_on_any_number_of_servers(
+    clusters: Clusters, folder: Path, framework: str
+) -> None:
+    """Its import takes seconds."""
+    job, here = FRAMEWORKS[framework], clusters[SERVERS]
+    path = folder / framework
+    path.mkdir()
+    unused = folder / f"{framework} whole"
+    unused.mkdir()
+    expected = here.run(job, name=f"{framework} whole", folder=unused, parts=2, resume=False)
+    half = here.run(job, name=f"{framework} half", folder=path, parts=1, resume=False)
+    assert differing(half[0], expected[0]) != []
+    for servers, workers in clusters.items():
+        found = workers.run(job, name=f"{framework} resumed", folder=path, parts=2, resume=True)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert differing(ours, theirs) == [], f"{servers} servers"
+    assert framework_jobs.PART * 2 == STEPS
