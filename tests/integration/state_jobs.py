@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,6 +78,11 @@ class OneProcess:
         return history
 
 
+def checkpoint(client: ps.Client) -> None:
+    """The cluster's own, of all workers' newest step."""
+    client.checkpoint().wait()
+
+
 def copied(state: Any) -> Any:
     """As a script's own torch.save and torch.load leave it."""
     buffer = io.BytesIO()
@@ -122,3 +128,144 @@ def train(
     kept = copied({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.close()
     return history, kept["model"], kept["optimizer"]
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> str:
+    """What a step was refused with; empty if it was taken."""
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    try:
+        optimizer.step()
+    except ps.PushpullError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def load_apart(
+    client: ps.Client, name: str, saved: dict[int, StateDict], common: StateDict, **options: Any
+) -> tuple[list[str], list[StateDict]]:
+    """Some ranks load before the second step; before the third all load the same.
+
+    Returns:
+        What each step, or the load before it, was refused with; the optimizer's state after each.
+    """
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name, optimizer=PAIRS["adam"][0], **options)
+    told, states = [], []
+    for step, x in enumerate(batches(3, rank=client.rank)):
+        try:
+            if step and (step == 2 or client.rank in saved):
+                optimizer.load_state_dict(common if step == 2 else saved[client.rank])
+        except ps.EditRefused as error:
+            told.append(f"load: {error}")
+        told.append(one_step(model, optimizer, x))
+        states.append(copied(optimizer.state_dict()))
+    optimizer.close()
+    return told, states
+
+
+_kept: dict[str, tuple[Any, ps.DistributedOptimizer, list[torch.Tensor]]] = {}
+
+
+def load_and_wait(client: ps.Client, name: str, saved: StateDict) -> str:
+    """All load; only rank 0 takes the step."""
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, name=name, optimizer=PAIRS["adam"][0])
+    optimizer.load_state_dict(saved)
+    inputs = list(batches(2, rank=client.rank))
+    _kept[name] = model, optimizer, inputs
+    return one_step(model, optimizer, inputs[0]) if client.rank == 0 else ""
+
+
+def go_on(client: ps.Client, name: str) -> tuple[str, str, Values, StateDict]:
+    """Rank 0's step is repeated, and another follows."""
+    model, optimizer, inputs = _kept.pop(name)
+    told = one_step(model, optimizer, inputs[0])
+    told_next = one_step(model, optimizer, inputs[1])
+    found = copied(optimizer.state_dict())
+    optimizer.close()
+    return told, told_next, values(model), found
+
+
+def look(client: ps.Client, name: str, saved: StateDict) -> dict[str, Any]:
+    """What a script sees of an optimizer without taking a step."""
+    optimizer = optimizer_for(client, seeded(Branched), name=name, optimizer=PAIRS["adam"][0])
+    schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.5)
+    fresh = copied(optimizer.state_dict())
+    optimizer.load_state_dict(fresh)
+    is_pending = optimizer._model.loaded is not None
+    problems = {}
+    for what, act in {
+        "deepcopy": lambda: copy.deepcopy(optimizer),
+        "torch.save": lambda: torch.save(optimizer, io.BytesIO()),
+    }.items():
+        try:
+            act()
+        except TypeError as error:
+            problems[what] = str(error)
+    optimizer.load_state_dict(saved)
+    loaded = copied(optimizer.state_dict())
+    schedule.step()
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.close()
+    return {
+        "fresh": fresh, "is_pending": is_pending, "problems": problems, "loaded": loaded,
+        "rate": rate,
+    }  # fmt: skip
+
+
+def refuse(client: ps.Client, name: str, saved: dict[str, StateDict], kind: str) -> dict[str, str]:
+    """What each of these is refused with."""
+    model = seeded(Branched)
+    model.last.bias.requires_grad_(False)
+    optimizer = optimizer_for(client, model, name=name, optimizer=PAIRS[kind][0])
+    told = {}
+    for what, state in saved.items():
+        before = copy.deepcopy([{**g, "params": 0} for g in optimizer.param_groups])
+        try:
+            optimizer.load_state_dict(state)
+            told[what] = ""
+        except ps.PushpullError as error:
+            told[what] = f"{type(error).__name__}: {error}"
+            assert [{**g, "params": 0} for g in optimizer.param_groups] == before
+            assert optimizer._model.loaded is None
+    optimizer.close()
+    return told
+
+
+def train_halves(
+    client: ps.Client, name: str, saved: dict[str, Any] | None
+) -> tuple[list[Values], dict[str, Any]]:
+    """bfloat16 parameters, two groups and a schedule; the module and all state are loaded after
+    the optimizer was made.
+    """
+    model = seeded(Branched).to(torch.bfloat16)
+    groups = [
+        {"params": list(model.first.parameters()), "lr": 0.02},
+        {"params": [*model.sometimes.parameters(), *model.last.parameters(), model.gain]},
+    ]
+    optimizer = ps.DistributedOptimizer(
+        client, groups, ps.AdamW(lr=0.01), module=model, name=name, kernels="exact",
+        block_elements=64,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=STEPS)
+    first = 0
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        first = 3
+    history, kept = [], {}
+    for step, x in enumerate(batches(STEPS, rank=client.rank)):
+        if step < first:
+            continue
+        optimizer.zero_grad()
+        model(x.to(torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        history.append(values(model))
+        if step == 2:
+            parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            kept = copied({what: part.state_dict() for what, part in parts.items()})
+    optimizer.close()
+    return history, kept

@@ -24,11 +24,16 @@ Clusters = dict[int, Workers]
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    """By their number of servers."""
+def pool() -> Iterator[Pool]:
     pool = Pool(WORKERS)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def clusters(pool: Pool) -> Iterator[Clusters]:
+    """By their number of servers."""
     with ExitStack() as stack:
-        stack.callback(pool.stop)
         found = {}
         for servers in (1, SERVERS, 3):
             cluster = stack.enter_context(ps.local_cluster(servers=servers, workers=WORKERS))
@@ -66,6 +71,30 @@ def test_a_scripts_own_files_go_on_on_any_number_of_servers(clusters: Clusters, 
             assert [differing(*pair) for pair in zip(history, expected, strict=True)] == [[]] * 3, (
                 f"{servers} servers"
             )
+
+
+def test_a_checkpoint_has_state_that_was_loaded(
+    pool: Pool, clusters: Clusters, tmp_path: Path
+) -> None:
+    """`--resume` of a run that itself began with a script's own file; ranges have two replicas.
+    It has clusters of its own: a checkpoint is of all that a cluster has.
+    """
+    here = clusters[SERVERS]
+    whole = here.run(state_jobs.train, name="whole", kind="adam", steps=(0, STEPS))
+    half = here.run(state_jobs.train, name="half", kind="adam", steps=(0, 2))
+    expected, saved, url = whole[0][0], half[0][1:], f"file://{tmp_path}"
+    cluster = ps.local_cluster(servers=2, workers=WORKERS, replicas=2, checkpoint_url=url)
+    with cluster, pool.connected(cluster.address, WORKERS) as workers:
+        found = workers.run(state_jobs.train, name="main", kind="adam", steps=(2, 4), saved=saved)
+        workers.run(state_jobs.checkpoint)
+    assert differing(found[0][0][-1], expected[3]) == []
+    for servers in (1, 3):
+        cluster = ps.local_cluster(servers=servers, workers=WORKERS, resume=url)
+        with cluster, pool.connected(cluster.address, WORKERS) as workers:
+            found = workers.run(state_jobs.train, name="main", kind="adam", steps=(4, STEPS))
+        for history, _, _ in found:
+            pairs = zip(history, expected[4:], strict=True)
+            assert [differing(*pair) for pair in pairs] == [[], []], f"{servers} servers"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
