@@ -351,7 +351,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loaded = self._model.loaded
         awake = [table for table in self._tables if not table.is_asleep]
         arrays = pulled_arrays(self._client, awake) if loaded is None else loaded.arrays
-        self.state.update(torch_state(arrays, self.param_groups))
+        entries = torch_state(arrays, self.param_groups)
+        self._model.gave_state(entries, self.param_groups)
+        self.state.update(entries)
         try:
             found = _plain(_Base.state_dict)(self)
         finally:

@@ -164,7 +164,7 @@ def load_apart(
     return told, states
 
 
-_kept: dict[str, tuple[Any, ps.DistributedOptimizer, list[torch.Tensor]]] = {}
+_kept: dict[str, tuple[Any, ps.DistributedOptimizer, Any]] = {}
 
 
 def load_and_wait(client: ps.Client, name: str, saved: StateDict) -> str:
@@ -195,10 +195,11 @@ def look(client: ps.Client, name: str, saved: StateDict) -> dict[str, Any]:
     optimizer.load_state_dict(fresh)
     is_pending = optimizer._model.loaded is not None
     problems = {}
-    for what, act in {
+    acts: dict[str, Callable[[], Any]] = {
         "deepcopy": lambda: copy.deepcopy(optimizer),
         "torch.save": lambda: torch.save(optimizer, io.BytesIO()),
-    }.items():
+    }
+    for what, act in acts.items():
         try:
             act()
         except TypeError as error:
@@ -240,7 +241,7 @@ def train_halves(
     the optimizer was made.
     """
     model = seeded(Branched).to(torch.bfloat16)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(model.first.parameters()), "lr": 0.02},
         {"params": [*model.sometimes.parameters(), *model.last.parameters(), model.gain]},
     ]
@@ -269,3 +270,39 @@ def train_halves(
             kept = copied({what: part.state_dict() for what, part in parts.items()})
     optimizer.close()
     return history, kept
+
+
+def read_state(client: ps.Client, name: str) -> None:
+    """Under ASP; the optimizer is kept, with what it said of its state in the place of inputs."""
+    model = seeded(Branched)
+    ours = PAIRS["adam"][0]
+    optimizer = optimizer_for(client, model, name=name, optimizer=ours, consistency="asp")
+    _kept[name] = model, optimizer, optimizer.state_dict()
+
+
+def step_alone(client: ps.Client, name: str) -> None:
+    """Rank 0's."""
+    model, optimizer, _ = _kept[name]
+    if client.rank == 0:
+        assert one_step(model, optimizer, next(batches(1))) == ""
+
+
+def load_again(client: ps.Client, name: str) -> tuple[float, str, str]:
+    """What was read, as Accelerate does it, and then something else.
+
+    Returns:
+        The steps of a tensor now; what each load was refused with.
+    """
+    _, optimizer, read = _kept.pop(name)
+    told = []
+    other = copied(read)
+    other["state"][0] = {"step": 7, "exp_avg": torch.ones(()), "exp_avg_sq": torch.ones(())}
+    for state in (read, other):
+        try:
+            optimizer.load_state_dict(state)
+            told.append("")
+        except ps.EditRefused as error:
+            told.append(str(error))
+    steps = float(optimizer.state_dict()["state"][0]["step"])
+    optimizer.close()
+    return steps, told[0], told[1]

@@ -94,14 +94,15 @@ def adam() -> StateDict:
     """Of three steps elsewhere."""
     reference = OneProcess("adam")
     reference.train(0, 3)
-    return reference.optimizer.state_dict()
+    found: StateDict = reference.optimizer.state_dict()
+    return found
 
 
 def other_state(adam: StateDict) -> StateDict:
     """The same but for one number."""
     other = jobs.copied(adam)
     other["state"][1]["exp_avg"][0] += 1.0
-    return other
+    return dict(other)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
@@ -140,6 +141,17 @@ def test_where_no_step_is_all_workers_a_load_is_refused_at_once(
     ]
     assert "set_consistency('bsp')" in found[0][0][1]
     assert found[0][1][2]["state"][0]["step"] < 7
+
+
+def test_what_was_read_may_be_loaded_again_in_every_setting(workers: Workers) -> None:
+    """Accelerate does so with every optimizer; another may have taken a step meanwhile."""
+    for job in (jobs.read_state, jobs.step_alone):
+        workers.run(job, name="again")
+    for rank, found in enumerate(workers.run(jobs.load_again, name="again")):
+        steps, told, told_other = found
+        assert steps == 1.0
+        assert (told == "") == (rank == 1)  # rank 0 would go back behind its own step
+        assert "optimizer state was loaded into 'again'" in told_other
 
 
 def test_a_step_that_waits_in_the_middle_of_a_load_goes_on(
@@ -181,7 +193,7 @@ def test_wrong_state_is_refused_with_what_is_wrong(workers: Workers, adam: State
         other = jobs.copied(adam)
         other["state"][number].update(entry)
         other["state"].pop(6, None)  # 'last.bias' is frozen
-        return other
+        return dict(other)
 
     def of(make: Any, count: int = 7) -> StateDict:
         found: StateDict = make([torch.zeros(1) for _ in range(count)]).state_dict()
