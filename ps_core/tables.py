@@ -174,6 +174,9 @@ _STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
 STEP_ARRAY = "step"
 """How many steps each tensor has taken, as if each of its elements had counted them."""
 
+VALUES_ARRAY = "values"
+"""The values, where they are loaded together with optimizer state."""
+
 MAX_LOADED_STEP_COUNT = 2**24
 """As far as torch.optim counts: in float32, where one more is the same number."""
 
@@ -211,9 +214,9 @@ class OptimizerSpec:
         return tuple(names)
 
     def has_array(self, name: str) -> bool:
-        """Whether it has state of that name, `STEP_ARRAY` included."""
+        """Whether it has state of that name, `STEP_ARRAY` and `VALUES_ARRAY` included."""
         names = self.state_arrays
-        return name in names or (bool(names) and name == STEP_ARRAY)
+        return name in names or (bool(names) and name in (STEP_ARRAY, VALUES_ARRAY))
 
     @property
     def label(self) -> str:

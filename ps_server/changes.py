@@ -3,7 +3,7 @@
     Put        a sum becomes values
     Kept       a sum was reduced, and waits for its scale; `Put` follows
     Dropped    nothing comes of a sum that was kept, or is in the making
-    Assigned   initial values, or an edit's: values, or an array of optimizer state
+    Assigned   initial values, or an edit's: values, or what it lays beside for optimizer state
 
 A total is what was summed for an update, detached from the sums in the making, and opaque here. On
 its way to a backup it is a `SentTotal`: before it is averaged (after it, where it was kept), in the

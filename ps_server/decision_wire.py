@@ -103,7 +103,7 @@ def record_to_proto(record: Record) -> replication_pb2.DecisionRecord:
     if record.update_scale != 1.0:
         message.update_scale = record.update_scale
     if record.array:
-        message.array = record.array
+        message.array, message.edit = record.array, record.edit
     if record.summed_by:
         message.summed_by.extend(_contributor_to_proto(each) for each in record.summed_by)
     return message
@@ -126,6 +126,7 @@ def record_from_proto(
         message.update_scale if message.HasField("update_scale") else 1.0,
         tuple([_contributor_from_proto(each) for each in message.summed_by]),
         message.array,
+        message.edit,
     )
 
 

@@ -38,8 +38,8 @@ class Sender(NamedTuple):
 
 class SealTerms(NamedTuple):
     """What a seal says, beside its place. `clip_scale`: as in the protocol; None: nothing is
-    clipped. `edit`: names an edit; empty: the step is none. `array`: of optimizer state, that it
-    replaces; empty: values.
+    clipped. `edit`: names an edit; empty: the step is none. `array`: what of optimizer state it
+    lays beside, or puts in place; empty: it replaces values.
     """
 
     clock: int
@@ -190,7 +190,8 @@ class Record(NamedTuple):
     gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
     update_scale: float = 1.0  # what the reduced gradient is multiplied by
     summed_by: tuple[Contributor, ...] = ()  # who took part, where `contributors` only scale it
-    array: str = ""  # of optimizer state, that `is_assign` replaces; empty: the values
+    array: str = ""  # of `is_assign`: what of optimizer state it is of; empty: the values
+    edit: bytes = b""  # with `array`: under which name it is laid beside
 
     @property
     def contributor_count(self) -> int:

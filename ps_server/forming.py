@@ -41,7 +41,7 @@ class Forming:
         self._next_rank = 0  # ranks below it that belong to it are folded
         self._first: WorkerPart | None = None  # whose step says first whether it is an edit
         self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
-        self._array = ""  # what they are of
+        self._of = "", b""  # what they are of
         self._dispute: EditRefused | None = None
         self._is_folded = False
 
@@ -79,7 +79,7 @@ class Forming:
         if self._dispute is not None or (step.edit and worker is not self._first):
             state.unstage_step(step, worker)
         elif step.edit:
-            self._values, self._array = self._records.take_parts(worker, step), step.array
+            self._values, self._of = self._records.take_parts(worker, step), step.of
             state.add_to_sum(step)
         elif step.pushes:
             out.append(self._records.fold(worker, step))
@@ -117,8 +117,7 @@ class Forming:
         state.clock = state.formed_clock = clock
         state.end_sum()
         self._next_rank = 0
-        self._first, self._values, self._array = None, (), ""
-        self._dispute, self._is_folded = None, False
+        self._first, self._values, self._dispute, self._is_folded = None, (), None, False
         for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
 
@@ -194,7 +193,7 @@ class Forming:
             step.edit, step.skip, step.problem = b"", True, self._dispute
         contributors = [self._records.contributor(w, w.steps[clock]) for w in workers]
         if self._dispute is None:
-            self._records.assign(clock, contributors, self._values, out, array=self._array)
+            self._records.assign(clock, contributors, self._values, out, of=self._of)
         else:
             record = self._records.record(clock, contributors, (), ())
             if self._is_folded:

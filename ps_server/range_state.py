@@ -81,6 +81,11 @@ class StepPart:
     """Why nothing of the step is taken: what its entries end with."""
 
     @property
+    def of(self) -> tuple[str, bytes]:
+        """What the record of an edit says that it is of."""
+        return (self.array, self.edit) if self.array else ("", b"")
+
+    @property
     def sealed_by(self) -> SealEvent:
         """The seal of a step that has one."""
         if self.seal is None:

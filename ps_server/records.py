@@ -61,7 +61,7 @@ class Records:
         blocks: tuple[int, ...],
         *,
         is_assign: bool = False,
-        array: str = "",
+        of: tuple[str, bytes] = ("", b""),
     ) -> Record:
         """The next decision."""
         self._state.record_count += 1
@@ -75,7 +75,8 @@ class Records:
             hyperparameters,
             blocks,
             self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
-            array=array,
+            array=of[0],
+            edit=of[1],
         )
 
     def assign(
@@ -85,13 +86,13 @@ class Records:
         parts: tuple[tuple[int, object], ...],
         out: list[Effect],
         *,
-        array: str = "",
+        of: tuple[str, bytes] = ("", b""),
     ) -> None:
-        """An edit is decided, or the initial values: these replace what is there, of the values or
-        of an array of optimizer state.
+        """An edit is decided, or the initial values: these replace values. Or they are `of` an
+        array of optimizer state, under that name of an edit.
         """
         blocks = tuple(block for block, _ in parts)
-        record = self.record(clock, contributors, (), blocks, is_assign=True, array=array)
+        record = self.record(clock, contributors, (), blocks, is_assign=True, of=of)
         if parts or not clock:
             out.append(Assign(record, parts))
         self.commit(record, out)

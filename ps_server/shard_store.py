@@ -21,7 +21,7 @@ Rules:
       no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
-    - What an edit gives replaces values, or one array of optimizer state (`optimizer_arrays`).
+    - What an edit gives replaces values, or goes to optimizer state (`optimizer_arrays`).
 
 Invariants:
     STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
@@ -569,13 +569,16 @@ class ShardStore:
         self._means_ahead.clear()
         self._kept.clear()
 
-    def assign(self, parts: Sequence[tuple[int, Contribution]], array: str = "") -> None:
-        """Replace values, or an array of optimizer state; absent tensors keep theirs. Versions and
-        all else do not change.
+    def assign(
+        self, parts: Sequence[tuple[int, Contribution]], array: str = "", edit: bytes = b""
+    ) -> None:
+        """Replace values; or lay optimizer state beside what there is, or put it in place. Absent
+        tensors keep theirs. Versions and all else do not change.
 
         Args:
             parts: as below.
-            array: its name; empty means the values.
+            array: of optimizer state (`assign_array`); empty means that values are replaced.
+            edit: under which name.
 
         Shapes:
             parts: (block, contribution) pairs; the store takes them over.
@@ -591,7 +594,7 @@ class ShardStore:
             state = self._states[block]
             if array:
                 before = state.state_bytes
-                assign_array(state, self._table.spec.optimizer, array, part)
+                assign_array(state, self._table.spec.optimizer, (array, edit), part)
                 self._block_bytes += state.state_bytes - before
             else:
                 contributions.copy_present(part, state.values)

@@ -290,7 +290,8 @@ class Shards:
         for some in pieces_of(effect.parts):
             blocks = [block for block, _ in some]
             changes.begin(blocks)
-            self.stores[key].assign(_contributions(some), effect.record.array)
+            record = effect.record
+            self.stores[key].assign(_contributions(some), record.array, record.edit)
             changes.end(blocks)
             yield
 

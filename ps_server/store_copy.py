@@ -19,6 +19,7 @@ from torch import Tensor
 from ps_core.errors import InvalidTensor
 from ps_core.keys import TableId
 from ps_server.changes import SentTotal
+from ps_server.optimizer_arrays import is_laid_beside
 from ps_server.optimizers import BlockState
 from ps_server.replication_messages import Snapshot
 
@@ -183,7 +184,11 @@ def slot_of(tensor: str) -> str:
 
 def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
     """The block as it is now: views of its memory."""
-    slots = ((tensor_of(slot), tensor) for slot, tensor in state.slots.items())
+    slots = (
+        (tensor_of(slot), tensor)
+        for slot, tensor in state.slots.items()
+        if not is_laid_beside(slot)
+    )
     named = ((VALUES, state.values), *sorted(slots, key=lambda item: item[0]))
     steps = state.steps
     return SavedBlock(

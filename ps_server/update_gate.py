@@ -341,7 +341,7 @@ class UpdateGate:
         if step.edit:
             parts = self._records.take_parts(worker, step)
             contributors = [self._records.contributor(worker, step)]
-            self._records.assign(step.clock, contributors, parts, out, array=step.array)
+            self._records.assign(step.clock, contributors, parts, out, of=step.of)
             return
         if not step.skip:
             self._records.reject_stale(worker, step, out)

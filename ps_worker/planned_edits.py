@@ -1,9 +1,13 @@
-"""The edits of one step, in their order: parameters, then optimizer state, array by array.
+"""The edits of one step, in their order.
+
+    parameters                  one, which replaces them
+    optimizer state, and        one for each array, and for the parameters that were changed: laid
+    perhaps parameters          beside what there is; the last, of `step`, puts all in place
 
 Rules:
     - Each is a clock of its own: a clock stages no more than a step does (S16).
     - All have one name, of all that is changed. So workers that disagree about any of it disagree
-      at the first, before anything is taken.
+      at the first.
     - A wait that expired leaves what is left to the next call. A refusal begins all of it anew.
 
 Invariants:
@@ -19,13 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.errors import check
+from ps_core.tables import VALUES_ARRAY
 from ps_worker.edits import Edited, digest_of
 from ps_worker.served_state import LoadedState
 
 if TYPE_CHECKING:
     from ps_worker.trained_table import TrainedTable
 
-_VALUES = ""
 _DIGEST_BYTES = 16
 
 
@@ -55,28 +59,33 @@ class PlannedEdits:
         """
         self.edited, self._loaded, self.problem = edited, loaded, problem
         self._left.clear()
-        if edited:
-            self._left.append(_VALUES)
-        if problem:
-            return
-        self.digest = digest_of(edited)
-        if loaded is not None:
+        if problem or loaded is None:
+            self._left.append("")
+        else:
+            self._left.extend([VALUES_ARRAY] if edited else [])
             self._left.extend(loaded.names)
+        self.digest = b"" if problem else digest_of(edited)
+        if loaded is not None:
             whole = self.digest + loaded.digest
             self.digest = hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
 
     @property
     def next(self) -> str:
-        """The array of optimizer state that is to be given now; empty: the parameters."""
+        """The array that is to be laid beside or put in place; empty: parameters, at once."""
         check(bool(self._left), "PLAN-1", "nothing is planned")
         return self._left[0]
 
     def values(self, table: TrainedTable) -> torch.Tensor | None:
-        """Of the array that is next, a table's; None if it has none."""
+        """Of the array that is next, a table's; None if it has none. Parameters have their own."""
         check(self._loaded is not None, "PLAN-1", "no state was loaded")
         if self._loaded is None:
             return None
         return self._loaded.arrays.get(table, {}).get(self.next)
+
+    @property
+    def is_in_place_with_next(self) -> bool:
+        """Whether all that is planned is in place when the servers have what is next."""
+        return len(self._left) == 1
 
     def taken(self) -> None:
         """The servers have what was next."""

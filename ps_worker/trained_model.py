@@ -34,7 +34,7 @@ from ps_core.errors import (
     PushpullError,
     WaitExpired,
 )
-from ps_core.tables import Hyperparameters
+from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
 from ps_worker.edits import REMEDIES, Edited, names_of, problem_of
@@ -78,7 +78,7 @@ class _SealedStep:
         pulled: what has come of it so far.
         edited: the parameters that it gives the servers, where it is an edit.
         is_edit: whether it is one.
-        array: of optimizer state, that the edit is of; empty: the parameters.
+        is_laid: it is an edit that more are to follow before it is in place.
         refused: why nothing of it was taken, if that is known.
         is_taken_over: it has become the parameters' values.
         has_gradients: gradients of the next step have come since.
@@ -91,7 +91,7 @@ class _SealedStep:
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
-    array: str = ""
+    is_laid: bool = False
     refused: EditRefused | None = None
     is_taken_over: bool = False
     has_gradients: bool = False
@@ -463,16 +463,16 @@ class TrainedModel:
             buffers.seal()
         tickets = {}
         for table in self.tables:
+            indexes = () if edits.problem else edits.edited.get(table, ())
             if table.is_asleep:
                 continue
-            if array:
-                tickets[table] = table.load(array, edits.values(table), name)
+            if array in ("", VALUES_ARRAY):
+                tickets[table] = table.edit(indexes, name, array)
             else:
-                indexes = () if edits.problem else edits.edited.get(table, ())
-                tickets[table] = table.edit(indexes, name)
-        edited: Edited = {} if array else edits.edited
+                tickets[table] = table.load(array, edits.values(table), name)
+        is_laid = not edits.is_in_place_with_next
         return _SealedStep(
-            tickets, None, False, edits.problem, edited=edited, is_edit=True, array=array
+            tickets, None, False, edits.problem, edited=edits.edited, is_edit=True, is_laid=is_laid
         )
 
     def _ended_edit(self, sealed: _SealedStep) -> None:
@@ -591,7 +591,7 @@ class TrainedModel:
     def _take_over(self, sealed: _SealedStep) -> None:
         """What was pulled becomes parameters, or gradients for the local optimizer; once."""
         aggregates = self.inner is not None and not self.adds
-        is_taken = sealed.refused is None and not sealed.problem
+        is_taken = sealed.refused is None and not sealed.problem and not sealed.is_laid
         for table in sealed.tickets:
             if not aggregates:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))

@@ -218,13 +218,14 @@ class TrainedTable:
         """
         return self._written.edited() if self._written.is_known else []
 
-    def edit(self, indexes: Collection[int], name: bytes) -> PushTicket:
+    def edit(self, indexes: Collection[int], name: bytes, array: str = "") -> PushTicket:
         """Ends a step that is an edit: the servers take over these parameters, if all workers say
         the same; and asks for what comes of it. What has left of gradients takes no part.
 
         Args:
             indexes: the parameters, as places in the layout; none where only other tables have any.
             name: the edit's.
+            array: empty, or `VALUES_ARRAY` where they are loaded together with optimizer state.
 
         Blocking: copies the parameters; `finish` waits.
         """
@@ -233,12 +234,16 @@ class TrainedTable:
             self._edit = FlatBuffer(self.layout, is_shared=self._client.may_share_memory)
             for index in indexes:
                 self._edit.views[index].copy_(self.layout.placed[index].tensor.detach())
+            values = self._edit.values
+            if array:  # which is in the dtype of the table's arithmetic
+                is_double = values.dtype is torch.float64
+                values = values.to(torch.float64 if is_double else torch.float32)
             parts = [
                 BlockPart(part.block, part.payload, pack_presence(present))
-                for part in self._edit.blocks(self.handle.table)
+                for part in blocks_in(self.handle.table, values)
                 if any(present := self._presence(part.block, indexes))
             ]
-        return self._end_edit(parts, name, "")
+        return self._end_edit(parts, name, array)
 
     def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
         """Ends a step that is an edit of optimizer state, as `edit` does one of parameters.

@@ -84,7 +84,7 @@ def records(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> Record:
         draw(SMALL),
         draw(st.sampled_from([1.0, 0.0, 1 / 3, float("inf")])),
         draw(st.one_of(st.just(()), CONTRIBUTORS)),
-        draw(st.sampled_from(["", "exp_avg", "step"])),
+        *draw(st.sampled_from([("", b""), ("exp_avg", b"\1\2"), ("step", b"x")])),
     )
 
 

@@ -49,7 +49,7 @@ from ps_server.server_machine import PartAdded
 from ps_server.shards import Shards
 from ps_server.store_copy import StoreCopy
 from ps_server.sums import Total
-from tests.sim.grads import FIRST, SECOND, STEP, Arrived, Grad
+from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:
     from tests.sim.truth import Settings, Truth
@@ -289,6 +289,9 @@ class BlockState:
     means: list[float]
     """Of the squares of the gradients that were corrected, as adaptive compensation has it."""
     done: list[Grad] = field(default_factory=list)
+    laid: dict[int, list[float]] = field(default_factory=dict)
+    """What is laid beside, by what it is of, under the name `laid_as`; no checkpoint has it."""
+    laid_as: int = 0
     past: dict[int, list[float]] = field(default_factory=dict)
     """The values, by how many gradients were in them."""
     updates: list[Contributors] = field(default_factory=list)
@@ -355,7 +358,9 @@ class Twin:
     def state(self, table: Table, block: int, found: Sequence[Grad], read: Reading) -> BlockState:
         """The block was read: all that it is."""
         self.check(table, block, found, read)
-        return deepcopy(self._states[table.table_id, block])
+        saved = deepcopy(self._states[table.table_id, block])
+        saved.laid = {}
+        return saved
 
     def restore(self, table_id: TableId, block: int, state: BlockState) -> None:
         """What the block begins with."""
@@ -436,13 +441,21 @@ class Twin:
 def _edit(update: _Update, state: BlockState) -> None:
     """What was changed has its new value, and all else of the block is as it was."""
     (item,) = update.grads  # EDIT
+    arrays = {FIRST: state.first, SECOND: state.second, LAID_VALUES: state.values}
+    if item.array != VALUES and state.laid_as != item.name:
+        state.laid, state.laid_as = {}, item.name
+    target = state.values
+    if item.array == STEP:
+        for array, laid in state.laid.items():
+            arrays[array][:] = laid
+        state.laid, target = {}, list(map(float, state.steps))
+    elif item.array in arrays:
+        target = state.laid.setdefault(item.array, list(arrays[item.array]))
     for at, value in enumerate(gradient_of(item, len(state.values))):
-        if value is None:
-            continue
-        if item.array == STEP:
-            state.steps[at] = int(value)
-        else:
-            {FIRST: state.first, SECOND: state.second}.get(item.array, state.values)[at] = value
+        if value is not None:
+            target[at] = value
+    if item.array == STEP:
+        state.steps = list(map(int, target))
 
 
 def _corrected(value: float, grad: Grad, state: BlockState, at: int, setting: Consistency) -> float:

@@ -3,13 +3,13 @@
 At some clocks of some tables every worker's step is an edit, in whatever setting: where it has no
 step of all workers, the edit is refused. At others one worker changes something else, or nothing.
 
-An edit in a block is an item of its list like a gradient: of nobody, alike at all workers. Half of
-them are of an array of optimizer state: what comes of it shows with the next gradient.
+An edit in a block is an item of its list like a gradient: of nobody, alike at all workers. Most are
+of optimizer state: what comes of it shows with the next gradient.
 
 Oracle:
     EDIT   An edit is in a block where all workers meant it, under BSP without backup workers, and
            nowhere else. It is never beside a gradient of its clock.
-    SUM    (`arithmetic`) One of optimizer state changes that array, and nothing else.
+    SUM    (`arithmetic`) What is laid beside changes nothing, until it is put in place.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ps_core.tables import STEP_ARRAY, OptimizerKind, Table
-from tests.sim.grads import EDIT, VALUES, Grad
+from ps_core.tables import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, Table
+from tests.sim.grads import EDIT, FIRST, LAID_VALUES, NAMES, SECOND, STEP, VALUES, Grad
 
 _SEEDS = 3
 _SHARE = 0.15
+_LOADING_SEEDS = 6
+_LOADING_SHARE = 0.6
+"""In every second of these seeds state is loaded all the time: laid beside, and put in place."""
 _DISPUTED = 0.4
 _FIRST_LEAVERS = 5
 """Up to this clock nobody leaves who was there from the start."""
 _ARRAYS = {
-    OptimizerKind.SGD: ("", STEP_ARRAY, "momentum_buffer"),
-    OptimizerKind.ADAM: ("", STEP_ARRAY, "exp_avg", "exp_avg_sq"),
-}
-"""What is changed, in the order of `grads.VALUES` and so on."""
+    OptimizerKind.SGD: {
+        VALUES: "", STEP: STEP_ARRAY, FIRST: "momentum_buffer", LAID_VALUES: VALUES_ARRAY,
+    },
+    OptimizerKind.ADAM: {
+        VALUES: "", STEP: STEP_ARRAY, FIRST: "exp_avg", SECOND: "exp_avg_sq",
+        LAID_VALUES: VALUES_ARRAY,
+    },
+}  # fmt: skip
+"""What is changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class Edit:
         changes: whether that one changes something at all.
         array: what is changed: `grads.VALUES`, or optimizer state.
         names_alike: whether that one's seal names the edit as the others' do, and another array.
+        number: of its name: what is laid beside under one is not put in place by another.
     """
 
     table: Table
@@ -53,6 +62,7 @@ class Edit:
     changes: bool = False
     array: int = VALUES
     names_alike: bool = False
+    number: int = 0
 
     def is_of(self, rank: int) -> bool:
         """Whether the step of that rank is an edit."""
@@ -60,17 +70,19 @@ class Edit:
 
     def name(self, rank: int) -> bytes:
         """What its seal says."""
-        return b"other" if rank == self.other and not self.names_alike else b"edit"
+        is_another = rank == self.other and not self.names_alike
+        return NAMES[1] if is_another else NAMES[self.number]
 
     def array_name(self, rank: int) -> str:
         """Which array its seal says; empty for values."""
         names = _ARRAYS[self.table.spec.optimizer.kind]
-        is_another = rank == self.other and self.names_alike
-        return names[(self.array + is_another) % len(names)]
+        if rank == self.other and self.names_alike:
+            return names[VALUES if self.array else STEP]
+        return names[self.array]
 
     def grad(self, rank: int, block: int, incarnation: int) -> Grad:
         """What a worker sends."""
-        revision = EDIT + (rank == self.other) + 2 * self.array
+        revision = EDIT + (rank == self.other) + 2 * self.array + 10 * self.number
         return Grad(self.clock, rank, block, revision, self.table.table_id, incarnation)
 
     def item(self, block: int) -> Grad:
@@ -110,16 +122,18 @@ class Edits:
 
     def _drawn(self, table: Table, clock: int) -> Edit | None:
         draw = random.Random(f"edits of {self._seed}, {table.table_id}, {clock}")
-        if draw.random() >= _SHARE:
+        loads = not self._seed % _LOADING_SEEDS
+        if draw.random() >= (_LOADING_SHARE if loads else _SHARE):
             return None
         blocks = tuple(b for b in range(table.block_count) if draw.random() < 0.7)
         if self._may_differ and clock < _FIRST_LEAVERS and draw.random() < _DISPUTED:
             other, array = draw.randrange(self._worker_count), self._array(draw, table)
             changes = draw.random() < 0.6
             return Edit(table, clock, blocks, other, changes, array, draw.random() < 0.5)
-        return Edit(table, clock, blocks, array=self._array(draw, table))
+        number = draw.choice((0, 0, 0, 2))
+        return Edit(table, clock, blocks, array=self._array(draw, table), number=number)
 
     @staticmethod
     def _array(draw: random.Random, table: Table) -> int:
-        count = len(_ARRAYS[table.spec.optimizer.kind])
-        return draw.choice((VALUES, draw.randrange(1, count)))
+        arrays = list(_ARRAYS[table.spec.optimizer.kind])
+        return draw.choice((VALUES, STEP, *draw.choices(arrays, k=3)))

@@ -8,10 +8,14 @@ from ps_server.contributions import Contribution
 
 EDIT = 100
 """The revision of what an edit changes a block's values to; one more, where one worker means
-another; two more for each array of optimizer state."""
+another; two more for each array of optimizer state, and ten for each name."""
 
-VALUES, STEP, FIRST, SECOND = range(4)
-"""What an edit is of: values, or optimizer state: the steps of each tensor, and its moments."""
+VALUES, STEP, FIRST, SECOND, LAID_VALUES = range(5)
+"""What an edit is of: values, at once; or the steps of each tensor, which put in place what was
+laid beside before: its moments, and values."""
+
+NAMES = (b"edit", b"other", b"late")
+"""What seals say; a worker that means another edit than all others says `other`."""
 
 
 class Grad(NamedTuple):
@@ -34,7 +38,12 @@ class Grad(NamedTuple):
     @property
     def array(self) -> int:
         """Of an edit: what it is of."""
-        return (self.revision - EDIT) // 2
+        return (self.revision - EDIT) // 2 % 5
+
+    @property
+    def name(self) -> int:
+        """Of an edit: under which name it is laid beside, as a place in `NAMES`."""
+        return (self.revision - EDIT) // 10
 
 
 class Arrived(Grad):

@@ -97,7 +97,7 @@ def test_who_loads_alone_is_named(bsp: Bench) -> None:
     assert "worker 0 did not" in told
 
 
-@pytest.mark.parametrize("array", ["exp_avg", "values", "mean_square"])
+@pytest.mark.parametrize("array", ["exp_avg", "sum", "mean_square"])
 def test_state_that_the_optimizer_has_not_is_refused(bsp: Bench, array: str) -> None:
     """Its clock is still open."""
     told = problem(load(bsp, 0, 1, array))

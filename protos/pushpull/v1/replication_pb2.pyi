@@ -273,7 +273,7 @@ class EndingDetail(_message.Message):
     def __init__(self, index: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., squares: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DecisionRecord(_message.Message):
-    __slots__ = ("number", "clock", "is_assign", "contributors", "hyperparameters", "blocks", "gone_count", "update_scale", "summed_by", "array")
+    __slots__ = ("number", "clock", "is_assign", "contributors", "hyperparameters", "blocks", "gone_count", "update_scale", "summed_by", "array", "edit")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     IS_ASSIGN_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +284,7 @@ class DecisionRecord(_message.Message):
     UPDATE_SCALE_FIELD_NUMBER: _ClassVar[int]
     SUMMED_BY_FIELD_NUMBER: _ClassVar[int]
     ARRAY_FIELD_NUMBER: _ClassVar[int]
+    EDIT_FIELD_NUMBER: _ClassVar[int]
     number: int
     clock: int
     is_assign: bool
@@ -294,7 +295,8 @@ class DecisionRecord(_message.Message):
     update_scale: float
     summed_by: _containers.RepeatedCompositeFieldContainer[RecordContributor]
     array: str
-    def __init__(self, number: _Optional[int] = ..., clock: _Optional[int] = ..., is_assign: _Optional[bool] = ..., contributors: _Optional[_Iterable[_Union[RecordContributor, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., blocks: _Optional[_Iterable[int]] = ..., gone_count: _Optional[int] = ..., update_scale: _Optional[float] = ..., summed_by: _Optional[_Iterable[_Union[RecordContributor, _Mapping]]] = ..., array: _Optional[str] = ...) -> None: ...
+    edit: bytes
+    def __init__(self, number: _Optional[int] = ..., clock: _Optional[int] = ..., is_assign: _Optional[bool] = ..., contributors: _Optional[_Iterable[_Union[RecordContributor, _Mapping]]] = ..., hyperparameters: _Optional[_Iterable[_Union[_types_pb2.Hyperparameter, _Mapping]]] = ..., blocks: _Optional[_Iterable[int]] = ..., gone_count: _Optional[int] = ..., update_scale: _Optional[float] = ..., summed_by: _Optional[_Iterable[_Union[RecordContributor, _Mapping]]] = ..., array: _Optional[str] = ..., edit: _Optional[bytes] = ...) -> None: ...
 
 class RecordContributor(_message.Message):
     __slots__ = ("rank", "incarnation", "sequences", "skip")
