@@ -397,3 +397,15 @@ def reformatted(kit: Kit) -> Any:
         nn.functional.mse_loss(model(x.view(-1, 3, 2, 2)), y).backward()
         optimizer.step()
     return model
+
+
+@idiom("the optimizer's state is saved and loaded")
+def optimizer_state(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.optimizer(model, "Adam", lr=0.01)
+    fit(model, optimizer, 2)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fit(model, optimizer, 2, seed=9)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return fit(model, optimizer, 2), model
