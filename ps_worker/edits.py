@@ -54,6 +54,7 @@ class WrittenValues:
         self._received = received
         self._sums: dict[int, torch.Tensor] = {}
         self._homes = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
+        self._marks: list[tuple[int, int]] = []
         self.is_known = False
 
     def written(self, but: Collection[int] = ()) -> None:
@@ -65,12 +66,25 @@ class WrittenValues:
         Blocking: no; sums are queued on the devices.
         """
         self.is_known = True
+        self.mark()
         for index, entry in enumerate(self._layout.placed):
             if entry.tensor.is_cpu:
                 continue
             self._sums.pop(index, None)
             if index not in but:
                 self._sums[index] = column_sums(entry.tensor.detach())
+
+    def mark(self) -> None:
+        """The parameters are as they were written, as far as a look at them can tell."""
+        self._marks = [_mark_of(entry.tensor) for entry in self._layout.placed]
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether autograd or the allocator knows of a change since: a look that costs next to
+        nothing, and misses what is written past both (`.data`, numpy).
+        """
+        marks = zip(self._layout.placed, self._marks, strict=True)
+        return any(_mark_of(entry.tensor) != mark for entry, mark in marks)
 
     def edited(self) -> list[int]:
         """The parameters that have other values now.
@@ -111,6 +125,11 @@ class WrittenValues:
         if now.dtype is not expected.dtype:  # as it was rounded when it was written
             expected = expected.to(now.dtype)
         return same_bits(expected, now.cpu())
+
+
+def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr()
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

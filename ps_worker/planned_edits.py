@@ -3,6 +3,7 @@
     parameters                  one, which replaces them
     optimizer state, and        one for each array, and for the parameters that were changed: laid
     perhaps parameters          beside what there is; the last, of `step`, puts all in place
+    frozen parameters           one more, on the tables that sleep, once the others have agreed
 
 Rules:
     - Each is a clock of its own: a clock stages no more than a step does (S16).
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from ps_worker.trained_table import TrainedTable
 
 _DIGEST_BYTES = 16
+
+ASLEEP = "asleep"
+"""What is next when the parameters of tables that sleep are: no array has that name."""
 
 
 class PlannedEdits:
@@ -64,6 +68,8 @@ class PlannedEdits:
         else:
             self._left.extend([VALUES_ARRAY] if edited else [])
             self._left.extend(loaded.names)
+        if not problem and any(table.is_asleep for table in edited):
+            self._left.append(ASLEEP)  # a table that sleeps is stepped only where all mean it
         self.digest = b"" if problem else digest_of(edited)
         if loaded is not None:
             whole = self.digest + loaded.digest
@@ -71,7 +77,9 @@ class PlannedEdits:
 
     @property
     def next(self) -> str:
-        """The array that is to be laid beside or put in place; empty: parameters, at once."""
+        """The array that is to be laid beside or put in place; empty: parameters, at once; ASLEEP:
+        those of tables that sleep, at once.
+        """
         check(bool(self._left), "PLAN-1", "nothing is planned")
         return self._left[0]
 
@@ -85,7 +93,7 @@ class PlannedEdits:
     @property
     def is_in_place_with_next(self) -> bool:
         """Whether all that is planned is in place when the servers have what is next."""
-        return len(self._left) == 1
+        return len(self._left) - (ASLEEP in self._left) <= 1
 
     def taken(self) -> None:
         """The servers have what was next."""

@@ -42,7 +42,7 @@ from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
 from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
-from ps_worker.planned_edits import PlannedEdits, load_refused
+from ps_worker.planned_edits import ASLEEP, PlannedEdits, load_refused
 from ps_worker.served_state import (
     LoadedState,
     State,
@@ -425,8 +425,7 @@ class TrainedModel:
             self._end(self._sealed)
 
     def _plan_edits(self) -> None:
-        awake = [table for table in self.tables if not table.is_asleep]
-        found = {table: table.edited() for table in awake}
+        found = {table: table.edited() for table in self.tables}
         edited = {table: indexes for table, indexes in found.items() if indexes}
         if not edited and self._loaded is None:
             return
@@ -457,16 +456,18 @@ class TrainedModel:
         """
         edits, array = self._edits, self._edits.next
         name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
-        for buffers in self.buffers:
+        for buffers in self.buffers if array != ASLEEP else ():
             buffers.push()
-        for buffers in self.buffers:
+        for buffers in self.buffers if array != ASLEEP else ():
             buffers.seal()
         tickets = {}
         for table in self.tables:
             indexes = () if edits.problem else edits.edited.get(table, ())
-            if table.is_asleep:
+            if table.is_asleep != (array == ASLEEP) or (table.is_asleep and not indexes):
                 continue
-            if array in ("", VALUES_ARRAY):
+            if array == ASLEEP:
+                tickets[table] = table.edit(indexes, name)
+            elif array in ("", VALUES_ARRAY):
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)

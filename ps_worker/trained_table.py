@@ -41,6 +41,9 @@ _REMEDIES = (
     "right after step(), and freeze with requires_grad_(False) what another loss passes through"
 )
 
+_LOOK_EVERY = 16
+"""Steps from one look at every bit of a table that sleeps to the next."""
+
 
 class TrainedTable:
     """The parameters of one layout, on the servers.
@@ -91,6 +94,7 @@ class TrainedTable:
         self._received = FlatBuffer(layout)
         self._written = WrittenValues(layout, self._received)
         self._edit: FlatBuffer | None = None
+        self._look_count = 0
         self._landing: list[Arrival] = []
         self._staging: GradientStaging | None = None
         # Hooks run on autograd's threads, one for each device; one of them may end the step before.
@@ -214,9 +218,20 @@ class TrainedTable:
         """The parameters whose values are not those that were written last, as places in the
         layout; none before that.
 
-        Blocking: reads every parameter once (CPU), or waits for the device.
+        Blocking: reads every parameter once (CPU), or waits for the device. Of a table that sleeps
+        only those that autograd knows of are looked for, and all of them in one step of
+        `_LOOK_EVERY`: to read a large frozen model would cost as much as a pass through it.
         """
-        return self._written.edited() if self._written.is_known else []
+        if not self._written.is_known:
+            return []
+        if self.is_asleep:
+            self._look_count += 1
+            if self._look_count % _LOOK_EVERY and not self._written.is_touched:
+                return []
+        found = self._written.edited()
+        if not found:
+            self._written.mark()
+        return found
 
     def edit(self, indexes: Collection[int], name: bytes, array: str = "") -> PushTicket:
         """Ends a step that is an edit: the servers take over these parameters, if all workers say

@@ -409,3 +409,29 @@ def optimizer_state(kit: Kit) -> Any:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return fit(model, optimizer, 2), model
+
+
+@idiom("frozen layers are loaded")
+def frozen_loaded(kit: Kit) -> Any:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    optimizer = kit.optimizer(model, "Adam", lr=0.01)
+    losses = fit(model, optimizer, 2)
+    model.load_state_dict(perceptron(seed=5).state_dict())
+    losses += fit(model, optimizer, 1)
+    model[0].requires_grad_(True)
+    return losses, fit(model, optimizer, 2), model
+
+
+@idiom("every layer is frozen, and a head is put on")
+def frozen_whole(kit: Kit) -> Any:
+    model, head = perceptron(), nn.Linear(3, 3)
+    nn.init.eye_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.requires_grad_(False)
+    both = nn.Sequential(model, head)
+    optimizer = kit.optimizer(both, lr=0.1)
+    losses = fit(both, optimizer, 2)
+    with torch.no_grad():
+        model[2].weight.mul_(0.5)
+    return losses, fit(both, optimizer, 2), both

@@ -143,3 +143,42 @@ def train_clamped(client: ps.Client, name: str, **options: Any) -> tuple[list[Va
     clock = optimizer.clock
     optimizer.close()
     return history, clock
+
+
+def edit_frozen(client: ps.Client, name: str, how: str) -> tuple[Values, Values, str]:
+    """What this worker has, and what the servers have, once frozen parameters were changed; and
+    what was refused.
+
+    Args:
+        client: the worker's.
+        name: the optimizer's.
+        how: "load": with all others; "apart": by rank 1 alone; "thaw": past autograd, and then they
+            are frozen no more.
+    """
+    model = seeded(Branched)
+    model.first.requires_grad_(False)
+    optimizer = optimizer_for(client, model, name=name)
+    refused = ""
+    for step, x in enumerate(batches(4)):
+        optimizer.zero_grad()
+        if step == 2 and how == "load":
+            load(model)
+        if step == 2 and how == "apart" and client.rank == 1:
+            nn.init.zeros_(model.first.weight)
+        if step == 2 and how == "thaw":
+            fill(model)
+            model.first.requires_grad_(True)
+        model(x).square().mean().backward()
+        try:
+            optimizer.step()
+        except ps.EditRefused as error:
+            refused = error.message
+            break
+    served: Values = {}
+    if not refused:
+        served = {
+            entry.name: torch.as_tensor(client.pull(table.handle, slice=entry.name))
+            for table in optimizer._tables
+            for entry in table.layout.placed
+        }
+    return values(model), served, refused

@@ -208,3 +208,21 @@ def test_a_clamp_of_the_servers_leaves_the_scripts_nothing_to_do(
         reference.step()
         jobs.clamp(model)
         assert differing(history[step], values(model)) == []
+
+
+@pytest.mark.parametrize("how", ["load", "thaw"])
+def test_frozen_parameters_are_taken_too(workers: Workers, how: str) -> None:
+    """The servers have them: who joins, resumes or reads is given what was loaded."""
+    for own, served, refused in workers.run(jobs.edit_frozen, name=f"frozen {how}", how=how):
+        assert refused == ""
+        assert differing(own, served) == []
+    expected = seeded(Branched, seed=77) if how == "load" else None
+    if expected is not None:
+        assert torch.equal(own["first.weight"], values(expected)["first.weight"])
+
+
+def test_frozen_parameters_that_one_rank_changed_are_refused(workers: Workers) -> None:
+    """Nobody waits for a step on a table that sleeps at the others."""
+    for _, _, refused in workers.run(jobs.edit_frozen, name="frozen apart", how="apart"):
+        assert "worker 1" in refused or "first.weight" in refused, refused
+        assert refused
