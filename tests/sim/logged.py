@@ -28,6 +28,14 @@ from tests.sim.world import World
 BOUND_FRAMES = 24
 """A frame counts as a byte here: every range gets many bases."""
 
+ROOM_FRAMES = 20
+"""No base is taken while more frames wait to be written."""
+
+BASES_TAKE_S = (0.0, 1.0, 6.0)
+"""At most, before there is room for the next, in a seed: of a large model they come one by one, and
+updates are in the log before most of them.
+"""
+
 KINDS = {
     "begun": FrameKind.BEGUN,
     "taken over": FrameKind.TAKEN_OVER,
@@ -62,11 +70,13 @@ class SimLog:
         self.segments = LogSegments(BOUND_FRAMES, {}, {})
         self._pending: deque[Frame] = deque()
         self._delay_s = world.draw.choice((0.001, 0.05, 0.5))
+        self._bases_take_s = world.draw.choice(BASES_TAKE_S)
+        self._base_until_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """See `LogWriter`, as all of these."""
-        return len(self._pending) > 20
+        return len(self._pending) > ROOM_FRAMES or self.world.now_s < self._base_until_s
 
     @property
     def lagging(self) -> Sequence[RangeId]:
@@ -84,10 +94,14 @@ class SimLog:
         copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
         what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))
         self.world.counts["bases"] += 1
+        self._base_is_under_way()
         self._append(
             "base", snapshot.range_id, snapshot.tenure, snapshot.assignment_epoch,
             snapshot.number, what,
         )  # fmt: skip
+
+    def _base_is_under_way(self) -> None:
+        self._base_until_s = self.world.now_s + self._bases_take_s * self.world.draw.random()
 
     def batch(self, batch: Batch) -> None:
         self._append(
@@ -125,6 +139,8 @@ class SimLog:
     def begin(self, writer: LoggedServer) -> None:
         """A server goes on with it."""
         self.writer = writer
+        if self.frames:  # bases of other ranges, which the seed has no tables in, come first
+            self._base_is_under_way()
         sizes = Counter(frame.segment for frame in self.frames)
         starts = {range_id: self.frames[at].segment for range_id, at in self.begins().items()}
         self.segments = LogSegments(BOUND_FRAMES, sizes, starts)
@@ -214,6 +230,7 @@ class LoggedServer(ReplicatedServer):
             if frame.range_id not in begins or index < begins[frame.range_id]:
                 continue
             replica = replicas.get(frame.range_id)
+            self.world.counts["frames of the taken over"] += frame.kind == "taken over"
             if frame.kind in ("begun", "taken over"):
                 assert replica is None or replica.number == frame.number, f"S13: {frame}"
                 replicas[frame.range_id] = Replica(

@@ -19,6 +19,9 @@ from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 
 WHILE_DEAD_S = (0.1, 1.0, 5.0, 12.0)
+AGAIN = 0.5
+"""Of those who come back: what killed them does so again."""
+AGAIN_AFTER_S = (0.2, 1.0, 5.0)
 
 
 class LogSimulation(FailoverSimulation):
@@ -28,6 +31,7 @@ class LogSimulation(FailoverSimulation):
         "fault: killed", "servers restarted", "ranges read from a log", "bases",
         "frames let go", "ranges ended in a log", "lost", "duplicated", "checkpoints",
         "came back without its ranges", "came back with its ranges", "gone",
+        "killed again", "frames of the taken over",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"frames lost"})
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
@@ -98,6 +102,23 @@ class LogSimulation(FailoverSimulation):
         counts = self.world.counts
         counts["came back with its ranges"] += bool(mine)
         counts["came back without its ranges"] += len(mine) < len(log.begins())
+        self._may_die_again(decision.reply.node_id)
+
+    def _may_die_again(self, node_id: NodeId) -> None:
+        """What it was given back is lost with it, unless the log has that it went on."""
+        draw = self.world.draw
+        if draw.random() > AGAIN:
+            return
+
+        def strike() -> None:
+            server = self.servers[node_id]
+            is_at_it = not (server.is_dead or self.calamities.is_calm)
+            if is_at_it and self.may_lose(server, for_good=True):
+                self.world.counts["killed again"] += 1
+                self.world.say(f"KILLED AGAIN server {node_id}")
+                self.kill(server)
+
+        self.world.after(draw.choice(AGAIN_AFTER_S) * (0.5 + draw.random()), strike)
 
     def server(self, node_id: NodeId) -> ReplicatedServer:
         """One of the servers."""
