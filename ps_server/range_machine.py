@@ -482,6 +482,7 @@ class RangeMachine:
         worker.steps[clock] = step
         worker.arrived(event.sequence)
         step.seal = event
+        self._gate.recall_carrier(worker, step, event)
         step.numbers = self.state.table.numbers.merged(event.terms.hyperparameters)
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)

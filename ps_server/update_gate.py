@@ -103,8 +103,7 @@ class UpdateGate:
     def _take_effect(
         self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
     ) -> bool:
-        if seal.skip_if_invalid:
-            self._recall_carrier(worker, step, seal)
+        self.recall_carrier(worker, step, seal)
         # Initial values cannot be skipped: rank 0 sends what was invalid again.
         skips_invalid = seal.skip_if_invalid and step.clock > 0
         # Gradients that left before their worker saw that the step is an edit are withdrawn.
@@ -174,10 +173,13 @@ class UpdateGate:
         )
 
     @staticmethod
-    def _recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
+    def recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
         """The push that the seal came with may have ended at a primary before this one: what became
-        of it moved with the ledger, and which step it was of did not.
+        of it moved with the ledger, and which step it was of did not. To be asked when the seal
+        comes, too: the worker may confirm that it knows before the seal takes effect.
         """
+        if not seal.skip_if_invalid:
+            return
         if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
             step.invalid.add(seal.sequence - 1)
             step.invalid_values.add(seal.sequence - 1)

@@ -198,6 +198,10 @@ class SimWorker:
         """After which clock it has joined each table, as far as the view says."""
         self.between: Callable[[SimWorker, bool], Waits] = _nothing_between
         """What its script does between two steps; whether one follows."""
+        self.has_sent_whole: Callable[[SendPush], None] = lambda _: None
+        """Called when a step of one message has left, with its seal."""
+        self.says_goodbye: Callable[[], None] = lambda: None
+        """Called when it leaves a table, by a step that it does not take."""
         self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
@@ -350,6 +354,8 @@ class SimWorker:
                 self.step_refused(effect)
             elif isinstance(effect, SendPush):
                 self._carry(effect.server, self._push_event(effect), self._inline(effect))
+                if effect.inline_seal is not None:
+                    self.has_sent_whole(effect)
             elif isinstance(effect, SendSeal):
                 self._carry(effect.server, *self._seal_events(effect))
             elif isinstance(effect, SendWithdrawal):

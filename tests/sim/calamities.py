@@ -115,8 +115,8 @@ class Calamities:
         self._left_count = plan.strike_count
         self._links: list[Link] = []
         self._strikes: dict[str, Callable[[], bool]] = {
-            "killed": self._kill,
-            "paused": self._pause,
+            "killed": lambda: self._kill(self._victim(for_good=True)),
+            "paused": lambda: self._pause(self._victim()),
             "cut off": self._cut_off,
             "out of sight": self._out_of_sight,
             "deaf": self._deaf,
@@ -141,11 +141,16 @@ class Calamities:
             server.speed_up()
             server.wake()
 
-    def strike_server(self) -> None:
-        """One is killed or paused now, if it may be, beside all that is planned."""
-        if not self.is_calm:
-            kind = self._world.draw.choice(("killed", "paused"))
-            self._world.counts[f"fault: {kind}"] += self._strikes[kind]()
+    def strike_server(self, node_id: NodeId | None = None) -> None:
+        """That one, or any, is killed or paused now, if it may be, beside all that is planned."""
+        if self.is_calm:
+            return
+        is_killed = self._world.draw.random() < 0.5
+        victim = self._victim(for_good=is_killed, node_id=node_id)
+        if is_killed:
+            self._world.counts["fault: killed"] += self._kill(victim)
+        else:
+            self._world.counts["fault: paused"] += self._pause(victim)
 
     def _strike_first(self) -> None:
         self._strike(self._plan.kinds[0])
@@ -179,8 +184,7 @@ class Calamities:
 
     # --- servers
 
-    def _kill(self) -> bool:
-        victim = self._victim(for_good=True)
+    def _kill(self, victim: ReplicatedServer | None) -> bool:
         if victim is None:
             return False
         self._world.say(f"KILLED server {victim.node_id}")
@@ -196,9 +200,12 @@ class Calamities:
             self._world.counts["fault: restarted"] += 1
             self._world.after(1.0 + draw.random() * 9.0, stage.restart)
 
-    def _victim(self, *, for_good: bool = False) -> ReplicatedServer | None:
+    def _victim(
+        self, *, for_good: bool = False, node_id: NodeId | None = None
+    ) -> ReplicatedServer | None:
         stage = self._stage
-        found = [s for s in stage.living if stage.may_lose(s, for_good=for_good)]
+        living = [s for s in stage.living if node_id is None or s.node_id == node_id]
+        found = [s for s in living if stage.may_lose(s, for_good=for_good)]
         return self._world.draw.choice(found) if found else None
 
     def _for_a_while(self, victim: NodeId | None = None) -> float:
@@ -210,8 +217,7 @@ class Calamities:
             self._world.after(for_s + 2.0, lambda: self.away.subtract([victim]))
         return for_s
 
-    def _pause(self) -> bool:
-        victim = self._victim()
+    def _pause(self, victim: ReplicatedServer | None) -> bool:
         if victim is None:
             return False
         for_s = self._for_a_while(victim.node_id)
@@ -332,7 +338,7 @@ class Calamities:
     def _kill_worker(self) -> bool:
         """One of them, as often as is planned."""
         if len(self.dead_workers) >= self._plan.worker_deaths:
-            return self._pause()
+            return self._pause(self._victim())
         found = [w for w in self._stage.workers if not w.finished and not w.is_down]
         if not found:
             return False

@@ -61,6 +61,14 @@ REPLACEMENT_MUTANTS = (
         ("replacements", "failover"),
     ),
     Mutant(
+        "what a seal came with is forgotten when its worker has seen it",
+        "S4",
+        "ps_server/range_machine.py",
+        "        self._gate.recall_carrier(worker, step, event)\n",
+        "",
+        _REPLACEMENTS,
+    ),
+    Mutant(
         "who is late for an update of nothing clipped is told nothing",
         "S7",
         "ps_server/update_scales.py",

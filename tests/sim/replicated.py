@@ -262,6 +262,10 @@ class ReplicatedServer(SimServer):
         for (table_id, held_in), part in self.machine.parts.items():
             joined = [worker.joined_clock for worker in part.state.workers.values()]
             stepped = max(self.settings.stepped[table_id], *joined, 0)
+            if held_in == range_id:
+                goodbyes = [worker.goodbye_clock or 0 for worker in part.state.workers.values()]
+                is_ahead = max(goodbyes, default=0) > stepped
+                self.world.counts["goodbyes beyond all steps"] += is_ahead
             assert held_in != range_id or part.state.stepped_clock <= stepped, (
                 f"S10: {part.state.stepped_clock} in range {range_id} of table {table_id}: no "
                 f"worker has taken more than step {stepped}"

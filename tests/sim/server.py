@@ -199,9 +199,22 @@ class SimServer:
         return event
 
     def _taking(self, event: EntryEvent) -> Work[None]:
+        if isinstance(event, SealEvent) and event.skip_if_invalid:
+            self._count_recalled(event)
         effects = self.machine.entry(event, self.now_s)
         yield
         yield from self._carrying_out(effects)
+
+    def _count_recalled(self, seal: SealEvent) -> None:
+        """Seals whose push has ended at a primary before this one."""
+        part = self.machine.parts.get((seal.place.table_id, seal.place.range_id))
+        worker = None if part is None else part.state.workers.get(seal.sender.incarnation)
+        if worker is None or worker.ledger.has_ended(seal.sequence):
+            return
+        carrier, step = seal.sequence - 1, worker.steps.get(seal.terms.clock)
+        is_known = step is not None and carrier in step.invalid
+        is_invalid = worker.ledger.outcome(carrier) is Outcome.INVALID
+        self.world.counts["seals of what was invalid elsewhere"] += is_invalid and not is_known
 
     # --- effects, as `ps_server.node` carries them out, with lists for tensors
 

@@ -7,7 +7,9 @@ are killed, paused and cut off all the time. Who has finished may leave the clus
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -17,6 +19,7 @@ import pytest
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, RangeId
 from ps_core.tables import Table
+from ps_worker.push_entries import SendPush
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.cluster_state import (
     ChangeCommitted,
@@ -32,6 +35,7 @@ from tests.sim.scheduled import LOOK_S
 from tests.sim.test_failover import WORKER_TIMEOUT_S, FailoverSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import training
+from tests.sim.truth import Body
 
 _SLOW_S = (14.0, 39.0)
 """For how long a slow worker takes no step: longer than it takes to replace one that is dead."""
@@ -39,6 +43,15 @@ _SLOW_S = (14.0, 39.0)
 
 _BAD_SHARE = 0.08
 """Of blocks that are not finite: so that seals which skip are there when a range moves."""
+
+_STEPS = (2, 4, 30, 30)
+"""Of a worker, at most."""
+
+_LONGER_S = 60.0
+"""Than elsewhere, it is not calm: most get far enough to leave by then."""
+
+_AT_A_MOMENT = 0.6
+"""Of the moments at which it matters that workers fall silent and a server goes: they do."""
 
 
 class ReplacementSimulation(FailoverSimulation):
@@ -50,7 +63,7 @@ class ReplacementSimulation(FailoverSimulation):
         "gone", "replacements", "joined", "slow worker", "came back", "fenced", "left",
         "failovers after a join",
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")), "equal replicas",
-        "checkpoints",
+        "checkpoints", "seals of what was invalid elsewhere", "goodbyes beyond all steps",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "newcomers' clipped steps under bsp", "replaced again", "steps that are passed",
@@ -67,11 +80,13 @@ class ReplacementSimulation(FailoverSimulation):
         self.first: dict[Incarnation, Session] = {}
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
+        self._moments = random.Random(f"moments of {seed}")
         for worker in self.workers:
             worker.bad_share = _BAD_SHARE
+            self._strike_at_its_moments(worker)
         self.is_steady = self.world.draw.random() < 0.5
         if self.world.draw.random() < 0.5:
-            self._say_goodbye()
+            self._deregister_some()
 
     @cached_property
     def plan(self) -> Plan:
@@ -83,7 +98,12 @@ class ReplacementSimulation(FailoverSimulation):
             kinds=(plan.kinds[0], "worker killed", *others),
             strike_count=plan.strike_count + draw.randint(1, 3),
             worker_deaths=draw.choice((1, 2, 3)),
+            calm_s=plan.calm_s + _LONGER_S,
         )
+
+    def step_count(self) -> int:
+        """Some leave early, while servers come and go."""
+        return min(super().step_count(), self.world.draw.choice(_STEPS))
 
     def _change(self) -> None:
         """Under BSP most can wait for who is dead: half of all seeds stay what they are."""
@@ -95,7 +115,7 @@ class ReplacementSimulation(FailoverSimulation):
     def kill_worker(self, worker: SimWorker) -> None:
         """For good, or for a while; another one may be slow meanwhile."""
         draw, counts = self.world.draw, self.world.counts
-        others = [w for w in self.workers if w is not worker and not w.finished and not w.is_down]
+        others = self._others_in_step(worker)
         at_s = 0.0
         if others and not self.slow and draw.random() < 0.7:
             self._slow_down(draw.choice(others))
@@ -132,6 +152,47 @@ class ReplacementSimulation(FailoverSimulation):
         if worker in self.has_left or worker.failed:
             return False
         return worker in self.slow or super()._is_heard(worker)
+
+    # --- moments
+
+    def _strike_at_its_moments(self, worker: SimWorker) -> None:
+        worker.has_sent_whole = lambda effect: self._has_sent_whole(worker, effect)
+        worker.says_goodbye = lambda: self._says_goodbye(worker)
+
+    def _strikes_now(self, of: Sequence[SimWorker]) -> bool:
+        is_free = bool(of) and not self.slow and not self.calamities.is_calm
+        return is_free and self._moments.random() < _AT_A_MOMENT
+
+    def _has_sent_whole(self, worker: SimWorker, effect: SendPush) -> None:
+        """Its step has left with its seal, and is wrong: it does not hear so before the range
+        moves, and the update does not form, since another has not come so far.
+        """
+        sealed, body = self.truth.sealed, effect.body
+        behind = [
+            other
+            for other in self._others_in_step(worker)
+            if sealed.get((effect.key.table_id, other.incarnation), effect.clock) < effect.clock
+        ]
+        assert isinstance(body, Body)
+        if body.problem is not None and self._strikes_now(behind):
+            self._slow_down(worker)
+            self._slow_down(self._moments.choice(behind))
+            owner = self.layout.owner[effect.key.range_id]
+            at_s = 0.5 + self._moments.random()
+            self.world.after(at_s, lambda: self.calamities.strike_server(owner))
+
+    def _says_goodbye(self, worker: SimWorker) -> None:
+        """It goes when the others take no step for a while, and ranges move before they do."""
+        others = self._others_in_step(worker)
+        if self._strikes_now(others):
+            for other in others:
+                self._slow_down(other)
+            at_s = 1.0 + 2.0 * self._moments.random()
+            self.world.after(at_s, self.calamities.strike_server)
+
+    def _others_in_step(self, worker: SimWorker) -> list[SimWorker]:
+        others = [other for other in self.workers if other is not worker]
+        return [other for other in others if not other.finished and not other.is_down]
 
     # --- those who replace them
 
@@ -184,6 +245,7 @@ class ReplacementSimulation(FailoverSimulation):
             self.world, self.cluster, self.layout_of(), session.rank, session.incarnation
         )
         worker.is_newcomer = True
+        self._strike_at_its_moments(worker)
         worker.joined_after = lambda: self._joined_after(session.incarnation)
         self.workers.append(worker)
         self.first[session.incarnation] = session
@@ -212,9 +274,9 @@ class ReplacementSimulation(FailoverSimulation):
 
     # --- those who leave
 
-    def _say_goodbye(self) -> None:
+    def _deregister_some(self) -> None:
         """Who has finished leaves the cluster, while another one trains."""
-        self.world.after(LOOK_S, self._say_goodbye)
+        self.world.after(LOOK_S, self._deregister_some)
         for worker in self.workers:
             others = [w for w in self.workers if w is not worker and w not in self.has_left]
             if worker in self.has_left or not worker.finished or worker.is_down or worker.failed:

@@ -59,6 +59,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
         truth.left.add((table.table_id, worker.incarnation))
+        worker.says_goodbye()
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
 
 

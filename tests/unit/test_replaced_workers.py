@@ -13,6 +13,7 @@ from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
 from ps_server.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
 from ps_server.part_copy import PartCopy, copy_of, delta_of, fresh_copy, restore
+from ps_server.schedule import copies_cut
 from tests.unit.machine_harness import PLACE, Bench, make_table, outcomes, problem
 
 FIRST, SECOND, THIRD = Incarnation(1000), Incarnation(2000), Incarnation(3000)
@@ -208,6 +209,23 @@ def test_what_a_seal_came_with_is_known_at_the_next_primary() -> None:
     other = moved(at)
     assert carry(other)[0, 1] is Outcome.INVALID
     effects = step(other, other.sender(1), 1, 1)
+    (record,) = counted(effects)
+    assert [part.skip for part in record.contributors] == [True, False]
+
+
+def test_what_a_seal_came_with_is_known_when_its_worker_has_confirmed_that() -> None:
+    """The seal is held for a checkpoint; meanwhile the worker says, with another entry, that it has
+    seen what became of the push: the ledger forgets that, and the step does not.
+    """
+    at = Bench(make_table(blocks=1), workers=2)
+    carry(at)
+    other, cut = moved(at), copies_cut(1)
+    other.machine.hold(cut, 0, 100.0)
+    carry(other)
+    again = SealEvent(PLACE, other.sender(0), 2, SealTerms(1, skip=True), 1)
+    other.machine.seal(again, other.now_s)
+    effects = step(other, other.sender(1), 1, 1)
+    effects += other.machine.end_cut(cut, other.now_s)
     (record,) = counted(effects)
     assert [part.skip for part in record.contributors] == [True, False]
 
