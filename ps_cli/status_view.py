@@ -43,6 +43,8 @@ def status_view(document: StatusDocument) -> RenderableType:
     )
     for title, table in sections:
         parts += ["", Text(title, style="bold"), table if table.row_count else Text("  none yet")]
+        if title == "servers":
+            parts += _silent(document["servers"])
     parts += ["", Text("waits", style="bold"), _waits(document["waits"])]
     return Group(*parts)
 
@@ -163,9 +165,18 @@ def _servers(
             _count(server["block_count"]),
             size(server["state_bytes"]),
             size(server["gate_bytes"]),
-            server["error"] or _count(server["update_count"]),
+            _count(server["update_count"]),
         )
     return table
+
+
+def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
+    """A line for each server that gave no answer, with the reason: too long for a column."""
+    return [
+        Text(f"  server {server['node_id']} does not answer: {server['error']}", "yellow")
+        for server in servers
+        if server["error"]
+    ]
 
 
 def _backed_up(server: ServerEntry) -> str:

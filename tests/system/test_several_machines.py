@@ -7,28 +7,24 @@ ssh's copy stands a program that copies from the other machine's home.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.command_line import environment
+from tests.system.terminal import ENDED_WITHIN_S, Terminal
 from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/SEVERAL_MACHINES.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
-STARTED_WITHIN_S = 60.0
 TRAINED_WITHIN_S = 90.0
-ENDED_WITHIN_S = 30.0
 
 BLOCK = re.compile(r"^On ((?:`[\d.]+`(?: and )?)+):\n\n```sh\n(.*?)```", re.MULTILINE | re.DOTALL)
 
@@ -52,54 +48,6 @@ pytestmark = pytest.mark.timeout(240)
 def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
-
-
-class Terminal:
-    """A line that was typed at a machine, what it prints, and its process."""
-
-    def __init__(self, process: subprocess.Popen[str], line: str) -> None:
-        self.process = process
-        self._lines = [f"$ {line}\n"]
-        self._arrived = threading.Condition()
-        self._has_ended = False
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
-            for line in output:
-                with self._arrived:
-                    self._lines.append(line)
-                    self._arrived.notify_all()
-        with self._arrived:
-            self._has_ended = True
-            self._arrived.notify_all()
-
-    @property
-    def text(self) -> str:
-        with self._arrived:
-            return "".join(self._lines)
-
-    def wait_for(self, text: str) -> None:
-        """Wait until it shows the text."""
-        with self._arrived:
-            self._arrived.wait_for(
-                lambda: self._has_ended or any(text in line for line in self._lines),
-                STARTED_WITHIN_S,
-            )
-        assert text in self.text, self.text
-
-    def end(self, within_s: float) -> int:
-        """Wait for its end, and all that it prints."""
-        code = self.process.wait(within_s)
-        self._reader.join(ENDED_WITHIN_S)
-        return code
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.end(ENDED_WITHIN_S)
 
 
 class Machine:

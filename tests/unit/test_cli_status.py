@@ -184,6 +184,15 @@ def test_the_view_shows_roles_tables_and_waits() -> None:
         assert expected in text
 
 
+def test_a_silent_servers_reason_leaves_the_columns_their_width() -> None:
+    reason = "UNAVAILABLE: failed to connect to all addresses; last error: " + "x" * 80
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(status_view(document({1: stats(6), 2: Recovering(reason)})))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "127.0.0.1:5002" in text
+    assert f"server 2 does not answer: {reason}" in text.replace("\n", " ").replace("  ", " ")
+
+
 def test_workers_beyond_the_first_are_counted_while_they_are_here() -> None:
     answer = cluster()
     for node_id, rank, state in (
