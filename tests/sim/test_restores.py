@@ -227,11 +227,11 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         self.callers.others |= self.first
         self.world.say(f"replacements: {set(self.first) - before}")
 
-    def _say_goodbye(self) -> None:
+    def _deregister_some(self) -> None:
         if self.is_there and not self.is_past:
-            super()._say_goodbye()
+            super()._deregister_some()
         elif not self.is_past:
-            self.world.after(LOOK_S, self._say_goodbye)
+            self.world.after(LOOK_S, self._deregister_some)
 
     def _told_fenced(self, incarnation: Incarnation, server: NodeId, error: PushpullError) -> None:
         """Somebody was, by a server."""
