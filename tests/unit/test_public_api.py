@@ -83,7 +83,9 @@ OPTIONS: list[tuple[Callable[..., Any], Any, str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(
-    ("function", "options", "docstring", "defaults"), OPTIONS, ids=lambda given: str(given)[:40]
+    ("function", "options", "docstring", "defaults"),
+    OPTIONS,
+    ids=["connect", "create_table", "DistributedOptimizer"],
 )
 def test_help_has_every_option_with_its_type_its_default_and_its_meaning(
     function: Callable[..., Any], options: Any, docstring: str, defaults: dict[str, object]
