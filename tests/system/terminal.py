@@ -1,4 +1,4 @@
-"""A line that was typed, its process, and what it prints; and whether a page shows the same."""
+"""A line that was typed, its process, and what it prints."""
 
 from __future__ import annotations
 
@@ -11,41 +11,6 @@ import threading
 
 STARTED_WITHIN_S = 60.0
 ENDED_WITHIN_S = 30.0
-
-_VARYING = re.compile(
-    r"(?P<any>\.\.\.)|(?P<hex>\b(?=[a-f]*\d)[0-9a-f]{8,16}\b)|(?P<unit>\bKiB\b)"
-    r"|(?P<number>\d[\d.,]*(?<!,)(?<!\.))|(?P<space>\s+)"
-)
-_PATTERNS = {
-    "any": r".*",
-    "hex": r"[0-9a-f]+",
-    "unit": r"\w+",
-    "number": r"[\d.,]+",
-    "space": r"\s+",
-}
-
-
-def differences(shown: str, printed: str) -> list[str]:
-    """Lines of a page's block that a program did not print, in the block's order.
-
-    Numbers, identities and the width of gaps may differ; "..." stands for anything, and as a line
-    of its own for any number of lines.
-    """
-    missing, lines = [], iter(printed.splitlines())
-    for line in shown.splitlines():
-        wanted = _pattern(line.strip())
-        if line.strip() and line != "..." and not any(wanted.fullmatch(x.strip()) for x in lines):
-            missing.append(line)
-            lines = iter(())
-    return missing
-
-
-def _pattern(line: str) -> re.Pattern[str]:
-    parts, at = [], 0
-    for found in _VARYING.finditer(line):
-        parts += [re.escape(line[at : found.start()]), _PATTERNS[found.lastgroup or ""]]
-        at = found.end()
-    return re.compile("".join((*parts, re.escape(line[at:]))))
 
 
 class Terminal:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.terminal import ENDED_WITHIN_S, STARTED_WITHIN_S, Terminal, differences
+from tests.integration.page_folder import differences
+from tests.system.terminal import ENDED_WITHIN_S, STARTED_WITHIN_S, Terminal
 from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/TUTORIAL.md").read_text(encoding="utf-8")

@@ -1,0 +1,46 @@
+"""docs/EVALUATION.md and docs/GPU.md: their scripts run, and print what the pages promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder, differences
+
+ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Path) -> None:
+    page = PageFolder("EVALUATION.md", tmp_path)
+    page.save("task.py", "train.py", "evaluate.py", "judge.py")
+    train, evaluate, *later = page.commands()
+    with page.start(train) as tool:
+        address = tool.wait_for(r"scheduler at (127\.0\.0\.1:\d+);")[1]
+        told, count = ADDRESS.subn(address, evaluate)
+        assert count == 1
+        seen = page.type(told)
+        assert tool.end(ENDED_WITHIN_S) == 0, tool.text
+    assert not differences(page.blocks("text")[0], seen), seen
+    (between,) = re.findall(r"worker: after step 200 (\d+\.\d%) right", tool.text)
+    (ended,) = re.findall(r"worker: in the end (\d+\.\d%) right", tool.text)
+    export, judge = later
+    page.type(export)
+    assert page.type(judge) == f"checkpoint: {ended} right\n"
+    assert between == ended
+    steps = [int(step) for step in re.findall(r"after step (\d+)", seen)]
+    assert steps == sorted(steps)
+    if steps[-1] == 200:  # it may also have found the cluster ended
+        assert seen.rstrip().endswith(f"after step 200 {ended} right")
+
+
+def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
+    page = PageFolder("GPU.md", tmp_path)
+    page.save("train.py")
+    (train,) = page.commands()
+    loss = re.search(r"on cpu: loss (\d+\.\d+)", page.type(train))
+    assert loss
+    assert float(loss[1]) < 0.5
