@@ -110,6 +110,8 @@ class Checkpointing:
         self._metrics = metrics
         complete_s = clock.now_s()
         metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
+        for result in ("complete", "failed"):  # from 0 on, so that `increase` sees the first one
+            metrics.checkpoints.labels(result=result)
         self._cluster = cluster
         self._policy = policy
         self._carry_out = carry_out
