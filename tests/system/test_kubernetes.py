@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -15,12 +13,8 @@ import yaml
 
 from scheduler.config import SchedulerConfig
 from tests.joining import SECRET
+from tests.system.manifests import VERSIONS, Manifest, rendered
 from tests.tidy.source import ROOT
-
-VERSIONS = ["1.27", "1.37"]
-"""From the first with native gRPC probes as a stable feature to the newest schema there is."""
-
-Manifest = dict[str, Any]
 
 INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 FIELDS = {"metadata.name": "pushpull-server-0", INDEX_ANNOTATION: "1"}
@@ -30,17 +24,9 @@ FIELDS = {"metadata.name": "pushpull-server-0", INDEX_ANNOTATION: "1"}
 BASE, WITH_CHECKPOINTS = "deploy/kubernetes", "deploy/kubernetes-checkpoints"
 
 
-@cache
 def manifests(folder: str = BASE) -> tuple[Manifest, ...]:
-    """What `kubectl apply -k` would send of a folder."""
-    run = subprocess.run(
-        ["kubectl", "kustomize", folder],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return tuple(yaml.safe_load_all(run.stdout))
+    """What `kubectl apply -k` would send of a folder of the repository."""
+    return rendered(ROOT / folder)
 
 
 def workloads(folder: str = BASE) -> dict[str, Manifest]:
