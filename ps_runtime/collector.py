@@ -2,34 +2,36 @@
 
 A full collection looks at all that may be in a cycle: a third of a second where a server holds a
 table of 65,000 blocks, again and again. So what has survived one is frozen: not looked at again.
-What its last reference leaves goes all the same; only a cycle that was frozen stays. When a million
-more objects are frozen than there were, all is looked at once, whatever that takes.
+What its last reference leaves goes all the same; only a cycle that was frozen stays. When two
+million more blocks of memory are in use than when all were known to be of use, all is looked at
+once, whatever that takes. To count what is frozen would take longer than a turn may.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 
-_THRESHOLDS = 700, 10, 4
+_THRESHOLDS = 700, 10, 2
 """Python's own, but for the last: what was made since the last full collection is at most some
-30,000 objects, a few milliseconds."""
+15,000 objects, a few milliseconds."""
 
-_STRAY_COUNT = 1_000_000
-"""Objects; some 100 MB."""
+_STRAY_COUNT = 2_000_000
+"""Blocks of memory, of which an object has one or two; some 200 MB."""
 
 
 class Collector:
     """Full collections in this process, from `start` to `stop`.
 
     Args:
-        stray_count: so many more frozen objects let all be looked at.
+        stray_count: so many more blocks of memory in use let all be looked at.
     """
 
     def __init__(self, stray_count: int = _STRAY_COUNT) -> None:
         self._stray_count = stray_count
-        self._expected = 0  # objects that were frozen when they were counted last
-        self._new_count = 0  # that were frozen since; most of them may be gone
+        self._expected = 0  # blocks of memory that were in use when what is used was known
+        self._new_count = 0  # objects that were frozen since; most of them may be gone
         self._looks_at_all = False
         self._before = gc.get_threshold()
 
@@ -37,9 +39,13 @@ class Collector:
         """Freeze what there is, and what survives a collection from now on."""
         gc.collect()
         gc.freeze()
-        self._expected, self._new_count = gc.get_freeze_count(), 0
+        self.expect()
         gc.set_threshold(*_THRESHOLDS)
         gc.callbacks.append(self._called)
+
+    def expect(self) -> None:
+        """What is in use now is of use: a server has other ranges than before."""
+        self._expected, self._new_count = sys.getallocatedblocks(), 0
 
     def stop(self) -> None:
         """As it was; what is frozen stays so. Idempotent."""
@@ -52,12 +58,13 @@ class Collector:
             return
         if self._looks_at_all:
             gc.freeze()
-            self._expected, self._new_count, self._looks_at_all = gc.get_freeze_count(), 0, False
+            self._looks_at_all = False
+            self.expect()
             return
         self._new_count += len(gc.get_objects(2))
         gc.freeze()
-        if self._new_count >= self._stray_count:  # to count what is left of them takes a moment
+        if self._new_count >= self._stray_count // 2:  # to count takes a millisecond or two
             self._new_count = 0
-            if gc.get_freeze_count() >= self._expected + self._stray_count:
+            if sys.getallocatedblocks() >= self._expected + self._stray_count:
                 self._looks_at_all = True
                 gc.unfreeze()

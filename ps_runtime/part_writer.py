@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import itertools
 import math
 import threading
 import zlib
@@ -39,11 +39,18 @@ from ps_runtime.part_file import (
     ELEMENT_BYTES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
-    METADATA_KEY,
     VALUES,
     VERSION,
     StoredBlock,
     tensor_name,
+)
+from ps_runtime.part_header import (
+    header,
+    header_pieces,
+    let_go,
+    metadata,
+    padded_pieces,
+    to_json,
 )
 
 _ALIGNMENT_BYTES = 8
@@ -81,13 +88,13 @@ class PlannedTable:
         }
         described = _described("F32", (_WIDEST_NUMBER,), _WIDEST_NUMBER, _WIDEST_NUMBER)
         written = sum(
-            len(_json({tensor_name(self.name, _WIDEST_NUMBER, tensor): described}))
+            len(to_json({tensor_name(self.name, _WIDEST_NUMBER, tensor): described}))
             for tensor in self.tensors
         )
-        referred = _escaped_bytes(_json({"in": MAX_PLACE_CHARACTERS * "x"}))
-        block = _escaped_bytes(longest + _json(entry)) + 1 + max(written, referred)
+        referred = _escaped_bytes(to_json({"in": MAX_PLACE_CHARACTERS * "x"}))
+        block = _escaped_bytes(longest + to_json(entry)) + 1 + max(written, referred)
         numbers = max(self.step_count, self.block_count) * (len(str(_WIDEST_NUMBER)) + 1)
-        return self.block_count * block + numbers + _escaped_bytes(_json({self.name: {}})) + 1
+        return self.block_count * block + numbers + _escaped_bytes(to_json({self.name: {}})) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ class WrittenPart:
 
     byte_count: int
     header_sha256: str
-    blocks: Mapping[tuple[str, int], StoredBlock] = field(default_factory=dict, repr=False)
+    blocks: dict[tuple[str, int], StoredBlock] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +146,7 @@ class PartWriter:
         self.path = path
         self._disk = disk
         self._lock = threading.Condition()
-        fixed = len(_json(_header(_metadata(_WIDEST_NUMBER, "", {}), {})))
+        fixed = len(to_json(header(metadata(_WIDEST_NUMBER, "", {}), {})))
         reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
         reserved += sum(table.header_bytes for table in planned)
         self._header_bytes = -(-reserved // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -247,20 +254,23 @@ class PartWriter:
         with self._lock:
             descriptor = self._open_descriptor()
             check(not self._open, "PF-1", f"{len(self._open)} appends are under way")
-            blocks = self._blocks()
-            entries = _entries(blocks)
-            text = _json(_header(_metadata(checkpoint, cluster_id, entries), self._tensors))
-            room = self._header_bytes
-            check(len(text) <= room, "PF-3", f"a header of {len(text)} bytes, room for {room}")
-            start = _padded(text, room)
+            blocks, room = self._blocks(), self._header_bytes
+            pieces = list(header_pieces(checkpoint, cluster_id, blocks, self._tensors))
+            length = sum(map(len, pieces))
+            check(length <= room, "PF-3", f"a header of {length} bytes, room for {room}")
+            digest, offset = hashlib.sha256(), 0
             self._problem = "its end was broken off"  # what a disk did not take it never has
             with _reported(self.path):
-                self._disk.write(descriptor, start, 0)
+                for piece in padded_pieces(pieces, room):
+                    digest.update(piece)
+                    self._disk.write(descriptor, piece, offset)
+                    offset += len(piece)
                 self._disk.sync(descriptor)
                 self._descriptor, self._problem = None, ""
                 self._disk.close(descriptor)
-            digest = hashlib.sha256(start).hexdigest()
-            return WrittenPart(len(start) + self._end, digest, blocks)
+            for kept in (self._tensors, self._checksums, self._notes, self._referred):
+                let_go(kept)
+            return WrittenPart(offset + self._end, digest.hexdigest(), blocks)
 
     def abort(self) -> None:
         """Remove the file, unless it is finished. Idempotent. Thread-safe.
@@ -288,15 +298,17 @@ class PartWriter:
         return self._descriptor
 
     def _blocks(self) -> dict[tuple[str, int], StoredBlock]:
-        for table, block in self._notes.keys() ^ self._checksums.keys():
-            raise InvariantViolation("PF-2", f"'{table}/{block}' lacks its note or its tensors")
+        for place in itertools.chain(self._notes, self._checksums):
+            if place not in self._notes or place not in self._checksums:
+                table, block = place
+                raise InvariantViolation("PF-2", f"'{table}/{block}' lacks its note or its tensors")
         found = dict(self._referred)
         for (table, block), (version, steps) in self._notes.items():
             checksums = self._checksums[table, block]
             check(VALUES in checksums, "PF-2", f"'{table}/{block}' has no {VALUES}")
             check((table, block) not in found, "PF-2", f"'{table}/{block}' is here and elsewhere")
             found[table, block] = StoredBlock(version, steps, checksums)
-        return dict(sorted(found.items()))
+        return found
 
 
 def write_worker_part(
@@ -336,7 +348,7 @@ def write_worker_part(
         "crc32": checksums,
     }
     try:
-        text = _json(_header(fields, entries))
+        text = to_json(header(fields, entries))
     except (TypeError, ValueError) as error:
         raise InvalidCheckpoint(f"{path}: a worker's state is no JSON: {error}") from None
     start = _padded(text, -(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
@@ -362,44 +374,16 @@ def write_worker_part(
     return WrittenPart(len(start) + end, hashlib.sha256(start).hexdigest())
 
 
-def _entries(
-    blocks: Mapping[tuple[str, int], StoredBlock],
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """What a header's metadata says of blocks."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for (table, block), stored in blocks.items():
-        entry = {"version": stored.version, "steps": stored.steps, "crc32": dict(stored.crc32s)}
-        if stored.place:
-            entry["in"] = stored.place
-        found.setdefault(table, {})[str(block)] = entry
-    return found
-
-
 def _described(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-
-
-def _metadata(checkpoint: int, cluster_id: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "version": VERSION, "checkpoint": checkpoint, "cluster_id": cluster_id, "blocks": blocks,
-    }  # fmt: skip
-
-
-def _header(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {"__metadata__": {METADATA_KEY: _json(metadata)}, **tensors}
 
 
 def _padded(text: str, room: int) -> bytes:
     return room.to_bytes(LENGTH_BYTES, "little") + text.encode().ljust(room)
 
 
-def _json(value: object) -> str:
-    """ASCII, so that characters are bytes."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
 def _escaped_bytes(text: str) -> int:
-    return len(json.dumps(text))
+    return len(to_json(text))
 
 
 @contextlib.contextmanager

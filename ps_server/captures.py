@@ -83,6 +83,16 @@ class Captures:
         self._forget_if_done(key)
         return key, saved
 
+    def end(self) -> None:
+        """Nobody writes any more."""
+        self._take = _nothing
+        self._stores.clear()
+        self._blocks.clear()
+
     def _forget_if_done(self, key: Key) -> None:
         if not self._blocks[key]:
             del self._blocks[key], self._stores[key]
+
+
+def _nothing(key: Key, block: SavedBlock) -> None:
+    del key, block

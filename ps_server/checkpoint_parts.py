@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from ps_runtime import logs
 from ps_runtime.background import give_way
 from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
 from ps_runtime.disk import DISK, Disk
+from ps_runtime.part_header import let_go
 from ps_runtime.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_server.captures import Captures, Key
 from ps_server.copy_memory import CopyMemory, Piece
@@ -66,6 +67,8 @@ _STATE_NAMES = {
     OptimizerKind.ADAGRAD: ("sum",),
     OptimizerKind.RMSPROP: ("square_avg", "grad_avg", "momentum_buffer"),
 }
+
+_Copied = tuple[TableId, SavedBlock, Piece | None]
 
 Report = Callable[[int, PartReport], Awaitable[None]]
 """Tells the scheduler of the part of a checkpoint, by its number."""
@@ -174,7 +177,7 @@ class _Finished(NamedTuple):
     """A part that is durable: what the scheduler is told, and where each block is."""
 
     report: PartReport
-    blocks: Mapping[BlockKey, WrittenBlock]
+    blocks: dict[BlockKey, WrittenBlock]
 
 
 class _Part:
@@ -207,7 +210,7 @@ class _Part:
         self._problem = ""
         self._room = CopyRoom(self._copies.byte_count)
         self._progress_s = 0.0  # when the store last took something, or training began to wait
-        self._copied: deque[tuple[TableId, SavedBlock, Piece | None]] = deque()
+        self._copied: deque[_Copied] = deque()
         self._writing_count = 0
         self._wake = asyncio.Event()
         self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
@@ -230,6 +233,7 @@ class _Part:
         self._task = self._loop.create_task(self._run())
 
     def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
+        self._memory.end_forgotten()
         directory = CheckpointDirectory(locate(self._url), self._disk)
         directory.create()
         path = directory.begin(self._file)
@@ -466,7 +470,10 @@ class _Part:
             referred_byte_count=sum(each.byte_count for each in self._referred.values()),
             bases=tuple(sorted({each.directory for each in self._referred.values()})),
         )
-        return _Finished(report, self._blocks(written))
+        finished = _Finished(report, self._blocks(written))
+        for of_all in (written.blocks, self._lineages, self._referred):
+            let_go(of_all)
+        return finished
 
     def _abort(self) -> None:
         with contextlib.suppress(PushpullError):
@@ -494,12 +501,24 @@ class _Part:
         for waiter in list(self._waiters):
             self._node.end_read(waiter)
         self._waiters.clear()
-        while self._copied:
-            _, block, piece = self._copied.pop()
-            self._give_back(block.byte_count, piece)
+        self._captures.end()
+        if self._copied:
+            copied, self._copied = self._copied, deque()
+            self._room.written(sum(block.byte_count for _, block, _ in copied))
+            self._threads.submit(self._give_back_all, copied)
+        for key in self._room.held:
+            self._node.works.between(partial(self._let_change, key))
+
+    def _give_back_all(self, copied: deque[_Copied]) -> None:
+        """What will not be written; a thread's, since it may be of all blocks."""
+        while copied:
+            _, _, piece = copied.pop()
+            if piece is not None:
+                self._copies.give_back(piece)
+
+    def _let_change(self, key: Key) -> None:
         with contextlib.suppress(PushpullError):  # the server has failed: nobody waits for it
-            for key in self._room.held:
-                self._node.copied(key, self.number)
+            self._node.copied(key, self.number)
 
 
 def _words(error: BaseException) -> str:

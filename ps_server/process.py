@@ -26,6 +26,7 @@ from ps_core.errors import (
 )
 from ps_runtime import channels, clock, config, kept_values, logs, machine_memory, shutdown
 from ps_runtime.addresses import join_address, split_address
+from ps_runtime.background import switch_often
 from ps_runtime.checkpoint_calls import report_part
 from ps_runtime.checkpoint_store import CheckpointStore
 from ps_runtime.collector import Collector
@@ -70,6 +71,7 @@ def main() -> None:
     shutdown.die_with_parent_if_asked(os.environ)
     logs.configure("server", settings.log_level)
     channels.tune_allocator()
+    switch_often()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
@@ -148,6 +150,19 @@ async def _serve(settings: ServerConfig) -> None:
         await asyncio.gather(*ends)
 
 
+def _expecting(collector: Collector, node: ParameterNode) -> Callable[[ClusterView], None]:
+    """To be called with each view: what a server takes that holds other ranges is of use."""
+    held_count = len(node.shards.stores)
+
+    def look(_: ClusterView) -> None:
+        nonlocal held_count
+        if len(node.shards.stores) != held_count:
+            held_count = len(node.shards.stores)
+            collector.expect()
+
+    return look
+
+
 async def _stream_port(
     settings: ServerConfig, servicer: ParameterServicer, backups: ReplicationServicer
 ) -> StreamServer | None:
@@ -202,7 +217,7 @@ async def _run(
         link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
         await _first_view(link, settings, stack)
-        await _begin_to_serve(settings, server, stack)
+        await _begin_to_serve(settings, server, link, node, stack)
 
         def tick() -> None:
             node.tick()
@@ -240,11 +255,16 @@ async def _run(
 
 
 async def _begin_to_serve(
-    settings: ServerConfig, server: NodeServer, stack: contextlib.AsyncExitStack
+    settings: ServerConfig,
+    server: NodeServer,
+    link: SchedulerLink,
+    node: ParameterNode,
+    stack: contextlib.AsyncExitStack,
 ) -> None:
     collector = Collector()
     collector.start()
     stack.callback(collector.stop)
+    link.on_view.append(_expecting(collector, node))
     server.set_serving(True)
     if settings.ready_file is not None:
         where = settings.ready_file, server.address, server.http_address

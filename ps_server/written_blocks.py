@@ -10,7 +10,8 @@ Rules:
       (`ShardStore.lineage`): not initial values, a copy from another server, a checkpoint that was
       loaded, or a range that left and came back.
     - A checkpoint counts when it is named as the base: who made its manifest knows that it is
-      complete. One that failed is forgotten when the next begins.
+      complete. One that failed is forgotten when the next begins; what is forgotten ends in a
+      thread, since it is of all blocks.
 
 What it deliberately does not do: keep values or checksums of its own making (the header that was
 written has them).
@@ -18,12 +19,14 @@ written has them).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ps_core.keys import TableId
 from ps_core.manifest import place_in
 from ps_runtime.part_file import StoredBlock
+from ps_runtime.part_header import let_go
 from ps_server.shard_store import ShardStore
 
 BlockKey = tuple[TableId, int]
@@ -50,17 +53,24 @@ class WrittenBlocks:
     """Of one server: what its newest checkpoint has, and what the one before had."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Mapping[BlockKey, WrittenBlock]] = {}
+        self._known: dict[int, dict[BlockKey, WrittenBlock]] = {}
+        self._forgotten: deque[dict[BlockKey, WrittenBlock]] = deque()
 
     def base(self, number: int) -> Base:
         """What may be referred to if checkpoint `number` is the base; 0: nothing may."""
-        known = self._known.get(number, {})
+        known = self._known.pop(number, {})
+        self._forgotten += self._known.values()
         self._known = {number: known} if known else {}
         return Base(known)
 
-    def wrote(self, number: int, blocks: Mapping[BlockKey, WrittenBlock]) -> None:
+    def wrote(self, number: int, blocks: dict[BlockKey, WrittenBlock]) -> None:
         """The part of a checkpoint is written: these are its blocks, wherever their bytes are."""
         self._known[number] = blocks
+
+    def end_forgotten(self) -> None:
+        """What no base has any more is given up. For a thread."""
+        while self._forgotten:
+            let_go(self._forgotten.popleft())
 
 
 class Base:
