@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import selectors
+import sys
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
+
+from ps_runtime.background import switch_often
+from ps_runtime.collector import Collector
 
 
 class _Meter(selectors.DefaultSelector):
@@ -42,3 +47,36 @@ def turns_of(main: Coroutine[Any, Any, None]) -> list[float]:
     finally:
         gc.unfreeze()
     return sorted(meter.turns_s, reverse=True)
+
+
+def longest_wait_of(work: Callable[[], None]) -> float:
+    """Run `work` in a thread of a process like a server's, beside another that wants nothing but its
+    turns: the longest, in seconds of the process, that it waited for the interpreter. What the thread does without
+    the interpreter counts only where the other had no processor.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as failure:  # noqa: BLE001 - raised where it is waited for
+            failures.append(failure)
+
+    before_s, longest_s = sys.getswitchinterval(), 0.0
+    collector = Collector()
+    collector.start()
+    switch_often()
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        last_s = time.process_time()
+        while thread.is_alive():
+            now_s = time.process_time()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    finally:
+        sys.setswitchinterval(before_s)
+        collector.stop()
+        gc.unfreeze()
+    for failure in failures:
+        raise failure
+    return longest_s

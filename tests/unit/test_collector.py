@@ -74,6 +74,17 @@ def test_all_is_looked_at_when_many_are_frozen() -> None:
     assert not any(part() for part in gone)
 
 
+def test_what_is_known_to_be_of_use_lets_nobody_look(collector: Collector) -> None:
+    """A table of many blocks was made: nothing of it is in the way."""
+    parts = cycles(STRAY_COUNT)
+    collector.expect()
+    gc.collect()
+    gone = [weakref.ref(part) for part in parts]
+    del parts
+    gc.collect()
+    assert all(part() for part in gone)
+
+
 def test_few_that_are_frozen_stay(collector: Collector) -> None:
     parts = cycles(10)
     stays = [weakref.ref(part) for part in parts]
