@@ -50,9 +50,9 @@ def turns_of(main: Coroutine[Any, Any, None]) -> list[float]:
 
 
 def longest_wait_of(work: Callable[[], None]) -> float:
-    """Run `work` in a thread of a process like a server's, beside another that wants nothing but its
-    turns: the longest, in seconds of the process, that it waited for the interpreter. What the thread does without
-    the interpreter counts only where the other had no processor.
+    """The longest, in seconds of the process, that a thread which wants nothing but its turns waits
+    for the interpreter, while another one does `work` in a process that is like a server's. What
+    the other does without the interpreter counts only where the first had no processor.
     """
     failures: list[BaseException] = []
 

@@ -20,6 +20,7 @@ from ps_runtime.part_header import (
 from ps_runtime.part_writer import PartWriter, PlannedTable
 from tests.unit.measured_loop import longest_wait_of
 
+EMOJI = "\N{GRINNING FACE}"
 MANY = 40_000
 """Blocks; as one call of the json module their entries take 60 ms."""
 
@@ -31,7 +32,7 @@ def stored(draw: random.Random) -> StoredBlock:
 
 @pytest.mark.parametrize(
     ("tables", "count"),
-    [((), 0), (("a",), 1), (("a",), 64), (("b", "a"), 65), (('mo"del', "\N{GRINNING FACE}"), 9_000)],
+    [((), 0), (("a",), 1), (("a",), 64), (("b", "a"), 65), (('mo"del', EMOJI), 9_000)],
 )
 def test_the_pieces_are_the_header(tables: tuple[str, ...], count: int) -> None:
     draw = random.Random(count)
