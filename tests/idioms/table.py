@@ -9,6 +9,7 @@ import torch
 
 import ps_worker as ps
 from tests.idioms import (  # noqa: F401 - each enters its idioms into the table
+    frameworks,
     gradients,
     modules,
     optimizers,
