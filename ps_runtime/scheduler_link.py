@@ -392,7 +392,7 @@ class SchedulerLink:
             ended_by = "the scheduler"
             try:
                 async for response in self._addresses.stub().WatchCluster(request):
-                    await self._take(await _read(response.view))
+                    await self._take(await _read(response.view, self.view))
                     backoff.reset()
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure)
@@ -521,8 +521,13 @@ class SchedulerLink:
         )
 
 
-async def _read(message: types_pb2.ClusterView) -> ClusterView:
+async def _read(message: types_pb2.ClusterView, before: ClusterView | None) -> ClusterView:
     """The view of a message. A long one is read beside the loop, which has a lease to keep."""
+
+    def read() -> ClusterView:
+        view = wire.view_from_proto(message)
+        return view if before is None else view.reusing(before)
+
     if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
-        return wire.view_from_proto(message)
-    return await asyncio.to_thread(wire.view_from_proto, message)
+        return read()
+    return await asyncio.to_thread(read)

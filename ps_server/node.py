@@ -71,6 +71,9 @@ from ps_server.works import Works
 
 _DRAIN_RETRY_MS = 500
 
+_NAMED_COUNT = 8
+"""Tables that a line of the log names; a view may bring thousands."""
+
 
 class ParameterNode:
     """Everything that one server knows and holds."""
@@ -143,6 +146,7 @@ class ParameterNode:
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
         await self.works.in_turn(_nothing_more)
+        await self.turns.next_turn()
 
     def observe(self, view: ClusterView) -> None:
         """A new view: make room for what this server serves now; go on without who is gone."""
@@ -163,7 +167,7 @@ class ParameterNode:
             yield from self._serving(self.replicas.serve())
 
     def _serving(self, view: ClusterView) -> Work[None]:
-        added = self.machine.observe(view)
+        added = yield from self.machine.observing(view)
         self.read_waits.observe(view)
         before = {node.node_id for node in self.sessions.gone}
         for session in self.sessions.observe(view):
@@ -173,12 +177,15 @@ class ParameterNode:
             by_table.setdefault(part.table.table_id, []).append(part)
         for parts in by_table.values():
             self.shards.add(parts)
+            yield
         if added:
+            some = itertools.islice(by_table.values(), _NAMED_COUNT)
             logs.info(
                 "ranges_added",
                 view=view.view_number,
                 parts=len(added),
-                tables=sorted({part.table.spec.name for part in added}),
+                tables=len(by_table),
+                first_tables=[parts[0].table.spec.name for parts in some],
                 blocks=sum(len(part.blocks) for part in added),
             )
         for node in self.sessions.gone:

@@ -96,6 +96,7 @@ class ServerMachine:
         self._epochs: dict[RangeId, AssignmentEpoch] = {}
         self._primaries: dict[RangeId, NodeId | None] = {}
         self._tables: dict[TableId, Table] = {}
+        self._is_open = False  # whether the view has anything that is proposed
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
@@ -115,6 +116,10 @@ class ServerMachine:
         self._ready[part.table.table_id, part.range_id] = dict.fromkeys(part.blocks, 0)
 
     def observe(self, view: ClusterView) -> list[PartAdded]:
+        """`observing`, at once."""
+        return at_once(self.observing(view))
+
+    def observing(self, view: ClusterView) -> Work[list[PartAdded]]:
         """A new view: returns the parts that this server serves from now on."""
         if view.view_number < self.view_number:
             return []
@@ -125,8 +130,10 @@ class ServerMachine:
             r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
         }
         self._tables = view.tables_by_id
-        added = []
+        self._is_open = any(table.proposed is not None for table in view.tables)
+        added: list[PartAdded] = []
         for table in view.tables:
+            yield
             for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
                 if range_id in self._epochs and (table.table_id, range_id) not in self._parts:
                     added.append(self._add_part(table, range_id, blocks))
@@ -193,7 +200,8 @@ class ServerMachine:
             for room in self._rooms.values():
                 room.forget(node)
                 room.credits(effects)
-        self._note_times(self._parts.values())
+                yield
+        yield from self._noting_times()
         return effects
 
     def settle(self, now_s: float) -> list[Effect]:
@@ -215,12 +223,15 @@ class ServerMachine:
                     effects += part.ended(self._ended[join.incarnation], now_s)
         for room in self._rooms.values():
             room.credits(effects)
-        self._note_times(self._parts.values())
+            yield
+        yield from self._noting_times()
         return effects
 
     @property
     def promises(self) -> tuple[Promise, ...]:
         """What this server has promised and the scheduler has not settled."""
+        if not self._is_open:
+            return ()
         held: dict[TableId, int] = {}
         for (table_id, _), part in self._parts.items():
             clock = part.state.schedule.hold_clock
@@ -546,6 +557,12 @@ class ServerMachine:
         timed, self._timed = self._timed, {}
         self._note_times(timed)
         return effects
+
+    def _noting_times(self) -> Work[None]:
+        """`_note_times`, of all parts."""
+        for part in self._parts.values():
+            self._note_times((part,))
+            yield
 
     def _note_times(self, parts: Iterable[RangeMachine]) -> None:
         """Those of these parts whose time will come are looked at by `tick`."""

@@ -141,35 +141,40 @@ class Shards:
         many blocks takes seconds, in which others have their turns. `on_ready` is called with each
         part.
         """
-        held = held_ranges(view, node_id)
-        tables = [table for table in view.tables if self._lacks(table.table_id, held)]
-        for table in tables:
-            if table.block_count > limits.SLICE_BLOCK_COUNT:
-                await asyncio.to_thread(table.blocks_by_range, len(view.ranges))
-        await self.homes.reserve(view, node_id)
-        expected = {(table.table_id, range_id) for table in tables for range_id in held}
+        lacking = await self._lacking(view, node_id, turns)
+        await self.homes.reserve(view, node_id, turns)
+        expected = {(part.table.table_id, part.range_id) for part in lacking}
         self._ready = {key: ready for key, ready in self._ready.items() if key in expected}
         made_count = 0
-        for table in tables:
-            for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
-                key = table.table_id, range_id
-                if range_id not in held or key in self.stores or key in self._ready:
-                    continue
-                lent = self.homes.spare(key)
-                home = None if lent is None else lent.values
-                made: dict[int, ReadyBlock] = {}
-                for block in blocks:
-                    made[block] = ready_block(table, block, home)
-                    made_count += 1
-                    if not made_count % limits.SLICE_BLOCK_COUNT:
-                        await turns.breathe()
-                    if not made_count % _FREEZE_COUNT:
-                        gc.freeze()
-                self._ready[key] = _Ready(lent, self._store_of(table, blocks, lent, made))
-                on_ready(PartAdded(table, range_id, blocks))
+        for part in lacking:
+            key = part.table.table_id, part.range_id
+            if key in self.stores or key in self._ready:
+                continue
+            lent = self.homes.spare(key)
+            home = None if lent is None else lent.values
+            made: dict[int, ReadyBlock] = {}
+            for block in part.blocks:
+                made[block] = ready_block(part.table, block, home)
+                made_count += 1
+                if not made_count % limits.SLICE_BLOCK_COUNT:
+                    await turns.breathe()
+                if not made_count % _FREEZE_COUNT:
+                    gc.freeze()
+            self._ready[key] = _Ready(lent, self._store_of(part.table, part.blocks, lent, made))
+            on_ready(part)
 
-    def _lacks(self, table_id: TableId, held: Collection[RangeId]) -> bool:
-        return any((table_id, range_id) not in self.stores for range_id in held)
+    async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[PartAdded]:
+        """What the server holds by a view and has not made."""
+        held, range_count = held_ranges(view, node_id), len(view.ranges)
+        found = []
+        for table in view.tables:
+            if table.block_count > limits.SLICE_BLOCK_COUNT and not table.knows_ranges(range_count):
+                await asyncio.to_thread(table.blocks_by_range, range_count)
+            for range_id, blocks in table.blocks_by_range(range_count).items():
+                if range_id in held and (table.table_id, range_id) not in self.stores:
+                    found.append(PartAdded(table, range_id, blocks))
+            await turns.breathe()
+        return found
 
     def remove(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more, of any table."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec, Table
+from ps_runtime.turns import Turns
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
 from ps_server.server_machine import PartAdded
@@ -84,13 +85,14 @@ class ValueHomes:
 
     # --- memory that is about to be needed
 
-    async def reserve(self, view: ClusterView, node_id: NodeId) -> None:
+    async def reserve(self, view: ClusterView, node_id: NodeId, turns: Turns) -> None:
         """Have memory for what this server holds by a view that it is about to observe."""
         held = held_ranges(view, node_id)
         self._forget_spare(held)
         if not self._lanes.is_open:
             return
         for table in view.tables:
+            await turns.breathe()
             blocks = {
                 range_id: blocks
                 for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
@@ -121,10 +123,11 @@ class ValueHomes:
 
     def _forget_spare(self, held: Collection[RangeId]) -> None:
         for table_id, homes in list(self._homes.items()):
-            for home in homes:
-                home.spare.intersection_update(held)
-                self._close_if_empty(home)
-            self._keep(table_id, homes)
+            if any(home.spare for home in homes):
+                for home in homes:
+                    home.spare.intersection_update(held)
+                    self._close_if_empty(home)
+                self._keep(table_id, homes)
 
     def _close_if_empty(self, home: _Home) -> None:
         """Drop its memory when nothing is or will be in it; sessions that have it mapped let go."""

@@ -13,6 +13,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_runtime.turns import Turns
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues
 from ps_server.server_machine import PartAdded
@@ -89,13 +90,13 @@ def reserved(homes: ValueHomes) -> LentValues:
 
 def test_what_was_reserved_is_what_a_range_gets() -> None:
     async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE)
+        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
         lent = reserved(homes)
         assert not homes.lends(WORKER, TABLE, None), "nothing of it is here yet"
         found = homes.add(PARTS[:2]) | homes.add(PARTS[3:])
         assert list(found) == [0, 1, 3]
         assert all(each is lent for each in found.values())
-        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE)
+        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
         assert reserved(homes) is lent
 
     ran(scene)
@@ -103,7 +104,7 @@ def test_what_was_reserved_is_what_a_range_gets() -> None:
 
 def test_backups_have_memory_too() -> None:
     async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT, backup=HERE), HERE)
+        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT, backup=HERE), HERE, Turns())
         lent = reserved(homes)
         assert set(homes.add(PARTS).values()) == {lent}
 
@@ -112,7 +113,7 @@ def test_backups_have_memory_too() -> None:
 
 def test_what_nobody_reserved_is_there_as_well() -> None:
     async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), HERE)
+        await homes.reserve(view(HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), HERE, Turns())
         first = reserved(homes)
         found = homes.add(PARTS)
         assert found[RangeId(0)] is first
@@ -125,11 +126,11 @@ def test_what_nobody_reserved_is_there_as_well() -> None:
 
 def test_memory_of_a_range_that_does_not_come_is_given_back() -> None:
     async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE)
+        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
         lent = reserved(homes)
-        await homes.reserve(view(ELSEWHERE, HERE, HERE, HERE), HERE)
+        await homes.reserve(view(ELSEWHERE, HERE, HERE, HERE), HERE, Turns())
         assert lent.segment.fd >= 0
-        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT), HERE)
+        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT), HERE, Turns())
         assert lent.segment.fd < 0
         assert homes._homes == {}
 
@@ -141,13 +142,13 @@ def test_what_one_range_had_is_never_anothers() -> None:
 
     async def scene(homes: ValueHomes) -> None:
         here = view(*[HERE] * RANGE_COUNT)
-        await homes.reserve(here, HERE)
+        await homes.reserve(here, HERE, Turns())
         first = reserved(homes)
         homes.add(PARTS)
         first.values(PARTS[0].blocks[0]).fill_(7.0)
         homes.remove(RangeId(0))
         assert homes.find((TABLE, RangeId(0))) is None
-        await homes.reserve(here, HERE)
+        await homes.reserve(here, HERE, Turns())
         second = homes.add(PARTS[:1])[RangeId(0)]
         assert second is not None
         assert second is not first
@@ -158,7 +159,7 @@ def test_what_one_range_had_is_never_anothers() -> None:
 
 def test_a_range_that_came_meanwhile_needs_none() -> None:
     async def scene(homes: ValueHomes) -> None:
-        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE))
+        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns()))
         await a_turn()  # it has begun
         found = homes.add(PARTS)
         await reserving
@@ -171,7 +172,7 @@ def test_a_loop_that_reserves_goes_on() -> None:
     async def scene(homes: ValueHomes) -> None:
         large = table(64 * 1024 * 1024)
         reserving = asyncio.create_task(
-            homes.reserve(view(HERE, HERE, HERE, HERE, model=large), HERE)
+            homes.reserve(view(HERE, HERE, HERE, HERE, model=large), HERE, Turns())
         )
         turns = 0
         while not reserving.done():
@@ -186,7 +187,7 @@ def test_a_loop_that_reserves_goes_on() -> None:
 def test_a_server_that_ends_while_it_reserves_leaves_nothing() -> None:
     async def scene(homes: ValueHomes) -> None:
         loop = asyncio.get_running_loop()
-        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE))
+        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns()))
         await a_turn()
         reserving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -201,7 +202,7 @@ def test_a_server_that_ends_while_it_reserves_leaves_nothing() -> None:
 def test_a_server_that_lends_nothing_reserves_nothing() -> None:
     async def scene() -> None:
         homes = ValueHomes(SharedLanes())
-        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE)
+        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
         assert homes._homes == {}
         assert set(homes.add(PARTS).values()) == {None}
 
