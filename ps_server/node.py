@@ -159,7 +159,7 @@ class ParameterNode:
         if self.replicas is None:
             yield from self._serving(view)
         elif view.view_number >= self.machine.view_number:
-            lost, effects = self.replicas.observe(view)
+            lost, effects = yield from self.replicas.observing(view)
             at_once(self._doing(effects))
             error = NotOwner(f"server {self.session.node_id} is not primary any more")
             for stream in self._streams.values() if lost else ():

@@ -19,7 +19,7 @@ What it deliberately does not do: carry anything out, or send (its caller does b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -327,24 +327,24 @@ class OutputCommit:
     ) -> Iterator[tuple[NodeId, Snapshot]]:
         """As `Replication.snapshots`: who joins is told all anew from then on."""
         for node_id, snapshot in self._replication.snapshots(now_s, has_room):
-            self._forget_told(snapshot.range_id)
+            self._forget_told((snapshot.range_id,))
             yield node_id, snapshot
 
     def base(self, range_id: RangeId) -> Snapshot:
         """As `Replication.base`: the update log is told all anew from then on."""
         snapshot = self._replication.base(range_id)
-        self._forget_told(range_id)
+        self._forget_told((range_id,))
         return snapshot
 
-    def forget(self, range_id: RangeId) -> None:
-        """Nothing of the range is here any more."""
-        self._forget_told(range_id)
-        self._untold = {place: mark for place, mark in self._untold.items() if place[1] != range_id}
-        self._known = {place: told for place, told in self._known.items() if place[1] != range_id}
-        self._kept = {key for key in self._kept if key[1] != range_id}
+    def forget(self, range_ids: Collection[RangeId]) -> None:
+        """Nothing of these ranges is here any more."""
+        self._forget_told(range_ids)
+        self._untold = {p: mark for p, mark in self._untold.items() if p[1] not in range_ids}
+        self._known = {p: told for p, told in self._known.items() if p[1] not in range_ids}
+        self._kept = {key for key in self._kept if key[1] not in range_ids}
 
-    def _forget_told(self, range_id: RangeId) -> None:
-        for place in [place for place in self._told if place[1] == range_id]:
+    def _forget_told(self, range_ids: Collection[RangeId]) -> None:
+        for place in [place for place in self._told if place[1] in range_ids]:
             del self._told[place]
 
 

@@ -129,18 +129,18 @@ class ReplicatedRanges:
 
     # --- views
 
-    def observe(self, view: ClusterView) -> tuple[list[RangeId], list[Effect]]:
+    def observing(self, view: ClusterView) -> Work[tuple[list[RangeId], list[Effect]]]:
         """A newer view: the ranges of which nothing is here any more, and what that means for reads
         that wait. `serve` must follow.
         """
         self._links.observe(view)
-        lost, effects = self.replication.observe(view, self._now())
-        for range_id in lost:
-            self._shards.remove(range_id)
-            self.output.forget(range_id)
+        lost, effects = yield from self.replication.observing(view, self._now())
+        if lost:
+            yield from self._shards.removing(set(lost))
+            self.output.forget(set(lost))
         self._view = view
         self._view_came.set()
-        self._make_room(view)
+        yield from self._making_room(view)
         if self.update_log is not None:
             self._encoded_log.add_tables(view.tables)
             self._logged.observe(lost)
@@ -158,7 +158,7 @@ class ReplicatedRanges:
         for peer, batch in batches:
             self._send(peer, batch)
 
-    def _make_room(self, view: ClusterView) -> None:
+    def _making_room(self, view: ClusterView) -> Work[None]:
         """Stores for what this server backs up, or is about to."""
         self._tables = view.tables_by_id
         held = {
@@ -168,6 +168,7 @@ class ReplicatedRanges:
         }
         self._blocks = {}
         for table in view.tables if held else ():
+            yield
             parts = [
                 PartAdded(table, range_id, blocks)
                 for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
@@ -441,7 +442,7 @@ class ReplicatedRanges:
         self.replication.leave(range_id)
         self._shards.remove(range_id)
         if self._view is not None:
-            self._make_room(self._view)
+            at_once(self._making_room(self._view))
 
     def _fresh(self, batch: Batch) -> PartCopy | None:
         blocks = self._blocks.get((batch.table_id, batch.range_id))

@@ -26,6 +26,7 @@ from dataclasses import replace
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
+from ps_core.work import Work, at_once
 from ps_server.changes import Change
 from ps_server.events import AnswerPull, Effect, RefusePull
 from ps_server.part_copy import PartCopy, copy_of
@@ -93,11 +94,18 @@ class Replication:
     # --- what the scheduler says
 
     def observe(self, view: ClusterView, now_s: float) -> tuple[list[RangeId], list[Effect]]:
+        """`observing`, at once."""
+        return at_once(self.observing(view, now_s))
+
+    def observing(
+        self, view: ClusterView, now_s: float
+    ) -> Work[tuple[list[RangeId], list[Effect]]]:
         """A newer view: the ranges of which nothing is here any more, and what that means for those
         who wait. `serve` must follow.
         """
         lost: list[RangeId] = []
         effects: list[Effect] = []
+        given_up: set[RangeId] = set()
         self._view = view
         self.renewed = set()
         self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
@@ -109,7 +117,7 @@ class Replication:
                 continue
             primary = self.primaries.pop(range_id, None)
             if primary is not None:
-                effects += self._machine.give_up(range_id)
+                given_up.add(range_id)
                 held = [e for e in primary.log.held if isinstance(e, AnswerPull | RefusePull)]
                 effects += map(self._refused, held)
                 lost.append(range_id)
@@ -129,6 +137,8 @@ class Replication:
             ):
                 del self.replicas[range_id]
                 lost.append(range_id)
+        if given_up:
+            effects += yield from self._machine.giving_up(given_up)
         return lost, effects
 
     def _may_begin(self, assignment: RangeAssignment) -> bool:

@@ -16,7 +16,7 @@ does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,19 +148,26 @@ class ServerMachine:
             self._adopted[table_id, range_id] = copy, now_s
 
     def give_up(self, range_id: RangeId) -> list[Effect]:
-        """Another is primary of the range: nothing of it is here any more. Its reads are refused;
-        what was sent to it goes to the new primary.
+        """`giving_up`, at once."""
+        return at_once(self.giving_up((range_id,)))
+
+    def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
+        """Another is primary of these ranges: nothing of them is here any more. Their reads are
+        refused; what was sent to them goes to the new primary.
         """
         effects: list[Effect] = []
-        for place in [place for place in self._parts if place[1] == range_id]:
+        places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
+        for place in [place for place in self._parts if place[1] in range_ids]:
             part = self._parts.pop(place)
+            places[part] = place
             self._past_resent_count += part.resent_count
             self._timed.pop(part, None)
             self._rooms[place[0]].remove(part)
-            for waiter in [w for w, waits_at in self._waiting.items() if waits_at is part]:
-                del self._waiting[waiter]
-                error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
-                effects.append(RefusePull(waiter, place[0], range_id, error))
+            yield
+        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
+            table_id, range_id = places[self._waiting.pop(waiter)]
+            error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
+            effects.append(RefusePull(waiter, table_id, range_id, error))
         return effects
 
     def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:

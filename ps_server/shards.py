@@ -177,12 +177,17 @@ class Shards:
         return found
 
     def remove(self, range_id: RangeId) -> None:
-        """Nothing of the range is here any more, of any table."""
-        for key in [key for key in self.stores if key[1] == range_id]:
+        """`removing`, at once."""
+        at_once(self.removing((range_id,)))
+
+    def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
+        """Nothing of these ranges is here any more, of any table."""
+        for key in [key for key in self.stores if key[1] in range_ids]:
             self._keep_held(key, self.stores[key].blocks)
             del self.stores[key]
             self._held.pop(key, None)
-        self.homes.remove(range_id)
+            yield
+        yield from self.homes.removing(range_ids)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
         """What a custom update keeps of each element, by name; nothing if it is not here."""

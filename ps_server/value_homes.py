@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec, Table
+from ps_core.work import Work, at_once
 from ps_runtime.turns import Turns
 from ps_server.lanes import SharedLanes
 from ps_server.lent_values import LentValues, lent_values
@@ -175,16 +176,21 @@ class ValueHomes:
         return lent_values(parts[0].table, next(self._segment_ids), blocks)
 
     def remove(self, range_id: RangeId) -> None:
-        """Nothing of the range is here any more, of any table. What sessions on this host have
+        """`removing`, at once."""
+        at_once(self.removing((range_id,)))
+
+    def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
+        """Nothing of these ranges is here any more, of any table. What sessions on this host have
         mapped stays readable for them until they have let it go.
         """
-        for key in [key for key in self._lent if key[1] == range_id]:
+        for key in [key for key in self._lent if key[1] in range_ids]:
             del self._lent[key]
         for table_id, homes in list(self._homes.items()):
             for home in homes:
-                home.range_ids.discard(range_id)
+                home.range_ids.difference_update(range_ids)
                 self._close_if_empty(home)
             self._keep(table_id, homes)
+            yield
 
     def close(self) -> None:
         """Nothing is lent from now on; what sessions have mapped stays readable for them."""

@@ -167,11 +167,11 @@ def test_what_it_could_not_make_it_does_not_acknowledge() -> None:
     """
 
     async def scenario(backup: Backup) -> None:
-        backup.ranges.observe(view(1, PLACED_EPOCH))
+        at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
         assert backup.ranges.take(batch(1, put())) == Ack(RANGE, 1, PLACED_EPOCH)
         broken = batch(2, put(total="not a sum"))  # a bug, and not one of the catalogue's errors
         assert backup.ranges.take(broken) is None
-        backup.ranges.observe(view(2, PLACED_EPOCH))
+        at_once(backup.ranges.observing(view(2, PLACED_EPOCH)))
         assert backup.ranges.take(broken) is None
         assert backup.ranges.grant(beat(PLACED_EPOCH)).range_ids == ()
 
@@ -182,9 +182,9 @@ def test_one_that_broke_joins_anew() -> None:
     """What broke in the midst of a change left the blocks marked as changing."""
 
     async def scenario(backup: Backup) -> None:
-        backup.ranges.observe(view(1, PLACED_EPOCH))
+        at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
         assert backup.ranges.take(batch(1, put(numbers=(("unheard_of", 1.0),)))) is None
-        backup.ranges.observe(view(2, 3, joins=True))
+        at_once(backup.ranges.observing(view(2, 3, joins=True)))
         store = backup.shards.stores[TableId(1), RANGE].snapshot()
         copy = Snapshot(
             RANGE, AssignmentEpoch(3), PLACED_EPOCH, 1, {TableId(1): fresh_copy(MODEL, BLOCKS)}
@@ -226,7 +226,8 @@ class Primary:
             )
             for i in range(2)
         )
-        self.ranges.observe(ClusterView(number, "cluster", 1, 2, (two,), assignments, ()))
+        seen = ClusterView(number, "cluster", 1, 2, (two,), assignments, ())
+        at_once(self.ranges.observing(seen))
         self.ranges.serve()
 
     def decide(self, range_id: RangeId) -> None:

@@ -285,7 +285,7 @@ class ReplicatedServer(SimServer):
         for key in [key for key in self.reduced if key[1] == range_id]:
             del self.reduced[key]
         self.numbers.forget(range_id)
-        self.output.forget(range_id)
+        self.output.forget((range_id,))
 
     def _tick(self) -> None:
         if self.is_dead or self.is_paused:

@@ -377,8 +377,8 @@ REPLICATION_MUTANTS = (
         "one that was given up goes on with what it had",
         "S9",
         _REPLICATION,
-        "                effects += self._machine.give_up(range_id)\n",
-        "",
+        "            effects += yield from self._machine.giving_up(given_up)\n",
+        "            yield\n",
         _FAILOVER,
     ),
     Mutant(

@@ -50,6 +50,16 @@ def turns_of(main: Coroutine[Any, Any, None]) -> list[float]:
     return sorted(meter.turns_s, reverse=True)
 
 
+def turns_of_server(main: Coroutine[Any, Any, None]) -> list[float]:
+    """`turns_of`, with the collector that a server has."""
+    collector = Collector()
+    collector.start()
+    try:
+        return turns_of(main)
+    finally:
+        collector.stop()
+
+
 def longest_wait_of(work: Callable[[], None]) -> float:
     """The longest, in seconds of the process, that a thread which wants nothing but its turns waits
     for the interpreter, while another one does `work` in a process that is like a server's. What
