@@ -70,12 +70,12 @@ class PageFolder:
         for name, program in zip(names, self.blocks("python"), strict=True):
             (self.path / name).write_text(program, encoding="utf-8")
 
-    def start(self, line: str) -> Tool:
-        """Begin a line that says `pushpull`, after variables perhaps, in warm processes."""
+    def start(self, line: str, *, is_warm: bool = True) -> Tool:
+        """Begin a line that says `pushpull`, after variables perhaps, in warm processes or not."""
         words = shlex.split(line)
         at = words.index("pushpull")
         variables = dict(word.split("=", 1) for word in words[:at])
-        return Tool(*words[at + 1 :], cwd=self.path, variables=variables, is_warm=True)
+        return Tool(*words[at + 1 :], cwd=self.path, variables=variables, is_warm=is_warm)
 
     def type(self, line: str) -> str:
         """Type a line that ends, and ends well; returns what it prints."""
