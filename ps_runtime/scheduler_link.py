@@ -20,7 +20,7 @@ import grpc.aio
 
 from ps_core import limits
 from ps_core.change import Change, ChangeOutcome
-from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role, Session
+from ps_core.cluster_view import BackupWish, ClusterView, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import RangeId, TableId
@@ -36,6 +36,7 @@ from ps_runtime.registration import (
     registered,
 )
 from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.view_waits import ViewWaits
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
@@ -105,7 +106,7 @@ class SchedulerLink:
         self._is_away = False
         self._is_closed = False
         self._has_left = False
-        self._news = asyncio.Event()
+        self._waits = ViewWaits()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @classmethod
@@ -174,13 +175,7 @@ class SchedulerLink:
             Fenced: the link ended meanwhile.
         """
         try:
-            async with asyncio.timeout(deadline_s):
-                while True:
-                    if self.view is not None and holds(self.view):
-                        return self.view
-                    self._check_open()
-                    news = self._news
-                    await news.wait()
+            return await self._waits.wait(holds, deadline_s)
         except TimeoutError:
             raise WaitExpired(f"waited {deadline_s:.1f} s for {what}; {self._standing()}") from None
 
@@ -362,7 +357,7 @@ class SchedulerLink:
             return
         self._is_closed = True
         await self._end_tasks()
-        self._wake()
+        self._waits.end(self._closed())
         await self._addresses.close()
 
     async def _end_tasks(self) -> None:
@@ -450,13 +445,9 @@ class SchedulerLink:
         if self.before_view is not None:
             await self.before_view(view)
         self.view = view
-        self._wake()
+        self._waits.came(view)
         for callback in tuple(self.on_view):
             callback(view)
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
     def _heard(self) -> None:
         self.last_scheduler_contact_s = clock.now_s()
@@ -482,7 +473,7 @@ class SchedulerLink:
         self.fenced.set()
         for callback in tuple(self.on_fenced):
             callback(error)
-        self._wake()
+        self._waits.end(error)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A heartbeat or watch task that fails is a bug: end the link, lest somebody wait on it."""
@@ -495,7 +486,11 @@ class SchedulerLink:
         if self.fenced_by is not None:
             raise self.fenced_by
         if self._is_closed:
-            raise Fenced("the link to the scheduler is closed; connect again")
+            raise self._closed()
+
+    @staticmethod
+    def _closed() -> Fenced:
+        return Fenced("the link to the scheduler is closed; connect again")
 
     def _heartbeat(self) -> scheduler_pb2.HeartbeatRequest:
         return scheduler_pb2.HeartbeatRequest(
@@ -510,14 +505,9 @@ class SchedulerLink:
         heard = f"scheduler {self._addresses.present} last heard {silent_s:.1f} s ago"
         if self.view is None:
             return f"{heard}; no view has come yet"
-        alive = [
-            node
-            for node in self.view.nodes
-            if node.role is Role.SERVER and node.state is NodeState.ALIVE
-        ]
         return (
-            f"{heard}; the view is {self.view.view_number}, with {len(alive)} of "
-            f"{self.view.server_count} servers"
+            f"{heard}; the view is {self.view.view_number}, with {len(self.view.living_servers)} "
+            f"of {self.view.server_count} servers"
         )
 
 

@@ -102,7 +102,7 @@ class LoggedRanges:
             if self._writer.is_busy:
                 return
             if range_id in primaries:
-                snapshot = self._output.base(range_id)
+                snapshot = yield from self._output.basing(range_id)
                 self._tenures[range_id] = snapshot.tenure
                 yield from self._writer.basing(snapshot)
 

@@ -172,6 +172,7 @@ class ParameterNode:
         before = {node.node_id for node in self.sessions.gone}
         for session in self.sessions.observe(view):
             self.lanes.forget(session.incarnation)
+            yield
         by_table: dict[TableId, list[PartAdded]] = {}
         for part in added:
             by_table.setdefault(part.table.table_id, []).append(part)
@@ -191,6 +192,7 @@ class ParameterNode:
         for node in self.sessions.gone:
             if node.node_id not in before:
                 self._fence(node)
+                yield
         ended = yield from self.machine.ending(view.ended_workers, self.now())
         yield from self._carrying_out(ended)
         yield from self._carrying_out((yield from self.machine.settling(self.now())))

@@ -325,15 +325,24 @@ class OutputCommit:
     def snapshots(
         self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
     ) -> Iterator[tuple[NodeId, Snapshot]]:
-        """As `Replication.snapshots`: who joins is told all anew from then on."""
-        for node_id, snapshot in self._replication.snapshots(now_s, has_room):
-            self._forget_told((snapshot.range_id,))
-            yield node_id, snapshot
+        """`copies`, each at once."""
+        for node_id, work in self.copies(now_s, has_room):
+            yield node_id, at_once(work)
 
-    def base(self, range_id: RangeId) -> Snapshot:
-        """As `Replication.base`: the update log is told all anew from then on."""
-        snapshot = self._replication.base(range_id)
-        self._forget_told((range_id,))
+    def copies(
+        self, now_s: float, has_room: Callable[[NodeId], bool]
+    ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:
+        """As `Replication.copies`: who joins is told all anew from then on."""
+        for node_id, copying in self._replication.copies(now_s, has_room):
+            yield node_id, self._telling_anew(copying)
+
+    def basing(self, range_id: RangeId) -> Work[Snapshot]:
+        """As `Replication.basing`: the update log is told all anew from then on."""
+        return self._telling_anew(self._replication.basing(range_id))
+
+    def _telling_anew(self, copying: Work[Snapshot]) -> Work[Snapshot]:
+        snapshot = yield from copying
+        self._forget_told((snapshot.range_id,))
         return snapshot
 
     def forget(self, range_ids: Collection[RangeId]) -> None:

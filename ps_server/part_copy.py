@@ -24,6 +24,7 @@ from ps_core.errors import InvalidKeys, UpdateFailed
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
+from ps_core.work import Work, at_once
 from ps_server.events import Effect, Record, ReplyTo
 from ps_server.range_state import RangeState, Said, WorkerPart
 from ps_server.schedule import Promises, Schedule
@@ -249,11 +250,17 @@ def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Rec
 
 
 def copy_of(state: RangeState) -> PartCopy:
+    """`copying`, at once."""
+    return at_once(copying(state))
+
+
+def copying(state: RangeState) -> Work[PartCopy]:
     """All that a new backup has to know of a part; nothing of it is shared with the part."""
-    workers = {
-        facts.incarnation: WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
-        for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True)
-    }
+    workers = {}
+    for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True):
+        copy = WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
+        workers[facts.incarnation] = copy
+        yield
     return PartCopy(facts_of(state), dict(state.versions), workers)
 
 

@@ -344,8 +344,8 @@ class ReplicatedRanges:
         return self._queues.queued_bytes
 
     def _giving_snapshots(self) -> Work[None]:
-        for peer, snapshot in self.output.snapshots(self._now(), self._has_room):
-            copy = yield from self._shards.copying(snapshot)
+        for peer, copying in self.output.copies(self._now(), self._has_room):
+            copy = yield from self._shards.copying((yield from copying))
             messages = []
             for message in snapshot_messages(copy):
                 messages.append(message)

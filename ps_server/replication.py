@@ -29,7 +29,7 @@ from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from ps_core.work import Work, at_once
 from ps_server.changes import Change
 from ps_server.events import AnswerPull, Effect, RefusePull
-from ps_server.part_copy import PartCopy, copy_of
+from ps_server.part_copy import PartCopy, copying
 from ps_server.primary import Primary
 from ps_server.range_log import RangeLog
 from ps_server.replica import Replica
@@ -309,32 +309,38 @@ class Replication:
     def snapshots(
         self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
     ) -> Iterator[tuple[NodeId, Snapshot]]:
+        """`copies`, each at once."""
+        for node_id, work in self.copies(now_s, has_room):
+            yield node_id, at_once(work)
+
+    def copies(
+        self, now_s: float, has_room: Callable[[NodeId], bool]
+    ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:
         """For servers that shall join and have room for it: all of a range, as of its newest batch.
-        Each is to be sent, with the values of that moment, before the next is asked for.
+        Each is to be made, and sent with the values of that moment, before the next is asked for.
         """
         for assignment in self._with_joining:
             primary = self.primaries.get(assignment.range_id)
             if primary is not None:
                 for node_id in assignment.joining:
                     if primary.begins_copy(node_id, now_s, has_room):
-                        yield node_id, self._snapshot(primary.log)
+                        yield node_id, self._copying(primary.log)
 
-    def _snapshot(self, log: RangeLog) -> Snapshot:
-        copies = {
-            table_id: copy_of(part.state)
-            for (table_id, at), part in self._machine.parts.items()
-            if at == log.range_id
-        }
+    def _copying(self, log: RangeLog) -> Work[Snapshot]:
+        copies = {}
+        for (table_id, at), part in self._machine.parts.items():
+            if at == log.range_id:
+                copies[table_id] = yield from copying(part.state)
         held = tuple(effect for effect in log.held if isinstance(effect, Change))
         number = log.begin_snapshot()
         return Snapshot(log.range_id, log.assignment_epoch, log.tenure, number, copies, held)
 
-    def base(self, range_id: RangeId) -> Snapshot:
+    def basing(self, range_id: RangeId) -> Work[Snapshot]:
         """All of a range as of its newest batch, for the update log: to be written, with the values
         of that moment, before anything that follows.
         """
         log = self.primaries[range_id].log
-        snapshot = self._snapshot(log)
+        snapshot = yield from self._copying(log)
         log.begin_base()
         return snapshot
 

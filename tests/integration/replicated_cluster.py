@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -41,6 +42,9 @@ class Views:
         self._channel = grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         session = session_to_proto(self._reader.session)
+        self._status = partial(
+            stub.GetClusterStatus, scheduler_pb2.GetClusterStatusRequest(session=session)
+        )
         self._call = stub.WatchCluster(scheduler_pb2.WatchClusterRequest(session=session))
         self._news = threading.Condition()
         self._view: ClusterView | None = None
@@ -77,6 +81,11 @@ class Views:
             assert condition(self._view), f"not within {deadline_s:g} s: {what}"
             return self._view
 
+    def catch_up(self) -> ClusterView:
+        """Wait for the view that the scheduler has at this moment: a stream may be behind."""
+        least = self._status(timeout=DEADLINE_S).view.view_number
+        return self.until(lambda view: view.view_number >= least, f"view {least}")
+
     def close(self) -> None:
         """End the stream."""
         self._call.cancel()
@@ -97,8 +106,8 @@ class ReplicatedCluster:
         self.address, self.scheduler_http = ready.address, ready.http_address
         self.scheduler = launcher.processes[0]
         self.servers: list[Served] = []
-        self.start(shape.server_count)
         self.views = Views(self.address)
+        self.start(shape.server_count)
 
     # --- servers
 
@@ -116,8 +125,9 @@ class ReplicatedCluster:
         return start_server(self._launcher, self._shape, self.address, index)
 
     def served(self, process: RoleProcess) -> Served:
-        """A server that was begun, when it serves."""
+        """A server that was begun, when it serves and `views` know it."""
         ready = self._launcher.wait_ready(process, 2 * DEADLINE_S)
+        self.views.catch_up()
         self.servers.append(Served(process, ready.address, ready.http_address))
         return self.servers[-1]
 

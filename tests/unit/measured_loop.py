@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from ps_runtime.background import switch_often
@@ -50,14 +51,30 @@ def turns_of(main: Coroutine[Any, Any, None]) -> list[float]:
     return sorted(meter.turns_s, reverse=True)
 
 
-def turns_of_server(main: Coroutine[Any, Any, None]) -> list[float]:
-    """`turns_of`, with the collector that a server has."""
+async def a_turn() -> None:
+    """Whoever is to have the next turn of the loop has had it."""
+    loop = asyncio.get_running_loop()
+    turn = loop.create_future()
+    loop.call_soon(turn.set_result, None)
+    await turn
+
+
+@contextlib.contextmanager
+def collecting_as_a_server() -> Iterator[None]:
+    """With its collector: what the tests before have left is not looked at."""
     collector = Collector()
     collector.start()
     try:
-        return turns_of(main)
+        yield
     finally:
         collector.stop()
+        gc.unfreeze()
+
+
+def turns_of_server(main: Coroutine[Any, Any, None]) -> list[float]:
+    """`turns_of`, with the collector that a server has."""
+    with collecting_as_a_server():
+        return turns_of(main)
 
 
 def longest_wait_of(work: Callable[[], None]) -> float:
@@ -74,20 +91,17 @@ def longest_wait_of(work: Callable[[], None]) -> float:
             failures.append(failure)
 
     before_s, longest_s = sys.getswitchinterval(), 0.0
-    collector = Collector()
-    collector.start()
     switch_often()
     try:
-        thread = threading.Thread(target=run)
-        thread.start()
-        last_s = time.process_time()
-        while thread.is_alive():
-            now_s = time.process_time()
-            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        with collecting_as_a_server():
+            thread = threading.Thread(target=run)
+            thread.start()
+            last_s = time.process_time()
+            while thread.is_alive():
+                now_s = time.process_time()
+                longest_s, last_s = max(longest_s, now_s - last_s), now_s
     finally:
         sys.setswitchinterval(before_s)
-        collector.stop()
-        gc.unfreeze()
     for failure in failures:
         raise failure
     return longest_s

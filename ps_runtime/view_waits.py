@@ -1,0 +1,108 @@
+"""Who waits for a view of the cluster: answered when it comes, or when its time is up, some a turn.
+
+Thousands may wait for one view, or until one moment: a new server is asked for a session by every
+worker, with the view that they know. Each that goes on takes a tenth of a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_core.cluster_view import ClusterView
+
+AT_ONCE = 32
+"""Of those who wait, in one turn: they go on in the next."""
+
+Holds = Callable[[ClusterView], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    holds: Holds
+    until_s: float
+
+
+class ViewWaits:
+    """The waits of one node. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self._waits: dict[asyncio.Future[ClusterView], _Wait] = {}
+        self._view: ClusterView | None = None
+        self._end: Exception | None = None
+        self._news_count = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, holds: Holds, deadline_s: float) -> ClusterView:
+        """A view that has come, or comes, for which `holds`.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            TimeoutError: none came in time.
+            Exception: as `end` was told.
+        """
+        if self._view is not None and holds(self._view):
+            return self._view
+        if self._end is not None:
+            raise self._end
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[ClusterView] = loop.create_future()
+        wait = _Wait(holds, loop.time() + deadline_s)
+        self._waits[found] = wait
+        self._look_at(wait.until_s)
+        try:
+            return await found
+        finally:
+            self._waits.pop(found, None)
+
+    def came(self, view: ClusterView) -> None:
+        """A newer one."""
+        self._view = view
+        self._news_count += 1
+        self._look()
+
+    def end(self, error: Exception) -> None:
+        """None comes any more; what is said first holds."""
+        self._end = self._end or error
+        self._news_count += 1
+        self._look()
+
+    def _look_at(self, time_s: float) -> None:
+        if self._timer is not None and self._timer.when() <= time_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(time_s, self._look)
+
+    def _look(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waits and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._answer())
+
+    async def _answer(self) -> None:
+        """All who wait are looked at, and again if a view came meanwhile."""
+        news_count = -1
+        while news_count != self._news_count:
+            news_count = self._news_count
+            await self._answer_for_now()
+        ends = [wait.until_s for wait in self._waits.values()]
+        if ends:
+            self._look_at(min(ends))
+
+    async def _answer_for_now(self) -> None:
+        for number, (found, wait) in enumerate(list(self._waits.items()), 1):
+            if not number % AT_ONCE:
+                await asyncio.sleep(0)
+            if found.done():
+                continue
+            if self._view is not None and wait.holds(self._view):
+                found.set_result(self._view)
+            elif self._end is not None:
+                found.set_exception(self._end)
+            elif wait.until_s <= asyncio.get_running_loop().time():
+                found.set_exception(TimeoutError())
