@@ -13,11 +13,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from ps_core.errors import check
+from ps_core.errors import InvariantViolation, check
 
 Stamps = np.ndarray[Any, np.dtype[np.uint64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -34,19 +34,24 @@ def now(stamps: Stamps, number: int) -> int:
 
 def begin(stamps: Stamps, numbers: Iterable[int]) -> None:
     """These blocks are about to change."""
-    _step(stamps, numbers, 0)
+    for number in numbers:
+        stamp = int(stamps[number])
+        if stamp % 2:
+            _overlap(number)
+        stamps[number] = stamp + 1
 
 
 def end(stamps: Stamps, numbers: Iterable[int]) -> None:
     """They are at rest again."""
-    _step(stamps, numbers, 1)
-
-
-def _step(stamps: Stamps, numbers: Iterable[int], parity: int) -> None:
     for number in numbers:
-        stamp = stamps[number]
-        check(int(stamp) % 2 == parity, "LENT-1", f"changes of what has stamp {number} overlap")
+        stamp = int(stamps[number])
+        if not stamp % 2:
+            _overlap(number)
         stamps[number] = stamp + 1
+
+
+def _overlap(number: int) -> NoReturn:
+    raise InvariantViolation("LENT-1", f"changes of what has stamp {number} overlap")
 
 
 def copied(values: Bytes, target: Bytes, stamps: Stamps, number: int, stamp: int) -> bool:

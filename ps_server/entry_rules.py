@@ -23,6 +23,7 @@ class EntryRules:
     def __init__(self, state: RangeState) -> None:
         self._state = state
         self._numbers = state.table.numbers
+        self._most_scale = limits.MAX_SCALE[state.table.spec.accumulator_element_bytes]
 
     def push_problem(
         self, event: PushEvent, worker: WorkerPart, step: StepPart | None
@@ -163,7 +164,7 @@ class EntryRules:
         """What the gradients are multiplied by must be a number of the sums that they go into:
         where it is not, the failure would come after the step was decided.
         """
-        most = limits.MAX_SCALE[self._state.table.spec.accumulator_element_bytes]
+        most = self._most_scale
         if not 0.0 < terms.contribution_scale <= most:
             return InvalidConfig(
                 f"contribution_scale is {terms.contribution_scale}; expected above 0, and at most "
@@ -197,14 +198,14 @@ class EntryRules:
         return None
 
     def _edit_problem(self, terms: SealTerms) -> PushpullError | None:
+        if not (terms.edit or terms.array):
+            return None
         optimizer = self._state.table.spec.optimizer
         if terms.array and not (terms.edit and optimizer.has_array(terms.array)):
             return InvalidConfig(
                 f"the seal of clock {terms.clock} of table '{self._state.name}' is of array "
                 f"{terms.array[:_MAX_SHOWN]!r}; expected an edit of {array_words(optimizer)}"
             )
-        if not terms.edit:
-            return None
         if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:
             return InvalidConfig(
                 f"the seal of clock {terms.clock} of table '{self._state.name}' has an edit; "

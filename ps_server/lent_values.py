@@ -73,6 +73,7 @@ class LentValues:
         at = _aligned(len(lengths) * stamps.STAMP_BYTES)
         self._places: dict[int, LentPlace] = {}
         self._ends: dict[int, int] = {}
+        self._numbers = {block: number for number, block in enumerate(lengths)}  # of its stamp
         for number, (block, length) in enumerate(lengths.items()):
             self._places[block] = LentPlace(at, length * dtype.itemsize, number)
             self._ends[block] = at + padded_length(length) * dtype.itemsize
@@ -113,11 +114,11 @@ class LentValues:
 
     def begin_change(self, blocks: Iterable[int]) -> None:
         """The values of `blocks` are about to change."""
-        stamps.begin(self._stamps, [self._places[block].stamp_number for block in blocks])
+        stamps.begin(self._stamps, map(self._numbers.__getitem__, blocks))
 
     def end_change(self, blocks: Iterable[int]) -> None:
         """They are at rest again."""
-        stamps.end(self._stamps, [self._places[block].stamp_number for block in blocks])
+        stamps.end(self._stamps, map(self._numbers.__getitem__, blocks))
 
 
 def lent_values(table: Table, segment_id: int, blocks: Sequence[int]) -> LentValues | None:

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeGuard
 
 from ps_core import limits
 from ps_core.change import Settled, TableCut
@@ -25,11 +24,12 @@ from ps_core.errors import (
     Fenced,
     InvariantViolation,
     NotOwner,
+    PushpullError,
     UpdateFailed,
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.work import Work, at_once, pieces_of
+from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_runtime import logs
 from ps_runtime.metrics import ServerMetrics
 from ps_runtime.turns import Turns
@@ -46,7 +46,6 @@ from ps_server.events import (
     Forget,
     Place,
     PullEvent,
-    PushEvent,
     Record,
     Reduce,
     RefusePull,
@@ -70,6 +69,12 @@ from ps_server.update_log import UpdateLog
 from ps_server.works import Works
 
 _DRAIN_RETRY_MS = 500
+
+_REPLY_COUNT = 64
+"""Answers that are given in one step."""
+
+_QUICK = frozenset({ReplyTo, AnswerPull, RefusePull})
+"""Effects that change no values."""
 
 _NAMED_COUNT = 8
 """Tables that a line of the log names; a view may bring thousands."""
@@ -276,8 +281,8 @@ class ParameterNode:
         """Entries arrived on `stream`."""
         self.works.finish()
         effects = self._decided(stream, events)
-        if self.replicas is None and _replies(effects):
-            self._reply_to(effects)
+        if self.replicas is None and _are_quick(effects):
+            self._do_now(effects)
         else:
             at_once(self._carrying_out(effects))
         self._arm()
@@ -303,10 +308,8 @@ class ParameterNode:
         return effects
 
     def block_count(self, event: EntryEvent) -> int:
-        """How many blocks an entry may change: a seal those of its range."""
-        if isinstance(event, PushEvent):
-            return 1
-        return max(self.blocks_at(event.place)[0], 1)
+        """How many blocks an entry that is no push may change: those of its range."""
+        return max(self.block_count_at(event.place.table_id, event.place.range_id), 1)
 
     def drain(self) -> None:
         """The server is going away: nobody is left to wait for what will not come."""
@@ -340,7 +343,8 @@ class ParameterNode:
         """Start a read of one range; `read.on_answer` is called now or later. Returns its
         number.
         """
-        self.works.finish()
+        if self.works.is_busy:
+            self.works.finish()
         number = next(self._numbers)
         self._reads[number] = read
         incarnation = read.session.incarnation if read.session.role is Role.WORKER else None
@@ -361,13 +365,18 @@ class ParameterNode:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
         return number
 
-    def blocks_at(self, place: Place) -> tuple[int, int]:
-        """Blocks of a table in a range, 0 if they are not here, and the most bytes of one."""
-        part = self.machine.parts.get((place.table_id, place.range_id))
+    def block_count_at(self, table_id: TableId, range_id: RangeId) -> int:
+        """Blocks of a table in a range; 0 if they are not here."""
+        part = self.machine.parts.get((table_id, range_id))
+        return 0 if part is None else len(part.state.blocks)
+
+    def block_bytes_at(self, table_id: TableId, range_id: RangeId) -> int:
+        """The most bytes that a block has in an answer; 0 if none are here."""
+        part = self.machine.parts.get((table_id, range_id))
         if part is None:
-            return 0, 0
+            return 0
         spec = part.state.table.spec
-        return len(part.state.blocks), spec.block_elements * spec.accumulator_element_bytes
+        return spec.block_elements * spec.accumulator_element_bytes
 
     def next_number(self) -> int:
         """A number that no read, stream or cut of this server has."""
@@ -485,7 +494,22 @@ class ParameterNode:
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what the machine wants done, in order: what others must have first, when they do."""
-        self.works.begin(self._carrying_out(effects))
+        if self.replicas is None and not self.works.is_busy and _are_quick(effects):
+            self._do_now(effects)
+        else:
+            self.works.begin(self._carrying_out(effects))
+
+    @carries_out
+    def _do_now(self, effects: Sequence[Effect]) -> None:
+        """As `_doing`, where no values change."""
+        replies: list[ReplyTo] = []
+        for effect in effects:
+            if isinstance(effect, ReplyTo):
+                replies.append(effect)
+            else:
+                self._do_other(effect)
+        if replies:
+            self._reply_to(replies)
 
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
         deeds: Sequence[Deed] = effects
@@ -510,12 +534,19 @@ class ParameterNode:
         """Do it now; then answer."""
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
+        piece_count = 0  # blocks that were worked on in this step
         for done_count, deed in enumerate(deeds, 1):
             match deed:
                 case ReplyTo():
                     replies.append(deed)
+                case Fold() if len(deed.parts) <= PIECE_COUNT:
+                    self.shards.fold(deed)
+                    piece_count += len(deed.parts)
                 case Fold():
                     yield from self.shards.folding(deed)
+                case Apply() if self.shards.is_brief(deed.record):
+                    self._apply_brief(deed.record)
+                    piece_count += len(deed.record.blocks)
                 case Apply():
                     failure = yield from self._applying(deed.record)
                     if failure is not None:
@@ -535,8 +566,11 @@ class ParameterNode:
                     yield from self.shards.assigning(Assign(deed.record, deed.parts))
                 case _:
                     self._do_other(deed)
-        for some in pieces_of(replies):
-            self._reply_to(some)
+            if piece_count >= PIECE_COUNT:
+                piece_count = 0
+                yield
+        for begin in range(0, len(replies), _REPLY_COUNT):
+            self._reply_to(replies[begin : begin + _REPLY_COUNT])
             yield
         for record, squares in reduced:
             yield from self._carrying_out(self.machine.reduced(record, squares))
@@ -568,27 +602,31 @@ class ParameterNode:
 
     @carries_out
     def _reply_to(self, effects: Iterable[ReplyTo]) -> None:
+        now_s = self.now()
+        counts: dict[Outcome, int] = {}
         for effect in effects:
-            self._reply(effect)
+            ending = effect.ending
+            if ending is not None:
+                counts[ending.outcome] = counts.get(ending.outcome, 0) + 1
+                if ending.outcome is Outcome.APPLIED:
+                    self.metrics.staleness_updates.observe(ending.staleness)
+            elif effect.error is not None:
+                self._count_refusal(effect.kind, effect.error)
+            if effect.kind is not ReplyKind.RECEIVED:
+                self._settle(effect)
+            stream = self._streams.get(effect.sender.origin)
+            if stream is not None:
+                since_s = stream.reply(effect)
+                if since_s is not None and ending is not None:
+                    self.metrics.push_duration_seconds.observe(now_s - since_s)
+        for outcome, count in counts.items():
+            self._ended[outcome].inc(count)
 
-    def _reply(self, effect: ReplyTo) -> None:
-        ending = effect.ending
-        if ending is not None:
-            self._ended[ending.outcome].inc()
-            if ending.outcome is Outcome.APPLIED:
-                self.metrics.staleness_updates.observe(ending.staleness)
-        elif effect.error is not None:
-            if effect.kind is ReplyKind.ERROR:
-                self.metrics.errors.labels(code=effect.error.code).inc()
-            else:
-                self.metrics.room_refusals.inc()
-        if effect.kind is not ReplyKind.RECEIVED:
-            self._settle(effect)
-        stream = self._streams.get(effect.sender.origin)
-        if stream is not None:
-            since_s = stream.reply(effect)
-            if since_s is not None and ending is not None:
-                self.metrics.push_duration_seconds.observe(self.now() - since_s)
+    def _count_refusal(self, kind: ReplyKind, error: PushpullError) -> None:
+        if kind is ReplyKind.ERROR:
+            self.metrics.errors.labels(code=error.code).inc()
+        else:
+            self.metrics.room_refusals.inc()
 
     def _settle(self, effect: ReplyTo) -> None:
         """An entry that was sent again on another stream owes its first stream nothing more."""
@@ -600,13 +638,23 @@ class ParameterNode:
         """Why the update could not be computed, if so; then nothing has changed."""
         begun_s = self.now()
         failure = yield from self.shards.applying(record, total)
-        self.metrics.apply_duration_seconds.observe(self.now() - begun_s)
+        self._count_update(record, begun_s, is_applied=failure is None)
+        return failure
+
+    def _apply_brief(self, record: Record) -> None:
+        """As `_applying`, where the update is one step, which cannot fail."""
+        begun_s = self.now()
+        self.shards.apply_brief(record)
+        self._count_update(record, begun_s, is_applied=True)
+
+    def _count_update(self, record: Record, begun_s: float, *, is_applied: bool) -> None:
         self._updated_s = self.now()
-        if failure is None:
+        self.metrics.apply_duration_seconds.observe(self._updated_s - begun_s)
+        if is_applied:
             self.applied_count += 1
             self.metrics.applied_updates.inc()
-            self.metrics.short_updates.inc(bool(record.gone_count))
-        return failure
+            if record.gone_count:
+                self.metrics.short_updates.inc()
 
     def _dropped(self, record: Record) -> None:
         if not record.contributor_count:  # its workers disagree, and are told so
@@ -637,9 +685,12 @@ class ParameterNode:
             self.on_cut_answered(effect)
 
 
-def _replies(effects: Sequence[Effect]) -> TypeGuard[Sequence[ReplyTo]]:
-    """Whether there is nothing else to do: so it is for most pushes."""
-    return all(isinstance(effect, ReplyTo) for effect in effects)
+def _are_quick(effects: Sequence[Effect]) -> bool:
+    """Whether there is nothing to do that takes steps: so it is for most pushes and reads."""
+    for effect in effects:  # noqa: SIM110 - `all` makes a generator, for one effect at times
+        if type(effect) not in _QUICK:
+            return False
+    return True
 
 
 def _nothing_more() -> None:

@@ -482,7 +482,8 @@ class RangeMachine:
         worker.steps[clock] = step
         worker.arrived(event.sequence)
         step.seal = event
-        self._gate.recall_carrier(worker, step, event)
+        if event.skip_if_invalid:
+            self._gate.recall_carrier(worker, step, event)
         step.numbers = self.state.table.numbers.merged(event.terms.hyperparameters)
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)

@@ -432,8 +432,9 @@ class RangeState:
             held.pop(sequence, None)
             out.append(ReplyTo(push.sender, kind, table_id, range_id, sequence, ending))
         for step in worker.steps.values():
-            for push in pushes if step.missing else ():
-                step.missing.pop(push.sequence, None)
+            if step.missing:
+                for push in pushes:
+                    step.missing.pop(push.sequence, None)
 
     def reply(
         self,

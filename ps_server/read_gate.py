@@ -259,25 +259,26 @@ class ReadGate:
         is_sum = state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
         asked = event.clock if is_sum and event.incarnation is not None else state.clock
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        asked_clock = self._asked_clock(event)
         if event.incarnation is not None:
-            state.read_clock = max(state.read_clock, self._asked_clock(event) + 1)
+            state.read_clock = max(state.read_clock, asked_clock + 1)
         if event.cut_id is not None:
             state.schedule.end_cut(event.cut_id)
-        is_new = self._asked_clock(event) > event.clock  # it has joined: that is where it begins
+        is_new = asked_clock > event.clock  # it has joined: that is where it begins
         return AnswerPull(
             event.waiter,
             state.table.table_id,
             state.range_id,
             asked,
-            max(state.clock, self._asked_clock(event)) if is_new else state.clock,
+            max(state.clock, asked_clock) if is_new else state.clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
-            self._keeps_for(event),
+            self._keeps_for(event, asked_clock),
         )
 
-    def _keeps_for(self, event: PullEvent) -> Incarnation | None:
+    def _keeps_for(self, event: PullEvent, asked_clock: int) -> Incarnation | None:
         """Who reads, if its gradients will be corrected for what it is given."""
-        next_setting = self._state.schedule.at(self._asked_clock(event) + 1)
+        next_setting = self._state.schedule.at(asked_clock + 1)
         keeps = next_setting.policy is StalePolicy.COMPENSATE
         return event.incarnation if keeps else None
 

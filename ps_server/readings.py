@@ -95,13 +95,15 @@ class Reading:
     def _is_short(self) -> bool:
         if len(self._ranges) > (_AT_ONCE_COUNT if self._is_one else 1):
             return False
+        node, table_id = self._node, TableId(self._request.table_id)
         count = byte_count = 0
         for part in self._ranges:
-            found, block_bytes = self._node.blocks_at(self._place(part))
-            found = len(part.blocks) or found
+            range_id = RangeId(part.range_id)
+            found = len(part.blocks) or node.block_count_at(table_id, range_id)
             count += found
-            byte_count += found * block_bytes
-        return count <= _AT_ONCE_COUNT and (self._is_lent or byte_count <= limits.SLICE_BYTES)
+            if not self._is_lent:
+                byte_count += found * node.block_bytes_at(table_id, range_id)
+        return count <= _AT_ONCE_COUNT and byte_count <= limits.SLICE_BYTES
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The answer as serialized PullResponses; in order, and what is there together."""
@@ -169,7 +171,7 @@ class Reading:
         place = self._place(part)
         try:
             if part.blocks:
-                count, _ = self._node.blocks_at(place)
+                count = self._node.block_count_at(place.table_id, place.range_id)
                 intake.check_named_blocks(part.range_id, part.blocks, count)
         except InvalidKeys as problem:
             on_answer(refused(part.range_id, problem))
@@ -187,7 +189,8 @@ class Reading:
         waiter = self._node.begin_read(
             read, request.clock, consistent=request.consistent, deadline_s=self._until_s
         )
-        self._waiters.append(waiter)
+        if not answer.done():
+            self._waiters.append(waiter)
 
     def _observe(self) -> None:
         node = self._node

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ps_core import limits
 from ps_core.cluster_view import Session
@@ -58,52 +59,53 @@ _Copy = tuple[int, bytes | memoryview, bytes]
 """A block, its payload, and its presence bits."""
 
 
-class RangeAnswer:
+class RangeAnswer(Protocol):
     """What a read of one range is answered with, made piece by piece. `answered` and `refused` make
     one.
     """
 
-    def __init__(self, source: _Source | None, refusal: list[AnswerPart]) -> None:
-        self._source = source
-        self._refusal = refusal
-
     @property
     def is_done(self) -> bool:
         """Whether `next` has nothing more."""
-        return not self._refusal and (self._source is None or self._source.is_done)
 
     @property
     def next_bytes(self) -> int:
-        """The payload bytes of the next piece, or a few more."""
-        return 0 if self._source is None else self._source.next_bytes
+        """The payload bytes of the next piece, or a few more; what is lent has none."""
 
     def next(self) -> list[AnswerPart]:
         """The next piece; made of what the range was when the read was decided on (RA-1)."""
-        if self._source is not None:
-            return self._source.piece()
-        piece, self._refusal = self._refusal, []
-        return piece
-
-    def keep(self, blocks: Collection[int]) -> None:
-        """These blocks are about to change: what is missing of them is copied now."""
-        if self._source is not None and not self._source.is_done:
-            self._source.keep(blocks)
 
 
 def refused(range_id: int, error: PushpullError) -> RangeAnswer:
     """The answer of a range that cannot be read."""
-    return RangeAnswer(None, [range_error(range_id, error)])
+    return _Refusal(range_id, error)
 
 
 def answered(effect: AnswerPull, read: Read, state: RangeState, shards: Shards) -> RangeAnswer:
     """What a read is answered with."""
-    answer = RangeAnswer(_Source(effect, read, state, shards), [])
+    answer = _Values(effect, read, state, shards)
     shards.hold((effect.table_id, effect.range_id), answer)
     return answer
 
 
-class _Source:
-    """Where the blocks of one answer come from: the store, until it changes."""
+class _Refusal:
+    """See `RangeAnswer`."""
+
+    def __init__(self, range_id: int, error: PushpullError) -> None:
+        self._left: list[AnswerPart] = [range_error(range_id, error)]
+        self.next_bytes = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def next(self) -> list[AnswerPart]:
+        left, self._left = self._left, []
+        return left
+
+
+class _Values:
+    """See `RangeAnswer`. The blocks come from the store, until it changes."""
 
     def __init__(self, effect: AnswerPull, read: Read, state: RangeState, shards: Shards) -> None:
         place = effect.table_id, effect.range_id
@@ -115,35 +117,32 @@ class _Source:
         self._codec = read.codec or NATIVE_CODEC[state.table.spec.dtype]
         if read.array:
             self._codec = arithmetic_codec(state.table)
-        self._codec_number = wire.codec_to_proto(self._codec)
         is_lent = read.shared and not read.array
         self._lent = shards.homes.lent_to(read.session, place, self._codec) if is_lent else None
         self._blocks = read.blocks or state.blocks
         self._at = 0  # the next that is to be taken
         self._left: set[int] | None = None  # those behind that have not been copied, once any was
         self._kept: dict[int, AnswerPart | _Copy] = {}
-        spec = state.table.spec
-        self._block_bytes = spec.block_elements * self._codec.element_bytes
+        self._block_bytes = state.table.spec.block_elements * self._codec.element_bytes
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it has been made."""
         return self._at >= len(self._blocks)
 
     @property
     def next_bytes(self) -> int:
-        """The payload bytes of the next piece, or a few more; what is lent has none."""
         if self._lent is not None:
             return 0
         count = min(len(self._blocks) - self._at, limits.SLICE_BLOCK_COUNT)
         return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
 
-    def piece(self) -> list[AnswerPart]:
+    def next(self) -> list[AnswerPart]:
         """The next blocks; the error of one that cannot be read stands for all behind it."""
         piece: list[AnswerPart] = []
         byte_count = 0
+        most = min(limits.SLICE_BLOCK_COUNT, len(self._blocks) - self._at)
         try:
-            while not self.is_done and len(piece) < limits.SLICE_BLOCK_COUNT:
+            while len(piece) < most:
                 found = self._next()
                 if isinstance(found, tuple):
                     byte_count += len(found[1])
@@ -162,7 +161,7 @@ class _Source:
         return piece
 
     def keep(self, blocks: Collection[int]) -> None:
-        """Copy what has not been taken of these."""
+        """These blocks are about to change: what is missing of them is copied now."""
         if self._left is None:
             self._left = set(self._blocks[self._at :])
         for block in blocks:
@@ -211,7 +210,7 @@ class _Source:
             version=version,
             peer_version=version - effect.own_updates.get(block, 0),
             clock=effect.range_clock,
-            codec=self._codec_number,
+            codec=wire.codec_to_proto(self._codec),
             presence=presence,
         )
         return block_answer(value, payload)

@@ -20,7 +20,7 @@ from ps_core.keys import TableId
 from ps_runtime.errors import translated
 from ps_runtime.wire_changes import change_outcome_to_proto
 from ps_server import intake
-from ps_server.events import EntryEvent, Sender
+from ps_server.events import EntryEvent, PushEvent, Sender
 from ps_server.frames import (
     BlockFrame,
     Entry,
@@ -37,10 +37,13 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
-_TURN_BLOCK_COUNT = 16
+_TURN_BLOCK_COUNT = 32
 """Blocks that keep the loop from all else: the seal of a large table applies hundreds, each in a
 tenth of a millisecond. Taken one by one they would cost more, since every block that is
-applied drives the interpreter out of the processor's caches."""
+applied drives the interpreter out of the processor's caches, and every turn answers its worker."""
+
+_TURN_BYTES = 32 * 2**20
+"""Payload that does: what is larger takes longer."""
 
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 
@@ -265,10 +268,17 @@ async def _take_entries(
 def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[EntryEvent], int]:
     """The next that are done in one stretch, entries of so many blocks, or one; and how many."""
     turn: list[EntryEvent] = []
-    block_count = 0
-    while block_count < _TURN_BLOCK_COUNT and (event := next(events, None)) is not None:
+    block_count = byte_count = 0
+    while block_count < _TURN_BLOCK_COUNT and byte_count < _TURN_BYTES:
+        event = next(events, None)
+        if event is None:
+            break
         turn.append(event)
-        block_count += node.block_count(event)
+        if type(event) is PushEvent:
+            block_count += 1
+            byte_count += event.byte_count
+        else:
+            block_count += node.block_count(event)
     return turn, block_count
 
 

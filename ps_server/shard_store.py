@@ -55,7 +55,7 @@ from ps_core.tables import (
     Hyperparameters,
     Table,
 )
-from ps_core.work import Work, at_once, pieces_of
+from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
 from ps_server import contributions, delay
 from ps_server.block_values import (
     ReadyBlock,
@@ -93,11 +93,12 @@ class Changes(NamedTuple):
     end: Callable[[Sequence[int]], None]
 
 
-def _nobody(blocks: Sequence[int]) -> None:
+def nobody(blocks: Sequence[int]) -> None:
+    """Of `Changes`: nobody is told."""
     del blocks
 
 
-NOBODY_LOOKS = Changes(_nobody, _nobody)
+NOBODY_LOOKS = Changes(nobody, nobody)
 
 
 class ShardStore:
@@ -146,6 +147,7 @@ class ShardStore:
         self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
         self._sums = KeptSums(self._name, self._pool)
         self._arithmetic = UpdateArithmetic(table, self._pool, update)
+        self._is_by_block = not (self._arithmetic.is_aggregate or self._arithmetic.is_whole)
 
     @property
     def state_bytes(self) -> int:
@@ -378,6 +380,27 @@ class ShardStore:
             self._sums.keep(clock, total)
         return blocks
 
+    def is_brief(self, block_count: int) -> bool:
+        """Whether an update of so many blocks is one step: `apply_brief` does it."""
+        return block_count <= PIECE_COUNT and self._is_by_block
+
+    def apply_brief(
+        self,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float,
+        changes: Changes,
+    ) -> None:
+        """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
+        blocks = tuple(sorted(total.parts))
+        numbers = self._arithmetic.numbers(hyperparameters)
+        means, total.means = total.means, {}
+        terms = total, numbers, contributor_count, update_scale
+        change = partial(self._arithmetic.apply, self._states, blocks, *terms)
+        self._change(blocks, changes, change, means)
+        total.is_reduced = True
+
     def _change(
         self,
         blocks: Sequence[int],
@@ -385,8 +408,8 @@ class ShardStore:
         change: Callable[[], None],
         means: dict[int, Contribution],
     ) -> None:
-        states = [self._states[block] for block in blocks]
-        slot_counts = [len(state.slots) for state in states]
+        all_states = self._states
+        slot_counts = [len(all_states[block].slots) for block in blocks]
         changes.begin(blocks)
         try:
             change()
@@ -396,8 +419,9 @@ class ShardStore:
         if means:
             self._put_means(blocks, means)
         changes.end(blocks)  # what else is raised leaves blocks marked: nobody takes a part
-        for block, state, slot_count in zip(blocks, states, slot_counts, strict=True):
+        for block, slot_count in zip(blocks, slot_counts, strict=True):
             self._versions[block] += 1
+            state = all_states[block]
             if len(state.slots) != slot_count:  # each is like the values
                 self._block_bytes += (len(state.slots) - slot_count) * state.values.nbytes
 

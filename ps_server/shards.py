@@ -15,8 +15,9 @@ import asyncio
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
@@ -38,7 +39,7 @@ from ps_server.lent_values import LentValues
 from ps_server.optimizer_arrays import check_array
 from ps_server.replication_messages import Snapshot
 from ps_server.server_machine import PartAdded
-from ps_server.shard_store import Changes, ShardStore
+from ps_server.shard_store import Changes, ShardStore, nobody
 from ps_server.store_copy import RangeCopy
 from ps_server.sums import Total
 from ps_server.value_homes import ValueHomes, held_ranges
@@ -59,6 +60,10 @@ class _Ready:
 
     lent: LentValues | None
     store: ShardStore
+
+
+_HELD_COUNT = 32
+"""Answers of one range beyond which those that nobody has any more are looked for."""
 
 
 class HeldAnswer(Protocol):
@@ -90,7 +95,7 @@ class Shards:
         self.received_bytes = 0
         self.sent_bytes = 0
         self._ready: dict[_Key, _Ready] = {}
-        self._held: dict[_Key, WeakSet[HeldAnswer]] = {}
+        self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
         self.captures: Captures | None = None
         self.lanes = lanes
         self._updates = updates
@@ -272,6 +277,9 @@ class Shards:
             record: the decision.
             total: the sum, which is used up; None means what was folded for its clock.
         """
+        if total is None and self.is_brief(record):
+            self.apply_brief(record)
+            return None
         key = record.table_id, record.range_id
         store = self.stores[key]
         if total is None:
@@ -288,6 +296,18 @@ class Shards:
         except UpdateFailed as error:  # a new one: this one's frames hold the gradients
             return UpdateFailed(f"{error.message} (range {record.range_id})")
         return None
+
+    def is_brief(self, record: Record) -> bool:
+        """Whether the update is one step: `apply_brief` does it."""
+        return self.stores[record.table_id, record.range_id].is_brief(len(record.blocks))
+
+    def apply_brief(self, record: Record) -> None:
+        """As `applying`, where the update `is_brief`."""
+        key = record.table_id, record.range_id
+        store = self.stores[key]
+        total = store.take(record.clock)
+        terms = record.hyperparameters, record.contributor_count, record.update_scale
+        store.apply_brief(total, *terms, self._changes(key))
 
     def assign(self, effect: Assign) -> None:
         """`assigning`, at once."""
@@ -308,27 +328,38 @@ class Shards:
     def _changes(self, key: _Key) -> Changes:
         """Who is told of what changes in a range."""
         lent = self.homes.find(key)
+        if lent is None:
+            return Changes(partial(self._before_change, key), nobody)
 
         def begin(blocks: Sequence[int]) -> None:
+            self._before_change(key, blocks)
+            lent.begin_change(blocks)
+
+        return Changes(begin, lent.end_change)
+
+    def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
+        if key in self._held:
             self._keep_held(key, blocks)
-            if self.captures is not None:
-                self.captures.before_change(key, blocks)
-            if lent is not None:
-                lent.begin_change(blocks)
-
-        def end(blocks: Sequence[int]) -> None:
-            if lent is not None:
-                lent.end_change(blocks)
-
-        return Changes(begin, end)
+        if self.captures is not None:
+            self.captures.before_change(key, blocks)
 
     def hold(self, key: _Key, answer: HeldAnswer) -> None:
         """This answer is not all made: before the range changes it is told, if anybody has it."""
-        self._held.setdefault(key, WeakSet()).add(answer)
+        held = self._held.setdefault(key, [])
+        if len(held) >= _HELD_COUNT:  # most of them have been made since
+            held[:] = _living(held)
+        held.append(ref(answer))
 
     def _keep_held(self, key: _Key, blocks: Collection[int]) -> None:
-        for answer in tuple(self._held.get(key, ())):
-            answer.keep(blocks)
+        living = _living(self._held.get(key, ()))
+        for each in living:
+            answer = each()
+            if answer is not None:
+                answer.keep(blocks)
+        if living:
+            self._held[key] = living
+        else:
+            self._held.pop(key, None)
 
     def drop(self, record: Record) -> None:
         """Nothing comes of the sum of the record's clock."""
@@ -461,3 +492,7 @@ def _receiving(store: ShardStore, record: Record, sent: SentTotal) -> Work[Total
             f"{list(record.blocks)}, its record's"
         )
     return total
+
+
+def _living(held: Sequence[ref[HeldAnswer]]) -> list[ref[HeldAnswer]]:
+    return [answer for answer in held if answer() is not None]

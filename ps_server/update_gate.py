@@ -103,7 +103,8 @@ class UpdateGate:
     def _take_effect(
         self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
     ) -> bool:
-        self.recall_carrier(worker, step, seal)
+        if seal.skip_if_invalid:
+            self.recall_carrier(worker, step, seal)
         # Initial values cannot be skipped: rank 0 sends what was invalid again.
         skips_invalid = seal.skip_if_invalid and step.clock > 0
         # Gradients that left before their worker saw that the step is an edit are withdrawn.
@@ -140,6 +141,8 @@ class UpdateGate:
         self, step: StepPart, seal: SealEvent, invalid: Collection[int]
     ) -> PushpullError | None:
         """What is wrong with the pushes of a step, now that all have come."""
+        if not invalid and (not step.clock or not step.has_values or seal.terms.edit):
+            return None
         what = f"clock {step.clock} of table '{self._state.name}'"
         if invalid:
             named = sorted(invalid)[:_NAMED_COUNT]
@@ -147,8 +150,6 @@ class UpdateGate:
                 f"{what} has {len(invalid)} invalid pushes ({', '.join(map(str, named))}"
                 f"{', ...' * (len(invalid) > len(named))}): replace them, or seal it with skip"
             )
-        if not step.clock or not step.has_values or seal.terms.edit:
-            return None
         if any(push.is_assign for push in step.pushes.values()):
             return InvalidConfig(f"{what} has ASSIGN pushes, and its seal no edit: withdraw them")
         return None
@@ -178,8 +179,6 @@ class UpdateGate:
         of it moved with the ledger, and which step it was of did not. To be asked when the seal
         comes, too: the worker may confirm that it knows before the seal takes effect.
         """
-        if not seal.skip_if_invalid:
-            return
         if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
             step.invalid.add(seal.sequence - 1)
             step.invalid_values.add(seal.sequence - 1)

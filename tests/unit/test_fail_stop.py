@@ -92,6 +92,11 @@ class FrailShards(Shards):
         del record, total
         raise ZeroDivisionError
 
+    def apply_brief(self, record: Any) -> None:
+        """Nothing, either."""
+        del record
+        raise ZeroDivisionError
+
 
 def _node(shards: Shards, *, backups: Sequence[NodeId] = ()) -> ParameterNode:
     node = ParameterNode(

@@ -32,8 +32,8 @@ from tests.unit.measured_loop import turns_of
 
 KEY, TIMELINE = b"k" * 16, b"t" * 16
 RANGES, BLOCKS_A_RANGE, LENGTH = 32, 6, 64
-MAX_RANGES_A_TURN = 3
-"""The third range makes the first sixteen blocks full."""
+MAX_RANGES_A_TURN = 6
+"""The sixth range makes the first thirty-two blocks full."""
 
 
 def signed(session: Session) -> Session:
