@@ -120,7 +120,7 @@ system-deps: $(READY) ## Install what tests/system needs beside pip packages (De
 	tests/system/install-deps
 
 test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
-	$(BIN)/python -m pytest tests/system
+	$(BIN)/python -m pytest $(PARALLEL) tests/system
 
 clean: ## Remove .venv and everything generated, but not the committed stubs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ps_runtime.role_environment import usable_core_count
+from ps_runtime.machine_cores import usable_core_count
 
 QUIET_LOAD = 0.5
 """Above this 1-minute load average somebody else has taken a part of the machine."""

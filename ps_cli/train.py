@@ -40,7 +40,8 @@ from ps_runtime.launcher import (
     start_servers,
     worker_command,
 )
-from ps_runtime.role_environment import thread_count, usable_core_count
+from ps_runtime.machine_cores import usable_core_count
+from ps_runtime.role_environment import thread_count
 from pushpull.v1 import scheduler_pb2
 
 LIVE_INTERVAL_S = 0.5

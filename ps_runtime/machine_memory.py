@@ -10,8 +10,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from ps_runtime.control_groups import limit_files, text_of
+
 _ROOT = Path("/")
-_CGROUPS = "sys/fs/cgroup"
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
@@ -47,29 +48,8 @@ def _machine(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """The limits of the groups that the process is in, and of those above them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            top, file = root / _CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, file = root / _CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        parts = [part for part in name.split("/") if part not in {"", ".."}]
-        for depth in range(len(parts) + 1):
-            yield from _limit(Path(top, *parts[:depth], file))
-
-
-def _limit(file: Path) -> Iterator[int]:
-    """What the file says, but for one that means none: "max", or more than any machine has."""
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return
-    if text.isdecimal() and int(text) < 1 << 60:
-        yield int(text)
+    """Limits, but for those that mean none: "max", or more than any machine has."""
+    for file in limit_files(root, "memory", "memory.limit_in_bytes", "memory.max"):
+        text = text_of(file)
+        if text.isdecimal() and int(text) < 1 << 60:
+            yield int(text)

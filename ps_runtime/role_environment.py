@@ -63,8 +63,3 @@ def _package_roots() -> list[Path]:
 def thread_count(core_count: int, process_count: int) -> int:
     """Threads for each of `process_count` processes that share `core_count` cores; at least 1."""
     return max(1, core_count // max(1, process_count))
-
-
-def usable_core_count() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))

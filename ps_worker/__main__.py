@@ -21,6 +21,7 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime import logs, shutdown
 from ps_runtime.config import fields_of, resolve, variable_name
 from ps_runtime.imported import spare_import_of
+from ps_runtime.machine_cores import follow_limit
 from ps_worker.client import connect
 from ps_worker.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
 from ps_worker.measures import open_ports
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.script.is_file():
         reader.error(f"there is no script {given.script}")
     signal.signal(signal.SIGTERM, _stop)
+    follow_limit(os.environ)
     spare_import_of("torch")  # the script's own business, as is what it sets before
     sys.argv = [str(given.script), *given.arguments]
     sys.path.insert(0, str(given.script.resolve().parent))

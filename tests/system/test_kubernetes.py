@@ -60,6 +60,9 @@ def environment(component: str, folder: str = BASE) -> dict[str, str]:
             found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], text)
         elif "secretKeyRef" in variable["valueFrom"]:
             found[variable["name"]] = SECRET
+        elif "resourceFieldRef" in variable["valueFrom"]:
+            kind, _, resource = variable["valueFrom"]["resourceFieldRef"]["resource"].partition(".")
+            found[variable["name"]] = container(component, folder)["resources"][kind][resource]
         else:
             found[variable["name"]] = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
     return found
@@ -159,6 +162,14 @@ def test_all_have_the_same_place_for_checkpoints(component: str) -> None:
     (volume,) = [m for m in manifests(WITH_CHECKPOINTS) if m["kind"] == "PersistentVolumeClaim"]
     assert volume["metadata"]["name"] == claim
     assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_worker_has_as_many_threads_as_cores_and_shared_memory_for_data_loaders() -> None:
+    asked = container("worker")["resources"]["requests"]["cpu"]
+    assert environment("worker")["OMP_NUM_THREADS"] == asked
+    volumes = {volume["name"]: volume for volume in pod("worker")["volumes"]}
+    (mount,) = [m for m in container("worker")["volumeMounts"] if m["mountPath"] == "/dev/shm"]  # noqa: S108 - Linux's place for shared memory
+    assert volumes[mount["name"]]["emptyDir"]["medium"] == "Memory"
 
 
 def test_sizes_agree() -> None:
