@@ -32,6 +32,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_HTTP_LISTEN": "host:port for /metrics and /healthz; port 0 chooses a free one.",
     "PUSHPULL_CLUSTER_ID": "The cluster that a node means; empty accepts whichever answers.",
     "PUSHPULL_LOG_LEVEL": "debug, info, warning or error.",
+    "PUSHPULL_LOG_FORMAT": "text, or json: log lines are objects, one a line.",
     "PUSHPULL_STOP_WHEN_DONE": "1 ends the cluster when all workers have left.",
     "PUSHPULL_CONNECT_DEADLINE_S": "Seconds to go on trying to reach the scheduler at start.",
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a push or pull of a worker may wait.",

@@ -54,9 +54,6 @@ _DRAIN_GRACE_S = 1.0
 
 _LAUNCH_ID = "PUSHPULL_LAUNCH_ID"
 
-_LOG_HEAD_WORDS = 3
-"""Before the event of a log line: when, how grave and who."""
-
 _READER_JOIN_S = 1.0
 _FIRST_POLL_S = 0.005
 _MAX_POLL_S = 0.1
@@ -395,9 +392,8 @@ def reason_of(lines: Sequence[str]) -> str:
     its command line; empty if it said nothing of the kind.
     """
     for text in reversed(lines):
-        head = text.split(" event=", 1)[0].split()
         fields = logs.fields_of(text)
-        if fields and len(head) == _LOG_HEAD_WORDS and head[1] == "error":
+        if fields and logs.is_error(text):
             said = (fields.get(name) for name in ("message", "error", "reason"))
             return next((each for each in said if each), fields["event"])
         program, is_wrong, reason = text.partition(": error: ")

@@ -1,14 +1,17 @@
 """Log lines: one per transition, never per message.
 
 A line is ``time level role event=... key=value ...``; values with spaces, quotes or "=" are JSON
-strings, so that a line can be split by any tool. Only the logger "pushpull" is touched: a worker
-process belongs to its training script, which configures logging as it likes.
+strings, so that a line can be split by any tool. In the format json it is an object instead, with
+"time", "level", "process", "event" and the fields; a traceback is a field of it too. Only the
+logger "pushpull" is touched: a worker process belongs to its training script, which configures
+logging as it likes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -18,8 +21,15 @@ from ps_core.errors import InvalidConfig
 
 LOGGER_NAME = "pushpull"
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
 MAX_VALUE_CHARACTERS = 2_000
 """A value longer than this is cut: one bad request must not fill a disk."""
+
+_FIELDS = "pushpull_fields"
+"""The attribute of a record that has an event and its fields."""
+
+_HEAD_WORDS = 3
+"""Of a line, before its event: when, how bad, who."""
 
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)')
 
@@ -42,6 +52,27 @@ class _LineFormatter(logging.Formatter):
         return line
 
 
+class _JsonFormatter(logging.Formatter):
+    """``{"time": "2026-01-31T12:00:00.123Z", "level": "info", "process": "server", ...}``"""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        said: dict[str, object] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._role,
+        }
+        fields = getattr(record, _FIELDS, None)
+        said |= {"message": _cut(record.getMessage())} if fields is None else fields
+        if record.exc_info:
+            said["traceback"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+        return json.dumps(said, ensure_ascii=False)
+
+
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to whatever `sys.stderr` is at the time, so that a redirected stderr is respected."""
 
@@ -50,22 +81,25 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
-def configure(role: str, level: str) -> None:
+def configure(role: str, level: str, line_format: str = "text") -> None:
     """Send pushpull's log lines to stderr, as `role`; calling it again replaces the former setting.
 
     Args:
         role: what the lines name, such as "server" or "worker-3".
         level: one of `LEVELS`.
+        line_format: one of `FORMATS`.
 
     Raises:
-        InvalidConfig: there is no such level.
+        InvalidConfig: there is no such level, or no such format.
     """
+    if line_format not in FORMATS:
+        raise InvalidConfig(f"log format is '{line_format}'; expected one of {', '.join(FORMATS)}")
     if level.lower() not in LEVELS:
         raise InvalidConfig(f"log level is '{level}'; expected one of {', '.join(LEVELS)}")
     for handler in [h for h in _logger.handlers if isinstance(h, _StderrHandler)]:
         _logger.removeHandler(handler)
     handler = _StderrHandler()
-    handler.setFormatter(_LineFormatter(role))
+    handler.setFormatter(_JsonFormatter(role) if line_format == "json" else _LineFormatter(role))
     _logger.addHandler(handler)
     _logger.setLevel(level.upper())
     _logger.propagate = False
@@ -77,7 +111,9 @@ def line(event: str, fields: dict[str, object]) -> str:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """What a line of `line` has, "event" included; nothing if it is none."""
+    """What a line of the log has, "event" included; nothing if it is none."""
+    if text.startswith("{"):
+        return _json_fields(text)
     found: dict[str, str] = {}
     for name, value in _FIELD.findall(text):
         try:
@@ -87,35 +123,71 @@ def fields_of(text: str) -> dict[str, str]:
     return found if "event" in found else {}
 
 
+def is_error(text: str) -> bool:
+    """Whether a line of the log says that something failed."""
+    if text.startswith("{"):
+        return _json_fields(text).get("level") == "error"
+    head = text.split(" event=", 1)[0].split()
+    return len(head) == _HEAD_WORDS and head[1] == "error"
+
+
+def _json_fields(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(found, dict) or "event" not in found:
+        return {}
+    return {str(name): str(value) for name, value in found.items()}
+
+
 def debug(event: str, **fields: object) -> None:
     """Log what only a developer wants to see."""
     if _logger.isEnabledFor(logging.DEBUG):
-        _logger.debug("%s", line(event, fields))
+        _log(logging.DEBUG, event, fields)
 
 
 def info(event: str, **fields: object) -> None:
     """Log a transition."""
-    _logger.info("%s", line(event, fields))
+    _log(logging.INFO, event, fields)
 
 
 def warning(event: str, **fields: object) -> None:
     """Log something that a person may want to act on."""
-    _logger.warning("%s", line(event, fields))
+    _log(logging.WARNING, event, fields)
 
 
 def error(event: str, **fields: object) -> None:
     """Log a failure."""
-    _logger.error("%s", line(event, fields))
+    _log(logging.ERROR, event, fields)
 
 
 def exception(event: str, failure: BaseException, **fields: object) -> None:
     """Log a failure that is a bug of ours, with its traceback."""
-    _logger.error("%s", line(event, fields), exc_info=failure)
+    _log(logging.ERROR, event, fields, failure)
+
+
+def _log(
+    level: int, event: str, fields: dict[str, object], failure: BaseException | None = None
+) -> None:
+    said = {"event": event, **{name: _plain(value) for name, value in fields.items()}}
+    _logger.log(level, "%s", line(event, fields), exc_info=failure, extra={_FIELDS: said})
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: numbers stay numbers."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return round(value, 3) if math.isfinite(value) else str(value)
+    return _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text[:MAX_VALUE_CHARACTERS] + "..." if len(text) > MAX_VALUE_CHARACTERS else text
 
 
 def _quoted(value: object) -> str:
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    if len(text) > MAX_VALUE_CHARACTERS:
-        text = text[:MAX_VALUE_CHARACTERS] + "..."
+    text = _cut(f"{value:.3f}" if isinstance(value, float) else str(value))
     plain = bool(text) and text.isprintable() and not any(c in ' "=' for c in text)
     return text if plain else json.dumps(text, ensure_ascii=False)

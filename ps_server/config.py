@@ -37,6 +37,7 @@ class ServerConfig:
     )
     cluster_id: str = field(default="", metadata={"help": "the cluster meant; empty: any"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    log_format: str = field(default="text", metadata={"help": "text, or json: an object a line"})
     ready_file: Path | None = field(
         default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
     )

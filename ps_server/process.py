@@ -69,7 +69,7 @@ def main() -> None:
     """Run until told to stop, or until the cluster has finished."""
     settings = config.from_command_line(ServerConfig, parser())
     shutdown.die_with_parent_if_asked(os.environ)
-    logs.configure("server", settings.log_level)
+    logs.configure("server", settings.log_level, settings.log_format)
     channels.tune_allocator()
     switch_often()
     if settings.threads:

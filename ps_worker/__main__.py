@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shutdown.die_with_parent_if_asked(os.environ)
         config = _take_flags(vars(given))
-        logs.configure(_name(vars(given)), config.log_level)
+        logs.configure(_name(vars(given)), config.log_level, config.log_format)
     except InvalidConfig as error:
         reader.error(error.message)
     if not given.script.is_file():

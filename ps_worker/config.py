@@ -162,6 +162,9 @@ class ProcessConfig:
         default="warning",
         metadata={"help": "debug, info, warning or error: pushpull's own lines"},
     )
+    log_format: str = field(
+        default="text", metadata={"help": "text, or json: an object a line; pushpull's own lines"}
+    )
     ready_file: Path | None = field(
         default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
     )

@@ -202,7 +202,7 @@ def main() -> None:
     settings = config.from_command_line(SchedulerConfig, parser())
     try:
         die_with_parent_if_asked(os.environ)
-        logs.configure("scheduler", settings.log_level)
+        logs.configure("scheduler", settings.log_level, settings.log_format)
         secret = join_secret.found_or_made()
         channels.run(serve(settings, cluster_settings(settings), secret))
     except (InvalidConfig, InvalidCheckpoint) as error:

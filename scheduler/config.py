@@ -146,6 +146,7 @@ class SchedulerConfig:
         metadata={"help": "Written when it serves: its addresses as JSON. Unset writes none."},
     )
     log_level: str = field(default="info", metadata={"help": "One of debug, info, warning, error."})
+    log_format: str = field(default="text", metadata={"help": "text, or json: an object a line."})
 
 
 def parser() -> argparse.ArgumentParser:

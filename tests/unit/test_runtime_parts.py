@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from ps_core import errors as tree
 from ps_runtime import clock, logs, metrics
 from ps_runtime.addresses import advertised, join_address, split_address
+from ps_runtime.launcher import reason_of
 from ps_runtime.ready_file import write_ready_file
 from ps_runtime.retry import Backoff, is_retryable
 
@@ -117,15 +119,48 @@ def test_what_a_line_has_can_be_read_from_it(event: str, fields: dict[str, str])
     }
 
 
+def test_a_line_in_json_is_one_object_with_numbers_as_numbers_and_a_traceback_as_a_field(
+    pushpull_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure("server", "info", "json")
+    logs.info("registered", node_id=3, why='a "b"\nc', took_s=1.23456, left_s=math.inf)
+    try:
+        raise ZeroDivisionError("of ours")
+    except ZeroDivisionError as failure:
+        logs.exception("call_failed", failure, reason="it is 0")
+    pushpull_logger.warning("somebody else's line")
+    lines = capsys.readouterr().err.splitlines()
+    said = [json.loads(line) for line in lines]
+    assert all(each.pop("time").endswith("Z") for each in said)
+    assert said[0] == {
+        "level": "info", "process": "server", "event": "registered",
+        "node_id": 3, "why": 'a "b"\nc', "took_s": 1.235, "left_s": "inf",
+    }  # fmt: skip
+    assert said[1].pop("traceback").endswith("ZeroDivisionError: of ours")
+    assert said[1] == {
+        "level": "error",
+        "process": "server",
+        "event": "call_failed",
+        "reason": "it is 0",
+    }
+    assert said[2]["message"] == "somebody else's line"
+    assert [logs.is_error(line) for line in lines] == [False, True, False]
+    assert logs.fields_of(lines[1])["reason"] == "it is 0"
+    assert reason_of(lines) == "it is 0"
+
+
 def test_what_is_no_log_line_has_no_fields() -> None:
     assert logs.fields_of("Traceback (most recent call last):") == {}
     assert logs.fields_of("a script's own line, with key=value") == {}
+    assert logs.fields_of('{"a script\'s": "own line"}') == logs.fields_of("{}}") == {}
 
 
 def test_a_long_value_is_cut_and_a_wrong_level_named() -> None:
     assert len(logs.line("x", {"value": "y" * 10_000})) < logs.MAX_VALUE_CHARACTERS + 100
     with pytest.raises(tree.InvalidConfig, match="log level is 'loud'; expected one of debug"):
         logs.configure("server", "loud")
+    with pytest.raises(tree.InvalidConfig, match="log format is 'xml'; expected one of text, json"):
+        logs.configure("server", "info", "xml")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
