@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import kubernetes_validate
 import pytest
@@ -17,8 +18,9 @@ from tests.system.manifests import VERSIONS, Manifest, rendered
 from tests.tidy.source import ROOT
 
 INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-FIELDS = {"metadata.name": "pushpull-server-0", INDEX_ANNOTATION: "1"}
-"""What the cluster would put into fields of a pod."""
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+FIELDS = {INDEX_ANNOTATION: "1"}
+"""What the cluster would put into annotations of a pod."""
 
 
 BASE, WITH_CHECKPOINTS = "deploy/kubernetes", "deploy/kubernetes-checkpoints"
@@ -64,8 +66,20 @@ def environment(component: str, folder: str = BASE) -> dict[str, str]:
             kind, _, resource = variable["valueFrom"]["resourceFieldRef"]["resource"].partition(".")
             found[variable["name"]] = container(component, folder)["resources"][kind][resource]
         else:
-            found[variable["name"]] = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+            found[variable["name"]] = field(component, variable["valueFrom"]["fieldRef"], folder)
     return found
+
+
+def field(component: str, reference: Manifest, folder: str) -> str:
+    """What the cluster would put into a field of a component's first pod."""
+    path: str = reference["fieldPath"]
+    workload = workloads(folder)[component]
+    if path == "metadata.name":
+        return f"{workload['metadata']['name']}-0"
+    if path == f"metadata.labels['{INSTANCE_LABEL}']":
+        found: str = workload["spec"]["template"]["metadata"]["labels"][INSTANCE_LABEL]
+        return found
+    return FIELDS[path]
 
 
 COMPONENTS = ["scheduler", "server", "worker"]
@@ -180,29 +194,83 @@ def test_sizes_agree() -> None:
     assert int(sizes["PUSHPULL_WORKERS"]) == job["completions"] == job["parallelism"]
 
 
-def test_names_resolve_to_services() -> None:
-    services = {
-        manifest["metadata"]["name"]: manifest["spec"]
-        for manifest in manifests()
-        if manifest["kind"] == "Service"
-    }
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of another run in the same namespace, as the base's comment describes it."""
+    folder = tmp_path_factory.mktemp("second")
+    base = (ROOT / BASE / "kustomization.yaml").read_text(encoding="utf-8")
+    said = "".join(re.findall(r"^#   (namePrefix: .*\n|labels: .*\n)", base, re.MULTILINE))
+    resources = f"resources: [{os.path.relpath(ROOT / WITH_CHECKPOINTS, folder)}]\n"
+    (folder / "kustomization.yaml").write_text(said + resources, encoding="utf-8")
+    return os.path.relpath(folder, ROOT)
+
+
+def services(folder: str) -> dict[str, Manifest]:
+    """The Services, by name."""
+    return {m["metadata"]["name"]: m["spec"] for m in manifests(folder) if m["kind"] == "Service"}
+
+
+def check_names(folder: str) -> None:
+    """Addresses in variables are those of Services of the same folder."""
+    found = services(folder)
     for component in ("server", "worker"):
-        host, _, port = environment(component)["PUSHPULL_SCHEDULER"].partition(":")
-        assert int(port) in {entry["port"] for entry in services[host]["ports"]}
-    assert environment("scheduler")["PUSHPULL_ADVERTISE"] in services
-    advertised = environment("server")["PUSHPULL_ADVERTISE"]
-    assert advertised == f"pushpull-server-0.{workloads()['server']['spec']['serviceName']}"
-    for service in services.values():
-        assert selected_by(service["selector"])
+        host, _, port = environment(component, folder)["PUSHPULL_SCHEDULER"].partition(":")
+        assert int(port) in {entry["port"] for entry in found[host]["ports"]}
+    assert environment("scheduler", folder)["PUSHPULL_ADVERTISE"] in found
+    workload = workloads(folder)["server"]
+    service = workload["spec"]["serviceName"]
+    assert service in found
+    advertised = environment("server", folder)["PUSHPULL_ADVERTISE"]
+    assert advertised == f"{workload['metadata']['name']}-0.{service}"
+    for each in found.values():
+        assert selected_by(each["selector"], folder)
 
 
-def selected_by(selector: dict[str, str]) -> list[str]:
+def selected_by(selector: dict[str, str], folder: str) -> list[str]:
     """Components whose pods carry the labels."""
     return [
         component
-        for component, manifest in workloads().items()
+        for component, manifest in workloads(folder).items()
         if selector.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
     ]
+
+
+def test_names_resolve_to_services() -> None:
+    check_names(BASE)
+
+
+def test_two_runs_in_a_namespace_do_not_meet(second: str) -> None:
+    check_names(second)
+    names = [
+        {(m["kind"], m["metadata"]["name"]) for m in manifests(f)}
+        for f in (WITH_CHECKPOINTS, second)
+    ]
+    assert not names[0] & names[1]
+    for one, other in ((WITH_CHECKPOINTS, second), (second, WITH_CHECKPOINTS)):
+        for manifest in manifests(one):
+            selector = manifest["spec"].get("selector", {})
+            labels = selector.get("matchLabels", selector)
+            assert not labels or not selected_by(labels, other)
+        for rule in pod("server", one)["topologySpreadConstraints"]:
+            assert selected_by(rule["labelSelector"]["matchLabels"], one) == ["server"]
+            assert not selected_by(rule["labelSelector"]["matchLabels"], other)
+    claimed = {v["persistentVolumeClaim"]["claimName"] for v in pod("server", second)["volumes"]
+               if "persistentVolumeClaim" in v}  # fmt: skip
+    assert claimed == {m["metadata"]["name"] for m in manifests(second)
+                       if m["kind"] == "PersistentVolumeClaim"}  # fmt: skip
+
+
+def test_a_machine_that_is_drained_takes_one_server_at_a_time() -> None:
+    (budget,) = [m["spec"] for m in manifests() if m["kind"] == "PodDisruptionBudget"]
+    assert budget["maxUnavailable"] == 1
+    assert selected_by(budget["selector"]["matchLabels"], BASE) == ["server"]
+
+
+def test_the_image_has_the_project_s_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
+    assert container("server")["image"] == f"pushpull:{version}"
 
 
 def plain_environment() -> dict[str, str]:

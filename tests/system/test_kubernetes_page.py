@@ -25,7 +25,7 @@ from tests.system.manifests import VERSIONS, Manifest, rendered
 from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
-OVERLAY = "deploy/my-run"
+OVERLAY, SECOND = "deploy/my-run", "deploy/second"
 
 KUBECONFIG: dict[str, Any] = {
     "apiVersion": "v1",
@@ -47,9 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with the page's overlay in it, and a configuration of kubectl that leads nowhere."""
     made = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "deploy", made / "deploy")
-    (made / OVERLAY).mkdir()
-    (overlay,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (made / OVERLAY / "kustomization.yaml").write_text(overlay, encoding="utf-8")
+    overlay, addition = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    for name, text in ((OVERLAY, overlay), (SECOND, overlay + addition)):
+        (made / name).mkdir()
+        (made / name / "kustomization.yaml").write_text(text, encoding="utf-8")
     (made / "config").write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
     return made
 
@@ -72,6 +73,14 @@ def test_the_overlay_matches_the_schemas(overlaid: dict[str, Manifest]) -> None:
     for version in VERSIONS:
         for manifest in overlaid.values():
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_another_run_has_names_of_its_own(folder: Path, overlaid: dict[str, Manifest]) -> None:
+    """How its pods find each other: `test_kubernetes.py`."""
+    names = {
+        f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rendered(folder / SECOND)
+    }
+    assert names == {name.replace("/", "/second-") for name in overlaid}
 
 
 def test_the_overlay_says_its_sizes_everywhere(overlaid: dict[str, Manifest]) -> None:
