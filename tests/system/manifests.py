@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-VERSIONS = ["1.27", "1.37"]
-"""From the first with native gRPC probes as a stable feature to the newest schema there is."""
+VERSIONS = ["1.29", "1.37"]
+"""From the first in which a Job counts failures by index unless it is turned off, to the newest
+schema there is."""
 
 Manifest = dict[str, Any]
 

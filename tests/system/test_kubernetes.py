@@ -186,6 +186,15 @@ def test_a_worker_has_as_many_threads_as_cores_and_shared_memory_for_data_loader
     assert volumes[mount["name"]]["emptyDir"]["medium"] == "Memory"
 
 
+def test_a_worker_that_is_lost_is_started_again_under_its_rank() -> None:
+    job = workloads()["worker"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["backoffLimitPerIndex"] > 0
+    assert "backoffLimit" not in job, "it would end the run"
+    assert pod("worker")["restartPolicy"] == "Never", "else a pod is started again, not an index"
+    assert environment("worker")["PUSHPULL_RANK"] == FIELDS[INDEX_ANNOTATION]
+
+
 def test_sizes_agree() -> None:
     job = workloads()["worker"]["spec"]
     sizes = environment("scheduler")
