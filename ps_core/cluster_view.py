@@ -127,8 +127,9 @@ class RangeAssignment:
     """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
     committed; who is `joining` is being brought up to date. `initial_holders` were given the range
     when it was placed, empty, and have held it since: what there is of it they were told as it came
-    about, and one that was told nothing has all that anybody may have seen. It is `is_lost` when no
-    server that is there, or may come back, has its values.
+    about, and one that was told nothing has all that anybody may have seen. `tenure` is the epoch
+    under which the primary became one. It is `is_lost` when no server that is there, or may come
+    back, has its values.
     """
 
     range_id: RangeId
@@ -139,6 +140,7 @@ class RangeAssignment:
     joining: tuple[NodeId, ...] = ()
     initial_holders: tuple[NodeId, ...] = ()
     is_lost: bool = False
+    tenure: AssignmentEpoch = AssignmentEpoch(0)
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:

@@ -437,6 +437,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         joining_node_ids=assignment.joining,
         initial_holder_node_ids=assignment.initial_holders,
         lost=assignment.is_lost,
+        tenure=assignment.tenure,
     )
 
 
@@ -451,6 +452,7 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         joining=tuple(map(NodeId, message.joining_node_ids)),
         initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
         is_lost=message.lost,
+        tenure=AssignmentEpoch(message.tenure),
     )
 
 

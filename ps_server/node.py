@@ -167,8 +167,9 @@ class ParameterNode:
             lost, effects = yield from self.replicas.observing(view)
             at_once(self._doing(effects))
             error = NotOwner(f"server {self.session.node_id} is not primary any more")
-            for stream in self._streams.values() if lost else ():
-                stream.give_up(lost, error)
+            moved = self.replicas.deposed.union(lost)
+            for stream in self._streams.values() if moved else ():
+                stream.give_up(moved, error)
             yield from self._serving(self.replicas.serve())
 
     def _serving(self, view: ClusterView) -> Work[None]:

@@ -288,9 +288,10 @@ class OutputCommit:
     @property
     def promises(self) -> tuple[Promise, ...]:
         """What the backups know that this server has promised; nothing while it is to serve a range
-        that it does not serve yet, which may have reached a later clock.
+        that it does not serve yet, which may have reached a later clock; nor while another may be
+        made primary of one in its place, which knows nothing of it.
         """
-        if self._replication.waits:
+        if self._replication.waits or self._replication.has_heirs:
             return ()
         untold = {table_id for table_id, _ in self._untold}
         return tuple(p for p in self._machine.promises if p.table_id not in untold)

@@ -85,7 +85,10 @@ class Primary:
     # --- what the scheduler says
 
     def observe(self, assignment: RangeAssignment) -> bool:
-        """A newer view has this server as primary still: whether under another epoch."""
+        """A newer view has this server as primary, still or again: whether under another epoch."""
+        if assignment.tenure > self.log.tenure:
+            self._stand_again(assignment)
+            return True
         self._configured = frozenset(assignment.backups)
         is_renewed = self.log.assignment_epoch < assignment.assignment_epoch
         if is_renewed:
@@ -98,6 +101,15 @@ class Primary:
             if node_id not in self._configured | self._in_question:
                 self.log.exclude(node_id)
         return is_renewed
+
+    def _stand_again(self, assignment: RangeAssignment) -> None:
+        """Another was to be primary meanwhile: who joined has given up, or joined that one."""
+        self.log.stand_again(assignment.assignment_epoch, assignment.backups)
+        self._configured = frozenset(assignment.backups)
+        self._heard_s.clear()
+        self._behind.clear()
+        self._joining.clear()
+        self._asked, self._in_question = None, frozenset()
 
     # --- what other servers say
 
@@ -190,7 +202,13 @@ class Primary:
     def holders(self) -> tuple[NodeId, ...]:
         """Who gets the batches."""
         # One that joins and was asked for is both.
-        return tuple(dict.fromkeys((*self.log.backups, *self._joining)))
+        return tuple(dict.fromkeys((*self.followers, *self._joining)))
+
+    @property
+    def followers(self) -> tuple[NodeId, ...]:
+        """The backups that follow this server, whose grants it needs."""
+        heirs = self.log.heirs
+        return tuple(n for n in self.log.backups if n not in heirs) if heirs else self.log.backups
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
         """Batches that these have not acknowledged."""

@@ -12,9 +12,12 @@ Rules:
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
-    - One that was promoted has the backups of the primary before as heirs: they may be a batch
-      behind or ahead of it. While they are, each of them can be made primary in its place, so it
-      releases nothing; it asks the scheduler to leave them out, and they join anew.
+    - One that was promoted has the backups of the primary before as heirs, and that primary: they
+      may be a batch behind or ahead of it. While they are, each of them can be made primary in its
+      place, so it releases nothing; it asks the scheduler to leave them out, and they join anew.
+      They are told nothing, and do not count.
+    - One that was deposed and is primary again goes on with all that it decided, under another
+      tenure, and has as heirs whoever could have been primary in its place.
     - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
       does not count before the scheduler has configured it. Reads of what is committed go on.
     - Where this server keeps an update log, that has to have what is committed too (SEMANTICS S13):
@@ -32,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ps_core.errors import check
@@ -64,9 +67,9 @@ class RangeLog:
     Attributes:
         range_id: the range.
         assignment_epoch: the newest.
-        tenure: the first.
+        tenure: the first since this server is primary, or is again.
         number: of the newest batch.
-        heirs: backups of the primary before, which are not left out yet.
+        heirs: who held the range under the primary before, and is not left out yet.
         is_written: whether batches go to the update log: it has, or is being given, what they
             follow.
     """
@@ -98,6 +101,27 @@ class RangeLog:
     def inherit(self) -> None:
         """The backups were those of the primary before."""
         self.heirs = frozenset(self._acked)
+        self._configured_count = 0
+
+    def stand_again(self, assignment_epoch: AssignmentEpoch, heirs: Iterable[NodeId]) -> None:
+        """This server was deposed, perhaps without hearing of it, and is primary again: nobody else
+        was seen to serve meanwhile. What it has decided waits for that to be settled.
+        """
+        self.assignment_epoch = self.tenure = assignment_epoch
+        self._acked = dict.fromkeys(heirs, self.number)
+        self._granted_s.clear()
+        self.inherit()
+        self.lose_base()  # what the update log has is of the tenure before
+        for entry in self._entries:
+            if entry.batch is not None:
+                entry.batch = entry.batch._replace(tenure=assignment_epoch)
+
+    def take_out(self, is_out: Callable[[object], bool]) -> list[object]:
+        """Effects that wait and will not be released, of which `is_out` is true."""
+        found = list(filter(is_out, self.held))
+        for entry in self._entries if found else ():
+            entry.effects = [effect for effect in entry.effects if not is_out(effect)]
+        return found
 
     @property
     def backups(self) -> tuple[NodeId, ...]:
@@ -279,7 +303,7 @@ class RangeLog:
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
         self.heirs &= wanted
-        self._configured_count = len(wanted)
+        self._configured_count = len(wanted - self.heirs)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
         for backup in [b for b in self._acked if b not in wanted]:
             del self._acked[backup]

@@ -100,6 +100,12 @@ class Replica:
         self.assignment_epoch = assignment_epoch
         self.is_promoted = True
 
+    def stand_down(self) -> None:
+        """Another is primary, and may yet be followed by this one: it keeps what it has, grants
+        that one nothing of an older epoch, and serves nothing.
+        """
+        self.is_promoted = False
+
     @property
     def serves_s(self) -> float:
         """When nobody can hold a lease that it granted."""

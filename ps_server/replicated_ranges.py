@@ -146,6 +146,9 @@ class ReplicatedRanges:
             self._logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
+        kept = self.deposed.difference(lost)
+        if kept:
+            logs.warning("ranges_suspended", view=view.view_number, ranges=len(kept))
         self._send_all(self._pacing.renewed())
         missing = self.replication.missing
         if missing != self._missing:
@@ -187,6 +190,11 @@ class ReplicatedRanges:
         if taken:
             logs.info("ranges_served", view=view.view_number, ranges=len(taken))
         return view
+
+    @property
+    def deposed(self) -> set[RangeId]:
+        """See `Replication.deposed`."""
+        return self.replication.deposed
 
     @property
     def waits(self) -> bool:

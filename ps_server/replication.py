@@ -3,11 +3,15 @@ two (SEMANTICS S8, S9).
 
     nothing --joining: snapshot--> backup --promoted--> waits for the lease --> primary
        ^                                                                          |
-       +---------------------------- another is primary --------------------------+
+       +---- another is primary <--the new one serves-- suspended <--deposed------+
+                                                           +------primary again---^
 
 Rules:
-    - What a server is for a range, the newest view says. What a deposed primary held is given up,
-      whether it served yet or not: it may have what nobody else has. It joins anew, from nothing.
+    - What a server is for a range, the newest view says. A deposed primary is suspended while the
+      view names it as a backup: it keeps all that it has, decides nothing, takes and grants
+      nothing, and goes on if it is primary again. When it is not named any more the new primary may
+      have served: what is here is given up, whether this server served yet or not, since it may
+      have what nobody else has. It joins anew, from nothing.
     - A server that the view names among a range's initial holders begins with nothing, once,
       whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
       left the range since has missed what came, and tells the scheduler that it is missing.
@@ -56,7 +60,9 @@ class Replication:
     Attributes:
         primaries: the ranges that it is primary of.
         replicas: those that it backs up, or is about to serve.
+        suspended: those that it was primary of, and may be again.
         renewed: the ranges that have got another epoch with the newest view.
+        deposed: those that another is primary of since the newest view.
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class Replication:
     ) -> None:
         self.primaries: dict[RangeId, Primary] = {}
         self.replicas: dict[RangeId, Replica] = {}
+        self.suspended: dict[RangeId, Primary] = {}
         self.renewed: set[RangeId] = set()
+        self.deposed: set[RangeId] = set()
         self._node_id = node_id
         self._machine = machine
         self._lease_s = lease_s
@@ -107,7 +115,7 @@ class Replication:
         effects: list[Effect] = []
         given_up: set[RangeId] = set()
         self._view = view
-        self.renewed = set()
+        self.renewed, self.deposed = set(), set()
         self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
         lost += self._not_given_back(view)
         for assignment in view.ranges:
@@ -115,18 +123,22 @@ class Replication:
             if assignment.primary == self._node_id:
                 self._be_primary(assignment, now_s)
                 continue
-            primary = self.primaries.pop(range_id, None)
-            if primary is not None:
-                given_up.add(range_id)
-                held = [e for e in primary.log.held if isinstance(e, AnswerPull | RefusePull)]
-                effects += map(self._refused, held)
-                lost.append(range_id)
+            is_backup = self._node_id in assignment.backups
+            effects += self._depose(range_id)
+            if range_id in self.suspended:
+                if not is_backup:  # the new primary may have served
+                    del self.suspended[range_id]
+                    given_up.add(range_id)
+                    lost.append(range_id)
+                continue
             replica = self.replicas.get(range_id)
             if replica is not None and replica.is_promoted:  # deposed before it served
-                del self.replicas[range_id]
-                lost.append(range_id)
-                replica = None
-            if self._node_id in assignment.backups:
+                replica.stand_down()
+                if not is_backup:
+                    del self.replicas[range_id]
+                    lost.append(range_id)
+                    replica = None
+            if is_backup:
                 replica = replica or self._begun(assignment)
                 if replica is not None:  # else it is taken for dead, and joins anew
                     replica.follow(assignment.assignment_epoch)
@@ -139,7 +151,18 @@ class Replication:
                 lost.append(range_id)
         if given_up:
             effects += yield from self._machine.giving_up(given_up)
+        if self.deposed - given_up:
+            effects += yield from self._machine.suspending(self.deposed - given_up)
         return lost, effects
+
+    def _depose(self, range_id: RangeId) -> list[Effect]:
+        """Another is primary: what this server decided waits, and reads do not."""
+        primary = self.primaries.pop(range_id, None)
+        if primary is None:
+            return []
+        self.suspended[range_id] = primary
+        self.deposed.add(range_id)
+        return [self._refused(held) for held in primary.log.take_out(_is_read)]  # type: ignore[arg-type]
 
     def _may_begin(self, assignment: RangeAssignment) -> bool:
         """Whether this server has held the range since it was placed, and had nothing of it yet."""
@@ -174,6 +197,9 @@ class Replication:
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
+        if range_id in self.suspended:
+            self.primaries[range_id] = self.suspended.pop(range_id)
+            self._machine.resume(range_id)
         primary, replica = self.primaries.get(range_id), self.replicas.get(range_id)
         if primary is not None:
             if primary.observe(assignment):
@@ -250,6 +276,11 @@ class Replication:
         """Whether an old lease keeps this server from serving."""
         return any(replica.is_promoted for replica in self.replicas.values())
 
+    @property
+    def has_heirs(self) -> bool:
+        """Whether others may be made primary of some range in this server's place."""
+        return any(primary.log.heirs for primary in self.primaries.values())
+
     # --- a primary
 
     def decides_alone(self, range_id: RangeId) -> bool:
@@ -297,7 +328,7 @@ class Replication:
         """What to ask each backup for."""
         asked: dict[NodeId, list[tuple[RangeId, AssignmentEpoch]]] = {}
         for range_id, primary in self.primaries.items():
-            for backup in primary.log.backups:
+            for backup in primary.followers:
                 asked.setdefault(backup, []).append((range_id, primary.log.assignment_epoch))
         return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
 
@@ -426,6 +457,10 @@ class Replication:
             if range_id in self.replicas and self.replicas[range_id].beat(assignment_epoch, now_s)
         )
         return Grant(beat.sent_s, granted)
+
+
+def _is_read(effect: object) -> bool:
+    return isinstance(effect, AnswerPull | RefusePull)
 
 
 def _ack(replica: Replica) -> Ack:

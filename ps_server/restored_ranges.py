@@ -58,7 +58,8 @@ class RestoredRanges:
         """
         missing = {key for key, part in self._parts.items() if is_missing(part)}
         self._begun &= missing
-        self._reading = {key: each for key, each in self._reading.items() if key in missing}
+        reading = self._reading.items()  # of what is suspended too: it may be served again
+        self._reading = {k: each for k, each in reading if k in missing or k not in self._parts}
         self._ready = {key: each for key, each in self._ready.items() if key in missing}
         if self._replicas is not None:
             self._replicas.close_ranges({range_id for _, range_id in missing})
@@ -73,11 +74,15 @@ class RestoredRanges:
         part = self._parts.get(key)
         if part is None or not is_missing(part) or self._reading.get(key) is part:
             return None
+        if key in self._ready:
+            return None
         self._reading[key] = part
         return part
 
     def was_read(self, key: Key, part: RangeMachine, versions: dict[int, int]) -> None:
         """All of a range was read, whose machine was `part` when it began."""
+        if self._reading.get(key) is part:
+            del self._reading[key]
         if self._parts.get(key) is part:
             self._ready[key] = versions
 

@@ -9,6 +9,7 @@ Invariants:
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
     SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
     SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
+    SM-5  Nothing happens to a part that is suspended.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -99,6 +100,7 @@ class ServerMachine:
         self._is_open = False  # whether the view has anything that is proposed
         self._rooms: dict[TableId, TableRoom] = {}
         self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
@@ -155,20 +157,41 @@ class ServerMachine:
         """Another is primary of these ranges: nothing of them is here any more. Their reads are
         refused; what was sent to them goes to the new primary.
         """
+        effects = yield from self.suspending(range_ids)
+        for place in [place for place in self._suspended if place[1] in range_ids]:
+            part = self._suspended.pop(place)
+            self._past_resent_count += part.resent_count
+            self._rooms[place[0]].remove(part)
+            yield
+        return effects
+
+    def suspending(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
+        """Another is primary of these ranges, and this server may be again: their parts are kept as
+        they are, and nothing happens to them. Their reads are refused.
+        """
         effects: list[Effect] = []
         places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
         for place in [place for place in self._parts if place[1] in range_ids]:
-            part = self._parts.pop(place)
+            part = self._suspended[place] = self._parts.pop(place)
             places[part] = place
-            self._past_resent_count += part.resent_count
             self._timed.pop(part, None)
-            self._rooms[place[0]].remove(part)
             yield
         for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
-            table_id, range_id = places[self._waiting.pop(waiter)]
+            part = self._waiting.pop(waiter)
+            table_id, range_id = places[part]
+            part.cancel(waiter)
             error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
             effects.append(RefusePull(waiter, table_id, range_id, error))
         return effects
+
+    def resume(self, range_id: RangeId) -> None:
+        """The next view that is observed makes this server primary again of a range that is
+        suspended: its parts go on, and are told who has ended meanwhile.
+        """
+        for place in [place for place in self._suspended if place[1] == range_id]:
+            part = self._parts[place] = self._suspended.pop(place)
+            self._new_parts.append(part)
+            self._timed[part] = None
 
     def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
         room = self._rooms.setdefault(table.table_id, TableRoom(table))
@@ -530,9 +553,12 @@ class ServerMachine:
     def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
         """What was held for a checkpoint's copies goes on; nothing, where the range is no more."""
         part = self._parts.get(key)
-        effects = [] if part is None else part.end_cut(copies_cut(number), now_s)
-        if part is not None:
-            self._rooms[key[0]].credits(effects)
+        if part is None:
+            if key in self._suspended:  # it goes on when the range does
+                self._suspended[key].state.schedule.end_cut(copies_cut(number))
+            return []
+        effects = part.end_cut(copies_cut(number), now_s)
+        self._rooms[key[0]].credits(effects)
         return effects
 
     def _parts_of(self, table_id: TableId) -> list[RangeMachine]:
@@ -586,6 +612,11 @@ class ServerMachine:
     def parts(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
         """Every range part of this server."""
         return self._parts
+
+    @property
+    def suspended(self) -> Mapping[tuple[TableId, RangeId], RangeMachine]:
+        """The parts of ranges that another is primary of, and this server may be again."""
+        return self._suspended
 
     def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
         """The epoch under which this server serves the range; 0 if it does not."""

@@ -1,6 +1,7 @@
 """Who is primary of each range and who backs it up: configurations (SEMANTICS S8).
 
-    [primary, backups]  --primary silent-->        [a live backup, the others], under the next epoch
+    [primary, backups]  --primary silent-->        [a live backup, the others and the primary before],
+                                                   under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
                         --its log comes back-->    [who came with it], under the next epoch
                         --it has nothing-->        [a live backup, the others], under the next epoch
@@ -16,7 +17,8 @@ Rules:
       call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
     - A promoted backup keeps the others until it asks to be without them, and before that it lets
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
-      may be a batch behind or ahead of it, so they join anew.
+      may be a batch behind or ahead of it, so they join anew. The primary before is one of them,
+      while it is a member: it may live, and be heard late.
     - A range is placed empty. Who was given it then and has held it since (`initial_holders`) needs
       nothing to be primary or backup of it: whatever it was not told was seen by nobody, since
       every holder has what is seen. Whoever comes later is let in when it has all.
@@ -183,6 +185,7 @@ class Configurations:
         """
         servers = _Servers(self._state)
         servers.living.discard(primary)
+        servers.members.discard(primary)  # it is not asked again
         lost = [r for r in range_ids if not self._state.ranges[r].backups]
         transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
         return transitions + self._note_lost(lost)
@@ -242,8 +245,10 @@ class Configurations:
             if not living:
                 continue
             chosen = min(living, key=servers.load)
-            others = tuple(node_id for node_id in old.backups if node_id != chosen)
-            new = replace(old, primary=chosen, backups=others, joining=())
+            others = [node_id for node_id in old.backups if node_id != chosen]
+            if old.primary in servers.members:  # it may live, and has all
+                others.append(old.primary)
+            new = replace(old, primary=chosen, backups=tuple(sorted(others)), joining=())
             servers.move(old, new)
             self._commit(new)
             self._state.failed_over.add(old.range_id)
@@ -259,9 +264,12 @@ class Configurations:
         """The configuration holds, under the next epoch."""
         all_of_them = assignment.holders
         check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
+        before = self._state.ranges[assignment.range_id]
+        assignment_epoch = AssignmentEpoch(assignment.assignment_epoch + 1)
         self._state.ranges[assignment.range_id] = replace(
             assignment,
-            assignment_epoch=AssignmentEpoch(assignment.assignment_epoch + 1),
+            assignment_epoch=assignment_epoch,
+            tenure=before.tenure if before.primary == assignment.primary else assignment_epoch,
             initial_holders=tuple(n for n in assignment.initial_holders if n in assignment.in_sync),
         )
 

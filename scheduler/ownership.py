@@ -91,10 +91,12 @@ class Ownership:
         for range_id, node_id in placed.items():
             old = ranges[range_id]
             check(old.primary is None, "CL-3", f"range {range_id} holds blocks and would move")
+            assignment_epoch = AssignmentEpoch(old.assignment_epoch + 1)
             ranges[range_id] = replace(
                 old,
                 primary=node_id,
-                assignment_epoch=AssignmentEpoch(old.assignment_epoch + 1),
+                assignment_epoch=assignment_epoch,
+                tenure=assignment_epoch,
                 initial_holders=(node_id,),
             )
         self._configurations.place_backups(placed)

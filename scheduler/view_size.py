@@ -70,7 +70,7 @@ def node_bytes(node: Node) -> int:
 
 def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
     """The most bytes that a view takes beside its nodes and tables."""
-    range_bytes = 6 * _FIELD_BYTES
+    range_bytes = 7 * _FIELD_BYTES
     range_bytes += _LENGTH_BYTES + replica_count * _NODE_ID_BYTES  # since it was placed
     if replica_count > 1:  # who backs it up, and who joins it: together twice what should, at most
         range_bytes += 2 * _LENGTH_BYTES + 2 * (replica_count - 1) * _NODE_ID_BYTES

@@ -116,9 +116,13 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
             was_placed = old.primary is None and new.primary is not None
             if new.primary != old.primary and not was_placed:
                 assert new.primary in old.backups
-                assert set(new.backups) == set(old.backups) - {new.primary}
+                others = set(old.in_sync) - {new.primary}
+                is_member = view.nodes_by_id[old.primary].state.is_member
+                assert set(new.backups) == others - (set() if is_member else {old.primary})
                 assert old.primary not in view.living_servers
+                assert new.tenure == new.assignment_epoch
             elif not was_placed:
+                assert new.tenure == old.tenure
                 assert set(new.backups) <= {*old.backups, *old.joining}
             if not was_placed:
                 assert set(new.initial_holders) <= set(old.initial_holders)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ps_core.change import ChangeOutcome, Settled
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_server.part_copy import Facts, facts_of
 from ps_server.server_machine import Promise
 
 if TYPE_CHECKING:
@@ -82,12 +83,20 @@ class Watch:
             assert node_id is not None
             if self._is_without(node_id, range_id):
                 continue
-            replica = self._servers[node_id].replication.replicas.get(range_id)
-            has = (0, 0) if replica is None else (replica.tenure, replica.number)
+            has = self._history(self._servers[node_id], range_id)
             assert (tenure, number) <= has < (tenure + 1, 0), (
                 f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )
+
+    @staticmethod
+    def _history(server: ReplicatedServer, range_id: RangeId) -> tuple[int, int]:
+        """The newest batch of a range that the server has, unless it serves it: tenure, number."""
+        replica = server.replication.replicas.get(range_id)
+        if replica is not None:
+            return replica.tenure, replica.number
+        suspended = server.replication.suspended.get(range_id)
+        return (0, 0) if suspended is None else (suspended.log.tenure, suspended.log.number)
 
     def looks(self, server: ReplicatedServer, now_s: float) -> None:
         """The server looks after its backups, several times a lease; one that was paused itself has
@@ -127,23 +136,32 @@ class Watch:
         for (table_id, range_id), part in server.machine.parts.items():
             if table_id != promise.table_id or range_id not in server.replication.primaries:
                 continue
-            for node_id in self._view().ranges[range_id].backups:
+            for node_id in set(self._view().ranges[range_id].backups) - {server.node_id}:
                 if self._is_without(node_id, range_id):
                     continue
-                replica = self._servers[node_id].replication.replicas.get(range_id)
-                copy = None if replica is None else replica.copies.get(table_id)
+                facts = self._facts(self._servers[node_id], (table_id, range_id))
                 is_known = (
                     promise.outcome is not ChangeOutcome.TAKEN
-                    or (copy is not None and copy.facts.change_number >= promise.number)
-                    or (copy is not None and copy.facts.taken[0] >= promise.number)
+                    or (facts is not None and facts.change_number >= promise.number)
+                    or (facts is not None and facts.taken[0] >= promise.number)
                 )
                 is_known = is_known or range_id != min(
                     r for t, r in server.machine.parts if t == table_id
                 )
-                assert copy is not None and copy.facts.promised >= promise.number and is_known, (  # noqa: PT018
+                assert facts is not None and facts.promised >= promise.number and is_known, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
                     f"{part.state.schedule.hold_clock}"
                 )
+
+    @staticmethod
+    def _facts(server: ReplicatedServer, place: Place) -> Facts | None:
+        """What the server knows of a part, and goes on from if it is made primary."""
+        replica = server.replication.replicas.get(place[1])
+        if replica is not None:
+            copy = replica.copies.get(place[0])
+            return None if copy is None else copy.facts
+        part = server.machine.parts.get(place) or server.machine.suspended.get(place)
+        return None if part is None else facts_of(part.state)
 
     def told(self, server: ReplicatedServer, place: Place, number: int, told: Settled) -> None:
         """Somebody is told by the server what became of a change, which the range decides."""
@@ -172,16 +190,16 @@ class Watch:
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
-            replica = self._servers[node_id].replication.replicas.get(range_id)
-            copy = None if replica is None else replica.copies.get(table_id)
-            if copy is None or copy.facts.taken[0] < number:
+            facts = self._facts(self._servers[node_id], (table_id, range_id))
+            if facts is None or facts.taken[0] < number:
                 return False
         return True
 
     def has(self, server: ReplicatedServer, range_id: RangeId) -> bool:
         """Whether the server could go on with the range."""
         replication = server.replication
-        return range_id in replication.primaries or range_id in replication.replicas
+        held = replication.primaries, replication.replicas, replication.suspended
+        return any(range_id in ranges for ranges in held)
 
     def waits(self, server: ReplicatedServer, assignment: RangeAssignment, for_s: float) -> None:
         """The server has been made primary so long ago, and does not serve yet; `assignment` is
@@ -198,16 +216,9 @@ class Watch:
 
 def _knows(server: ReplicatedServer, place: Place, number: int, told: Settled) -> bool:
     """Whether the server could not say otherwise of the change."""
-    replica = server.replication.replicas.get(place[1])
-    copy = None if replica is None else replica.copies.get(place[0])
-    if copy is not None:
-        facts = copy.facts
-        promised, hold_clock, taken = facts.promised, facts.hold_clock, facts.taken[0]
-    elif place in server.machine.parts:
-        schedule = server.machine.parts[place].state.schedule
-        promised, hold_clock, taken = schedule.promised, schedule.hold_clock, schedule.taken[0]
-    else:
+    facts = Watch._facts(server, place)
+    if facts is None:
         return False
     if told.outcome is ChangeOutcome.TAKEN:
-        return taken >= number
-    return promised > number or (promised == number and hold_clock is None)
+        return facts.taken[0] >= number
+    return facts.promised > number or (facts.promised == number and facts.hold_clock is None)
