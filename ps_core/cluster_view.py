@@ -19,6 +19,8 @@ from ps_core.change import Checkpoint
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
 from ps_core.tables import Table
 
+_NEVER = AssignmentEpoch(0)
+
 
 class Role(Enum):
     """What a node is for."""
@@ -140,7 +142,7 @@ class RangeAssignment:
     joining: tuple[NodeId, ...] = ()
     initial_holders: tuple[NodeId, ...] = ()
     is_lost: bool = False
-    tenure: AssignmentEpoch = AssignmentEpoch(0)
+    tenure: AssignmentEpoch = _NEVER
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:

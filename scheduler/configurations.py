@@ -1,6 +1,6 @@
 """Who is primary of each range and who backs it up: configurations (SEMANTICS S8).
 
-    [primary, backups]  --primary silent-->        [a live backup, the others and the primary before],
+    [primary, backups]  --primary silent-->        [a live backup, the others and the one before],
                                                    under the next epoch
                         --the primary asks-->      the set that it asks for, under the next epoch
                         --its log comes back-->    [who came with it], under the next epoch

@@ -199,8 +199,12 @@ class ReplicatedServer(SimServer):
         self._view = view
         self._keep_links(view)
         waited = {r for r, replica in self.replication.replicas.items() if replica.is_promoted}
+        suspended = set(self.replication.suspended)
         lost, effects = self.replication.observe(view, self.now_s)
-        self.world.counts["deposed before it served"] += len(waited.intersection(lost))
+        deposed = {r.range_id for r in view.ranges if r.primary != self.node_id}
+        self.world.counts["deposed before it served"] += len(waited & deposed)
+        self.world.counts["ranges suspended"] += len(self.replication.deposed.difference(lost))
+        self.world.counts["primary again"] += len(suspended & self.replication.primaries.keys())
         for range_id in lost:
             self._forget(range_id)
         self._lost(lost)

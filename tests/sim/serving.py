@@ -5,6 +5,7 @@ Oracles:
           more, on that one's own clock, and nothing that it decided is seen from then on.
     HELD  What was seen of a range is at every server that the scheduler could name its primary; or
           that one has lost track of the range, has nothing of it, and will say so.
+    LOST  A range is lost only where no server that lives has all that was seen of it.
     LIVE  Who was made primary serves when the lease that it granted can have run out everywhere,
           or waits no more, since it knows that another is.
     HEARD A backup that knows the newest view, and to which a stream lasts, has within a lease what
@@ -13,7 +14,7 @@ Oracles:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ps_core.change import ChangeOutcome, Settled
@@ -52,6 +53,7 @@ class Watch:
         self._view = view
         self._lease_s = lease_s
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
+        self._seen: dict[RangeId, tuple[int, int]] = {}  # tenure and number
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
         self._looked_s: dict[NodeId, float] = {}
@@ -78,6 +80,7 @@ class Watch:
         assert (tenure, server.node_id) == newest, (
             f"G2: {server.node_id} serves range {range_id} under tenure {tenure} after {newest}"
         )
+        self._seen[range_id] = tenure, number
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
@@ -97,6 +100,19 @@ class Watch:
             return replica.tenure, replica.number
         suspended = server.replication.suspended.get(range_id)
         return (0, 0) if suspended is None else (suspended.log.tenure, suspended.log.number)
+
+    def lost(self, range_ids: Sequence[RangeId]) -> None:
+        """The scheduler says that nobody has the values of these any more."""
+        for range_id in range_ids:
+            for server in self._servers.values():
+                primary = server.replication.primaries.get(range_id)
+                has = self._history(server, range_id)
+                if primary is not None:
+                    has = primary.log.tenure, primary.log.number
+                assert server.is_dead or not (0, 0) < self._seen.get(range_id, (0, 0)) <= has, (
+                    f"LOST: range {range_id} is lost, says the scheduler, though {server.node_id} "
+                    f"lives and has {has} of it; {self._seen[range_id]} was seen"
+                )
 
     def looks(self, server: ReplicatedServer, now_s: float) -> None:
         """The server looks after its backups, several times a lease; one that was paused itself has

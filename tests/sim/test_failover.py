@@ -21,6 +21,7 @@ from scheduler.cluster_state import (
     ClusterSettings,
     NodeSilent,
     RangesFailedOver,
+    RangesLost,
     Registration,
     Transition,
     WorkerGone,
@@ -256,6 +257,8 @@ class FailoverSimulation(ScheduledSimulation):
                 self.world.say(f"range {range_id}: {ranges[range_id]}")
             counts["reconfigured"] += len(transition.range_ids)
             counts["failovers"] += isinstance(transition, RangesFailedOver)
+        if isinstance(transition, RangesLost):
+            self.watch.lost(transition.range_ids)
         counts["silent servers"] += isinstance(transition, NodeSilent) and (
             transition.node.node_id in self.servers
         )

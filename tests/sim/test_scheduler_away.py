@@ -20,9 +20,10 @@ from tests.sim.world import Link
 
 LOOK_S = 0.05
 PATIENCE_S = 5.0
-LATE_S = 6.0
-"""By how much messages of a scheduler that is late may be late."""
 """That it waits for a change to be open before it goes."""
+LATE_S = 6.0
+"""By how much messages of a scheduler that is late may be late: it takes living primaries for
+silent."""
 
 
 def _ended(view: ClusterView) -> set[NodeId]:
@@ -36,6 +37,7 @@ class AwaySimulation(FailoverSimulation):
         "scheduler paused", "scheduler late", "scheduler died", "away with a change open",
         "away with a cut open", "killed while it was away", "changes taken, heard of by asking",
         "changes given up, heard of by asking", "gone", "failovers", "checkpoints",
+        "struck while it was late", "ranges suspended", "primary again",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1}
 
@@ -81,15 +83,16 @@ class AwaySimulation(FailoverSimulation):
         if self.calamities.is_calm:
             return True
         for_s = draw.choice((1.0, 4.0, 8.0, 20.0)) * (0.5 + draw.random())
-        if draw.random() < 0.3 and self._are_all_holders_alive():
+        if draw.random() < 0.3:
             self.world.counts["scheduler late"] += 1
             self.world.say(f"SCHEDULER LATE for {for_s:.1f} s")
             late = list(self.servers)
             links = [*((SCHEDULER, n) for n in late), *((n, SCHEDULER) for n in late)]
             for link in links:
                 self.world.slow[link] = LATE_S
-            self.calamities.away.update(late)
-            self.world.after(for_s, lambda: self._be_in_time(links, late))
+            self.world.after(for_s, lambda: self._be_in_time(links))
+            if draw.random() < 0.6:
+                self.world.after(draw.random() * for_s, self._strike_beside)
         else:
             self.world.counts["scheduler paused"] += 1
             self.world.say(f"SCHEDULER PAUSED for {for_s:.1f} s")
@@ -99,18 +102,15 @@ class AwaySimulation(FailoverSimulation):
         self.world.after(following_s, lambda: self._go(self._pause, PATIENCE_S))
         return True
 
-    def _be_in_time(self, links: Sequence[Link], late: Sequence[NodeId]) -> None:
+    def _strike_beside(self) -> None:
+        """While it takes living servers for silent one is, which it cannot tell."""
+        if self.is_there and not self.calamities.is_calm:
+            self.world.counts["struck while it was late"] += 1
+            self.calamities.strike_server()
+
+    def _be_in_time(self, links: Sequence[Link]) -> None:
         for link in links:
             self.world.slow.pop(link, None)
-        self.world.after(LATE_S + 2.0, lambda: self.calamities.away.subtract(late))
-
-    def _are_all_holders_alive(self) -> bool:
-        """Whether no range has lost anybody. One that is heard too late may be taken for silent,
-        and what is given to its backup it gives up: with two replicas that is the fault that a
-        range survives, and the backup's death beside it another.
-        """
-        holders = {n for r in self.scheduler.view.ranges for n in r.in_sync}
-        return not any(self.servers[node_id].is_dead for node_id in holders)
 
     def _come_back(self) -> None:
         """It goes on with what has come meanwhile; its clock has run on."""
@@ -144,6 +144,9 @@ class AwaySimulation(FailoverSimulation):
         if any(not {r.primary, *r.backups} <= living for r in held):
             return False
         if any(self._behind(server, view) for server in self.living):
+            return False
+        held_up = (s.replication for s in self.living)
+        if any(each.waits or each.has_heirs for each in held_up):  # it must hear the scheduler
             return False
         for worker in self.workers:
             if worker.layout.epoch != self.layout.epoch:
