@@ -114,7 +114,7 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
         for old, new in zip(before.ranges, view.ranges, strict=True):
             assert new.assignment_epoch - old.assignment_epoch in (0, 1)
             was_placed = old.primary is None and new.primary is not None
-            if new.primary != old.primary and not was_placed:
+            if new.primary != old.primary and not was_placed and old.primary is not None:
                 assert new.primary in old.backups
                 others = set(old.in_sync) - {new.primary}
                 is_member = view.nodes_by_id[old.primary].state.is_member

@@ -479,15 +479,6 @@ REPLICATION_MUTANTS = (
         _AWAY,
     ),
     Mutant(
-        "what is primary again waits for who has ended meanwhile",
-        "S6",
-        _SERVER,
-        "            part = self._parts[place] = self._suspended.pop(place)\n"
-        "            self._new_parts.append(part)\n",
-        "            part = self._parts[place] = self._suspended.pop(place)\n",
-        _AWAY,
-    ),
-    Mutant(
         "what a deposed primary decided is lost, though it is primary again",
         "S8",
         _REPLICATION,

@@ -12,6 +12,7 @@ import pytest
 from ps_core.cluster_view import ClusterView
 from ps_core.keys import NodeId
 from tests.sim.actors import SimWorker
+from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import SCHEDULER
 from tests.sim.server import SimServer
 from tests.sim.test_failover import FailoverSimulation
@@ -37,7 +38,8 @@ class AwaySimulation(FailoverSimulation):
         "scheduler paused", "scheduler late", "scheduler died", "away with a change open",
         "away with a cut open", "killed while it was away", "changes taken, heard of by asking",
         "changes given up, heard of by asking", "gone", "failovers", "checkpoints",
-        "struck while it was late", "ranges suspended", "primary again",
+        "struck while it was late", "primary heard late", "backup killed beside",
+        "ranges suspended", "primary again",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1}
 
@@ -83,7 +85,10 @@ class AwaySimulation(FailoverSimulation):
         if self.calamities.is_calm:
             return True
         for_s = draw.choice((1.0, 4.0, 8.0, 20.0)) * (0.5 + draw.random())
-        if draw.random() < 0.3:
+        kind = draw.random()
+        if kind >= 0.8 and self._hear_late():
+            pass
+        elif kind < 0.3:
             self.world.counts["scheduler late"] += 1
             self.world.say(f"SCHEDULER LATE for {for_s:.1f} s")
             late = list(self.servers)
@@ -101,6 +106,32 @@ class AwaySimulation(FailoverSimulation):
         following_s = for_s + draw.random() * 15.0
         self.world.after(following_s, lambda: self._go(self._pause, PATIENCE_S))
         return True
+
+    def _hear_late(self) -> bool:
+        """The scheduler does not hear a primary for some more than a lease, in which a backup of it
+        dies, soon enough to be made primary in its place first.
+        """
+        draw, living = self.world.draw, {server.node_id for server in self.living}
+        found = [
+            (r.primary, backup)
+            for r in self.scheduler.view.ranges
+            for backup in r.backups
+            if r.primary is not None and {r.primary, backup} <= living
+        ]
+        if not found:
+            return False
+        primary, backup = draw.choice(found)
+        self.world.counts["primary heard late"] += 1
+        self.calamities._cut([(primary, SCHEDULER)], LEASE_S + 0.5 + 2.0 * draw.random())
+        self.world.after(draw.uniform(0.3, LEASE_S + 0.5), lambda: self._lose(backup))
+        return True
+
+    def _lose(self, node_id: NodeId) -> None:
+        server = self.servers[node_id]
+        is_over = server.is_dead or self.calamities.is_calm or not self.is_there
+        if not is_over and self.may_lose(server, for_good=True):
+            self.world.counts["backup killed beside"] += 1
+            self.calamities._kill(server)
 
     def _strike_beside(self) -> None:
         """While it takes living servers for silent one is, which it cannot tell."""

@@ -208,7 +208,7 @@ def test_one_that_never_heard_that_it_was_deposed_waits_for_its_heirs_too() -> N
         primary = server.replication.primaries[RANGE]
         assert primary.observe(again)
         log = primary.log
-        assert (log.tenure, log.heirs) == (AssignmentEpoch(4), {HEIR})
+        assert (log.tenure, log.heirs) == (fourth, frozenset({HEIR}))
         assert {batch.tenure for batch in log.after(0)} == {AssignmentEpoch(4)}
         log.acked(HEIR, log.number)
         log.granted(HEIR, 5.0)
