@@ -158,6 +158,20 @@ def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_
     assert log.release(LEASE_S) == ["a read"]
 
 
+def test_heirs_are_told_nothing_and_do_not_count() -> None:
+    """Of what it is given a promoted server tells nobody where too few will hold it: reads would
+    wait for that until another has joined.
+    """
+    two = Replication(TWO, ServerMachine(TWO, 1), LEASE_S, 2)
+    two.observe(view(1, (PLACED_EPOCH, ONE, (TWO,), ())), 0.0)
+    two.observe(view(2, (3, TWO, (ONE,), ())), 0.0)
+    two.serve(LEASE_S)
+    primary = two.primaries[RANGE]
+    assert (primary.holders, primary.is_heard, primary.is_alone) == ((), False, False)
+    assert primary.log.is_short
+    assert two.beats(LEASE_S) == {}
+
+
 def test_who_joins_keeps_what_its_primary_counts_on_until_the_epoch_ends() -> None:
     """A view that does not name it may be older than what its primary has told it."""
     three = replication(THREE)

@@ -140,3 +140,19 @@ def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
     server.see(4, ME, OTHER)
     server.replication.primaries[RANGE].granted(OTHER, 0.0, 0.0)
     assert log.release(0.0) == ["an answer"]
+
+
+def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
+    """Whoever writes what it reads would write into values that are served."""
+    server = Server(OTHER)
+    key = server.ranges.look()[0]
+    part = server.ranges.begin(key)
+    assert part is not None
+    server.see(3, OTHER, ME)
+    assert server.ranges.look() == []
+    server.see(4, ME, OTHER)
+    assert key in server.ranges.look()
+    assert server.machine.parts[key] is part
+    assert server.ranges.begin(key) is None
+    server.ranges.was_read(key, part, {0: 4})
+    assert server.ranges.begin(key) is None

@@ -175,6 +175,8 @@ def test_it_takes_and_answers_nothing_meanwhile() -> None:
         assert server.replication.beats(5.0) == {}
         assert server.asks() == []
         assert machine.promises == ()
+        server.see(4, ME, HEIR)
+        assert not machine.parts[MODEL, RANGE].reads.waits_for(9)
 
     run(scenario)
 
