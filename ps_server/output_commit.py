@@ -143,6 +143,8 @@ class OutputCommit:
         deeds: list[Deed] = []
         parts: dict[_Place, _Decided] = {}
         work = list(effects)
+        if not work:
+            return deeds
         for effect in work:  # grows by what follows from a sum
             place = _place_of(effect)
             if self._replication.decides_alone(place[1]):

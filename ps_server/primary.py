@@ -201,8 +201,11 @@ class Primary:
     @property
     def holders(self) -> tuple[NodeId, ...]:
         """Who gets the batches."""
+        followers = self.followers
+        if not self._joining:
+            return followers
         # One that joins and was asked for is both.
-        return tuple(dict.fromkeys((*self.followers, *self._joining)))
+        return tuple(dict.fromkeys((*followers, *self._joining)))
 
     @property
     def followers(self) -> tuple[NodeId, ...]:
@@ -212,6 +215,8 @@ class Primary:
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
         """Batches that these have not acknowledged."""
+        if self.log.is_settled:
+            return
         for node_id in self.holders:
             if node_id not in peers:
                 continue

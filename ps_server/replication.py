@@ -298,8 +298,12 @@ class Replication:
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
         """What may be done now, range by range."""
-        found = (self.primaries.get(range_id) for range_id in range_ids)
-        return [e for p in found if p is not None for e in p.log.release(now_s)]
+        found: list[object] = []
+        for range_id in range_ids:
+            primary = self.primaries.get(range_id)
+            if primary is not None:
+                found += primary.log.release(now_s)
+        return found
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
         """A backup, or one that joins, has taken batches."""

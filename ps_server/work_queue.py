@@ -64,7 +64,7 @@ class WorkQueue:
         Raises:
             Exception: what it raised, if that was now and nobody waits for its end.
         """
-        is_next = not self.is_busy
+        is_next = not self._jobs
         self._jobs.append(_Job(work, on_end))
         if is_next:
             try:
@@ -90,7 +90,7 @@ class WorkQueue:
         """What is under way, or waits, is done now."""
         if self.is_busy:
             check(not self._is_running, "WK-1", "a work begins while another is under way")
-            self.go_on(_always)
+            self.go_on(always)
 
     def _has_next_ended(self, has_time: HasTime) -> bool:
         job = self._jobs[0]
@@ -125,9 +125,10 @@ class WorkQueue:
             Exception: what it raised, if nobody waits for its end.
         """
         self._is_running = True
+        work = job.work
         try:
             while True:
-                next(job.work)  # type: ignore[arg-type]
+                next(work)  # type: ignore[arg-type]
                 if not has_time():
                     return False
         except StopIteration as end:
@@ -143,5 +144,6 @@ class WorkQueue:
             self._is_running = False
 
 
-def _always() -> bool:
+def always() -> bool:
+    """There is time for all of it."""
     return True

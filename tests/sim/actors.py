@@ -116,9 +116,8 @@ class Reads:
 
     def is_done(self, table: Table) -> bool:
         """Whether every range has answered, or one has refused."""
-        return bool(self.refusals) or set(self.answers) == set(
-            table.blocks_by_range(self.layout.range_count)
-        )
+        ranges = table.blocks_by_range(self.layout.range_count)
+        return bool(self.refusals) or self.answers.keys() == ranges.keys()
 
     def _ask(self, question: int, table: Table, terms: ReadTerms) -> None:
         if question != self._current or self.is_done(table):
@@ -264,7 +263,8 @@ class SimWorker:
         return self.reads.is_down
 
     def _resume(self) -> None:
-        while not self.finished and not self.is_down and self._condition():
+        reads = self.reads
+        while not self.finished and not reads.is_down and self._condition():
             self.moves += 1
             try:
                 self._condition = next(self._program)
@@ -273,7 +273,7 @@ class SimWorker:
             except TrainingEnded as ended:
                 self.world.counts[str(ended)] += 1
                 self.finished = self.failed = True
-        if not self.is_down:
+        if not reads.is_down:
             self._poll()
 
     def pause(self) -> Callable[[], bool]:
@@ -344,7 +344,9 @@ class SimWorker:
             self.world.counts["discarded"] += 1
 
     def _poll(self) -> None:
-        self._handle(self.window.poll(self.world.now_s))
+        effects = self.window.poll(self.world.now_s)
+        if effects:
+            self._handle(effects)
 
     def _handle(self, effects: Sequence[object]) -> None:
         for effect in effects:

@@ -418,7 +418,8 @@ class ReplicatedServer(SimServer):
 
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
         """What anybody could see when the backups have it."""
-        yield from self._doing((yield from self.output.deciding(effects, self.now)))
+        decided = (yield from self.output.deciding(effects, self.now)) if effects else ()
+        yield from self._doing(decided)
 
     def _release(self, range_ids: Iterable[RangeId]) -> None:
         self.works.begin(self._releasing(tuple(range_ids)))
@@ -428,6 +429,9 @@ class ReplicatedServer(SimServer):
 
     def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         self._note_taken()
+        if not deeds:
+            yield
+            return
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)

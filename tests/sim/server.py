@@ -122,9 +122,9 @@ class SimServer:
         return () if self.works.is_busy else self.machine.promises
 
     def _going_on_without(self, view: ClusterView) -> Work[None]:
-        gone = [node for node in view.nodes if node.state is NodeState.GONE]
-        for node in gone:
-            self.fenced.setdefault(node.rank, self._landed(node))
+        for node in view.nodes:
+            if node.state is NodeState.GONE:
+                self.fenced.setdefault(node.rank, self._landed(node))
         ended = yield from self.machine.ending(view.ended_workers, self.now_s)
         yield from self._carrying_out(ended)
         effects = yield from self.machine.settling(self.now_s)
@@ -133,10 +133,13 @@ class SimServer:
 
     def _note_taken(self) -> None:
         """What a table's first range has taken is in force, whatever the scheduler knows of it."""
+        in_force = self.settings.numbers
         for (table_id, _), part in self.machine.parts.items():
             schedule = part.state.schedule
+            if schedule.number <= in_force[table_id]:  # nearly always
+                continue
             number, after_clock = schedule.taken
-            if number and number == schedule.number and self._is_told(table_id, number):
+            if number == schedule.number and self._is_told(table_id, number):
                 change = Change(number, after_clock, schedule.at(after_clock + 1))
                 self.settings.change(table_id, change)
 

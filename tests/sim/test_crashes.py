@@ -141,8 +141,9 @@ class CrashSimulation(ScheduledSimulation):
     def _is_over(self) -> bool:
         """The living have finished, and whoever is gone has been fenced everywhere and knows it."""
         gone = self.truth.gone
-        if not all(w.finished for w in self.workers if w.incarnation not in gone):
-            return False
+        for worker in self.workers:  # a loop: it is asked after each event
+            if not worker.finished and worker.incarnation not in gone:
+                return False
         if self.gone_rank is None:
             return True
         is_told = self.is_killed or self.victim.fence is not None

@@ -326,7 +326,10 @@ class FailoverSimulation(ScheduledSimulation):
                 assert waited_s < LIVELY_S, f"LIVE: worker {worker.rank}: {self._standstill()}"
 
     def _is_over(self) -> bool:
-        return all(worker.finished or worker.is_down for worker in self.workers)
+        for worker in self.workers:  # noqa: SIM110 - it is asked after each event
+            if not (worker.finished or worker.is_down):
+                return False
+        return True
 
     def _check_end(self) -> None:
         self.calamities.calm()

@@ -292,10 +292,10 @@ class ReplacementSimulation(FailoverSimulation):
     # --- the end
 
     def _is_over(self) -> bool:
-        return all(
-            w.finished or (w.is_down and w not in self.slow and w not in self.paused)
-            for w in self.workers
-        )
+        for w in self.workers:
+            if not w.finished and (not w.is_down or w in self.slow or w in self.paused):
+                return False
+        return True
 
     def _are_declared_gone(self) -> bool:
         """Some were only paused, and woke in time; others died of an error."""

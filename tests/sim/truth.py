@@ -51,7 +51,7 @@ class Settings:
         self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
         self.may_change = False
         self.cuts_given_up: set[int] = set()  # by servers that did not hear the scheduler
-        self._numbers: dict[TableId, int] = defaultdict(int)  # of the newest changes
+        self.numbers: dict[TableId, int] = defaultdict(int)  # of the newest changes in force
         self.read_for: dict[TableId, int] = defaultdict(int)
         """The newest clock for which a worker was answered a read, under what was its setting."""
         self.clipped: set[TableId] = set()  # tables whose workers clip by the norm
@@ -70,9 +70,9 @@ class Settings:
 
     def change(self, table_id: TableId, change: Change) -> None:
         """It is in force somewhere. What it makes void was not reached by anyone."""
-        if change.number <= self._numbers[table_id]:  # its first range had taken it
+        if change.number <= self.numbers[table_id]:  # its first range had taken it
             return
-        self._numbers[table_id] = change.number
+        self.numbers[table_id] = change.number
         settings = self._settings[table_id]
         read_for = self.read_for[table_id]
         assert change.after_clock >= read_for, (
@@ -84,7 +84,7 @@ class Settings:
 
     def number_of(self, table_id: TableId) -> int:
         """The newest change that is in force."""
-        return self._numbers[table_id]
+        return self.numbers[table_id]
 
     def at(self, table: Table, clock: int) -> Consistency:
         """The setting of a clock."""

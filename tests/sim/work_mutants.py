@@ -19,7 +19,7 @@ WORK_MUTANTS = (
         "an event is decided in the middle of another's work",
         "S15",
         "ps_server/work_queue.py",
-        "        is_next = not self.is_busy\n        self._jobs.append(_Job(work, on_end))",
+        "        is_next = not self._jobs\n        self._jobs.append(_Job(work, on_end))",
         "        is_next = not self._is_running\n        self._jobs.appendleft(_Job(work, on_end))",
         ("steps", "failover"),
     ),

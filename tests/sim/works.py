@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 from ps_core.work import Work
-from ps_server.work_queue import HasTime, OnEnd, WorkQueue
+from ps_server.work_queue import HasTime, OnEnd, WorkQueue, always
 from tests.sim.world import World
 
 FEW_STEPS = 2
@@ -49,7 +49,8 @@ class SimWorks:
 
     def begin(self, work: Work[None]) -> None:
         self._queue.add(work, self._has_time_to_begin())
-        self._go_on()
+        if self._queue.is_busy:
+            self._go_on()
 
     def done(self, work: Work[object], on_end: Callable[[object], None]) -> None:
         self._queue.add(work, self._has_time_to_begin(), self._told(on_end))
@@ -74,11 +75,14 @@ class SimWorks:
         return ended
 
     def _has_time_to_begin(self) -> HasTime:
+        if self._world.pauses.are_none:
+            return always
         left = itertools.count(FEW_STEPS - 1, -1)
         return lambda: next(left) > 0 or self._has_time()
 
     def _has_time(self) -> bool:
-        if not self._world.pauses.begins():
+        pauses = self._world.pauses
+        if pauses.are_none or not pauses.begins():
             return True
         now_s = self._world.now_s
         self._pauses_s = min(MOST_S, self._pauses_s + (now_s - self._at_s) * SHARE)

@@ -66,6 +66,7 @@ class Pauses:
         self.draw = random.Random(f"pauses of {seed}")
         self._share = self.draw.choice(PAUSED_SHARES)
         self._lasts_s = self.draw.choice(PAUSES_LAST_S)
+        self.are_none = self._share == 0.0
 
     def begins(self) -> bool:
         """Whether there is one now."""
@@ -101,24 +102,26 @@ class World:
     def send(self, what: str, deliver: Callable[[], None], link: Link | None = None) -> None:
         """Carry a message, or not."""
         self.counts["messages"] += 1
-        if self.draw.random() < self.faults.lose:
+        faults, draw = self.faults, self.draw.random
+        if draw() < faults.lose:
             self.counts["lost"] += 1
             self.say(f"LOST {what}")
             return
         copies = 1
-        if self.draw.random() < self.faults.duplicate:
+        if draw() < faults.duplicate:
             self.counts["duplicated"] += 1
             copies = 2
+        arrive = deliver if link is None else lambda: self.arrive(link, deliver)
         for _ in range(copies):
-            delay_s = self.faults.delay_s + self.draw.random() * self.faults.jitter_s
+            delay_s = faults.delay_s + draw() * faults.jitter_s
             if link in self.slow:
                 self.counts["slowed"] += 1
-                delay_s += self.draw.random() * self.slow[link]
-            self.after(delay_s, deliver if link is None else lambda: self.arrive(link, deliver))
+                delay_s += draw() * self.slow[link]
+            self.after(delay_s, arrive)
 
     def arrive(self, link: Link, deliver: Callable[[], None]) -> None:
         """A message is at the end of its link, unless that is cut."""
-        if self.cut[link]:
+        if self.cut.get(link):
             self.counts["cut"] += 1
         else:
             deliver()
@@ -130,8 +133,9 @@ class World:
 
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
         """Run until the condition holds; False if the virtual limit came first."""
-        while self._queue and not until():
-            self.now_s, _, action = heapq.heappop(self._queue)
+        queue, pop = self._queue, heapq.heappop
+        while queue and not until():
+            self.now_s, _, action = pop(queue)
             if self.now_s > limit_s:
                 return False
             action()
