@@ -4,16 +4,17 @@
              --the scheduler: you have left-->                      end
              --the grace is over, or no scheduler answers-->        end, and say what is lost
 
-SIGINT is a person's: nothing is waited for.
+`departure_machine` decides. SIGINT is a person's: nothing is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from ps_core.errors import PushpullError, Recovering
+from ps_core.errors import PushpullError
 from ps_runtime import clock, logs
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_server.departure_machine import Departure, Step
 
 REASON = "the server stops"
 _ASK_AGAIN_S = 0.2
@@ -33,32 +34,38 @@ async def until_kept(link: SchedulerLink, end_s: float) -> bool:
     Blocking: until then. One that the scheduler has not answered for a lease is not waited for:
         without it nobody becomes a holder of anything.
     """
-    said = ""
-    while True:
-        left_s = end_s - clock.now_s()
-        try:
-            if left_s > 0:
-                alone = _held_alone(link)
-                await link.deregister_if_kept(REASON, left_s)
+    departure = Departure(end_s, link.lease_s)
+    while (left_s := departure.left_s(clock.now_s())) > 0:
+        said, alone = departure.awaited, _held_alone(link)
+        error = await _asked(link, left_s)
+        silent_s = clock.now_s() - link.last_scheduler_contact_s
+        match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
+            case Step.LEAVES:
                 if alone and link.replica_count == 1 and not link.checkpoint_url:
                     why = "one replica, and no place for checkpoints"
                     logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
                 return True
-        except Recovering as error:
-            if error.message != said:
-                logs.info("stays_for_now", reason=error.message, grace_left_s=round(left_s, 1))
-            said = error.message
-        except PushpullError as error:
-            silent_s = clock.now_s() - link.last_scheduler_contact_s
-            if link.fenced_by is not None or silent_s > link.lease_s:
-                logs.warning("leaves_unheard", error=error.message)
+            case Step.LEAVES_UNHEARD:
+                logs.warning("leaves_unheard", error="" if error is None else error.message)
                 return False
-        if left_s <= 0:
-            alone = _held_alone(link)
-            if alone or said:
-                logs.warning("leaves_with_the_only_copy", ranges=alone, reason=said or "no answer")
-            return False
+        if departure.awaited != said:
+            left = round(left_s, 1)
+            logs.info("stays_for_now", reason=departure.awaited, grace_left_s=left)
         await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+    alone = _held_alone(link)
+    if alone or departure.awaited:
+        why = departure.awaited or "no answer"
+        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+    return False
+
+
+async def _asked(link: SchedulerLink, timeout_s: float) -> PushpullError | None:
+    """Why the membership has not ended; None: it has."""
+    try:
+        await link.deregister_if_kept(REASON, timeout_s)
+    except PushpullError as error:
+        return error
+    return None
 
 
 def _held_alone(link: SchedulerLink) -> int:

@@ -37,7 +37,7 @@ from typing import Generic, TypeVar
 from ps_core import rights
 from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
+from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
@@ -58,6 +58,7 @@ from scheduler.cluster_state import (
     WorkerGone,
 )
 from scheduler.configurations import Configurations
+from scheduler.departures import Departures
 from scheduler.membership import OPERATOR, Membership
 from scheduler.ownership import Ownership
 from scheduler.tables import Tables
@@ -103,6 +104,8 @@ class Cluster:
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
+        quiet_s = self._members.quiet_s
+        self._departures = Departures(settings, self._state, self._configurations, quiet_s)
         self._checkpoints = Checkpoints(settings, self._state, self._changes, describe)
         ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
@@ -261,29 +264,15 @@ class Cluster:
             ]
         return Decision(None, self._changed(*transitions))
 
-    def check_kept(self, session: Session) -> None:
+    def check_kept(self, session: Session, now_s: float) -> None:
         """Refuse a server that would leave with the only copy of a range, where another server can
-        have it: without replicas none can.
+        have it, or that relies on one which has not been heard since: `Departures`.
 
         Raises:
             Recovering: naming who is waited for.
             PushpullError: as `held_alone`.
         """
-        alone = self.held_alone(session)
-        if not alone or self.settings.replica_count == 1:
-            return
-        living = self.view.living_servers - {session.node_id}
-        joining = {n for range_id in alone for n in self._state.ranges[range_id].joining}
-        awaited = [f"server {node_id}, which is being brought up to date" for node_id in
-                   sorted(joining & living)]  # fmt: skip
-        words = " and ".join(awaited) or (
-            f"another server to hold it ({len(living) + 1} of {self.settings.server_count} here)"
-        )
-        raise Recovering(
-            f"server {session.node_id} has the only copy of {len(alone)} ranges: it waits for "
-            f"{words}",
-            retry_after_ms=max(1, round(self.settings.heartbeat_interval_s * 1000 / 4)),
-        )
+        self._departures.check(self._stopping(session), now_s)
 
     def held_alone(self, session: Session) -> tuple[RangeId, ...]:
         """The ranges that would be lost if this server left now; none once the work is done.
@@ -293,12 +282,15 @@ class Cluster:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
         """
+        return self._departures.held_alone(self._stopping(session))
+
+    def _stopping(self, session: Session) -> NodeId:
         node = self.caller(session, "DeregisterNode")
         if node.role is not Role.SERVER:
             raise NotPermitted(
                 f"only_if_kept is a server's to ask; the caller's role is {node.role.value}"
             )
-        return () if self._state.finished else self._configurations.held_alone(node.node_id)
+        return node.node_id
 
     def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
         """An operator says that the process has ended which it started with this id; the reply is
@@ -527,6 +519,7 @@ class Cluster:
         for transition in transitions:
             if isinstance(transition, NodeLeft | WorkerGone):
                 self._changes.ended(transition.node)
+                self._departures.ended(transition.node.node_id)
                 further += self._checkpoints.ended(transition.node)
             elif isinstance(transition, RangesFailedOver):
                 further += self._checkpoints.moved()

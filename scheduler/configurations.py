@@ -40,7 +40,7 @@ What it deliberately does not do: move ranges for balance, or know what they hol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ps_core.cluster_view import BackupWish, Node, NodeState, RangeAssignment, Role
@@ -122,11 +122,16 @@ class Configurations:
             for lost, ranges in given.items()
         ]
 
-    def held_alone(self, node_id: NodeId) -> tuple[RangeId, ...]:
-        """The ranges of which no other server that lives has all. One whose primary keeps an update
-        log comes back with it.
+    @property
+    def living(self) -> set[NodeId]:
+        """The servers that are heard."""
+        return _Servers(self._state).living
+
+    def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
+        """The ranges of which no other server that lives, and is not in doubt, has all. One whose
+        primary keeps an update log comes back with it.
         """
-        living = _Servers(self._state).living - {node_id}
+        living = self.living.difference({node_id}, doubted)
         return tuple(
             r.range_id
             for r in self._state.ranges

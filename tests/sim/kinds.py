@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_crashes import CrashSimulation
+from tests.sim.test_departures import DepartureSimulation
 from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
@@ -34,6 +35,7 @@ KINDS: dict[str, type[Simulation]] = {
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
     "restores": RestoreSimulation,
+    "departures": DepartureSimulation,
 }
 
 SHARES = {
@@ -52,5 +54,6 @@ SHARES = {
     "disagreements": 10,
     "lanes": 10,
     "restores": 5,
+    "departures": 4,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

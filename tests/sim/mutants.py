@@ -5,6 +5,7 @@ A bug that no oracle sees is a gap in the simulation: mend that, and leave the b
 
 from __future__ import annotations
 
+from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
@@ -383,6 +384,7 @@ MUTANTS = (
     + LOG_MUTANTS
     + REPLACEMENT_MUTANTS
     + RESTORE_MUTANTS
+    + DEPARTURE_MUTANTS
     + WORK_MUTANTS
     + EDIT_MUTANTS
 )

@@ -532,12 +532,20 @@ def drop_dead(cluster: Replicated, session: Session) -> None:
     cluster.pass_time(0.5, session, cluster.worker)
 
 
+def let_go(cluster: Replicated, session: Session, *heard: Session) -> None:
+    """The server may leave, as soon as these have been heard since it asked."""
+    with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+        cluster.cluster.check_kept(session, cluster.now_s)
+    cluster.pass_time(0.5, session, *heard)
+    cluster.cluster.check_kept(session, cluster.now_s)
+
+
 class TestLeaving:
     """A server leaves with nothing that nobody else has (`only_if_kept`)."""
 
     def test_who_has_a_backup_for_everything_may(self, cluster: Replicated) -> None:
         for server in cluster.servers:
-            cluster.cluster.check_kept(server)
+            let_go(cluster, server, *cluster.others(server))
             assert cluster.cluster.held_alone(server) == ()
 
     def test_who_has_the_only_copy_is_told_whom_it_waits_for(self, cluster: Replicated) -> None:
@@ -545,25 +553,54 @@ class TestLeaving:
         cluster.leave(second)
         cluster.leave(third)
         with pytest.raises(errors.Recovering, match=r"another server to hold it \(1 of 3 here\)"):
-            cluster.cluster.check_kept(first)
+            cluster.cluster.check_kept(first, cluster.now_s)
         newcomer = cluster.join(Role.SERVER)
         words = f"server {newcomer.node_id}, which is being brought up to date"
         with pytest.raises(errors.Recovering, match=words):
-            cluster.cluster.check_kept(first)
+            cluster.cluster.check_kept(first, cluster.now_s)
         drop_dead(cluster, first)
         own = cluster.of_primary(first)
         cluster.set_backups(first, *(wish(r, newcomer.node_id) for r in own[:-1]))
         with pytest.raises(errors.Recovering, match="the only copy of 1 ranges"):
-            cluster.cluster.check_kept(first)
+            cluster.cluster.check_kept(first, cluster.now_s)
         cluster.set_backups(first, wish(own[-1], newcomer.node_id))
-        cluster.cluster.check_kept(first)
+        let_go(cluster, first, newcomer)
 
     def test_a_silent_backup_has_nothing_to_rely_on(self, cluster: Replicated) -> None:
         first, *others = cluster.servers
         cluster.leave(others[1])
         cluster.pass_time(2 * SETTINGS.lease_s, first, cluster.worker)
         with pytest.raises(errors.Recovering):
-            cluster.cluster.check_kept(first)
+            cluster.cluster.check_kept(first, cluster.now_s)
+
+    def test_who_may_be_dead_is_not_relied_on(self, cluster: Replicated) -> None:
+        """A backup was heard a moment ago, and dies: nobody knows of that for a lease."""
+        first, second, third = cluster.servers
+        shared = [r for r in cluster.ranges if {first.node_id, second.node_id} == set(r.in_sync)]
+        assert shared
+        words = f"waits for a sign of life of server {second.node_id}, beside which nobody has "
+        words += f"{len(shared)} of its ranges"
+        with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+            cluster.cluster.check_kept(first, cluster.now_s)
+        for _ in range(3):
+            cluster.pass_time(0.5, first, third)
+            with pytest.raises(errors.Recovering, match=words):
+                cluster.cluster.check_kept(first, cluster.now_s)
+        cluster.beat(second)
+        cluster.cluster.check_kept(first, cluster.now_s)
+
+    def test_signs_of_life_are_of_one_round(self, cluster: Replicated) -> None:
+        """One that was heard while another was waited for may have died since."""
+        first, second, third = cluster.servers
+        with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+            cluster.cluster.check_kept(first, cluster.now_s)
+        cluster.pass_time(0.5, first, second)
+        cluster.pass_time(2 * SETTINGS.heartbeat_interval_s, first)
+        cluster.beat(third)
+        with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+            cluster.cluster.check_kept(first, cluster.now_s)
+        cluster.pass_time(0.5, second, third)
+        cluster.cluster.check_kept(first, cluster.now_s)
 
     def test_of_two_that_ask_one_leaves(self, cluster: Replicated) -> None:
         first, second, third = cluster.servers
@@ -573,11 +610,11 @@ class TestLeaving:
             cluster.set_backups(
                 session, *(wish(r, backup.node_id) for r in cluster.of_primary(session))
             )
-        cluster.cluster.check_kept(first)
-        cluster.cluster.check_kept(second)
+        let_go(cluster, first, second)
+        let_go(cluster, second, first)
         cluster.leave(first)
         with pytest.raises(errors.Recovering):
-            cluster.cluster.check_kept(second)
+            cluster.cluster.check_kept(second, cluster.now_s)
 
     def test_once_the_work_is_done_nobody_waits(self, cluster: Replicated) -> None:
         first, second, third = cluster.servers
@@ -588,11 +625,11 @@ class TestLeaving:
         cluster.leave(cluster.worker)
         cluster.cluster.finish()
         assert cluster.is_finished()
-        cluster.cluster.check_kept(first)
+        cluster.cluster.check_kept(first, cluster.now_s)
 
     def test_only_servers_ask(self, cluster: Replicated) -> None:
         with pytest.raises(errors.NotPermitted, match="a server's to ask"):
-            cluster.cluster.check_kept(cluster.worker)
+            cluster.cluster.check_kept(cluster.worker, cluster.now_s)
 
     def test_an_update_log_is_a_copy(self) -> None:
         kept = Harness(server_count=2, replica_count=2, range_count=8)
@@ -600,13 +637,13 @@ class TestLeaving:
         log = UpdateLogClaim(b"l" * 16)
         server = kept.join(Role.SERVER, update_log=log)
         kept.create(kept.join(Role.WORKER))
-        kept.cluster.check_kept(server)
+        kept.cluster.check_kept(server, kept.now_s)
 
     def test_without_replicas_no_server_can_have_it(self) -> None:
         single = Harness(server_count=1, range_count=8)
         server = single.join(Role.SERVER)
         single.create(single.join(Role.WORKER))
-        single.cluster.check_kept(server)
+        single.cluster.check_kept(server, single.now_s)
         assert len(single.cluster.held_alone(server)) == len(
             [r for r in single.cluster.view.ranges if r.primary is not None]
         )

@@ -1,0 +1,38 @@
+"""Servers that are told to stop leave when others have all that they hold (G1, S8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+
+from tests.sim.calamities import Plan
+from tests.sim.departing import TELLS, Departing
+from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
+
+
+class DepartureSimulation(Departing):
+    """One seed in which servers are told to stop, beside what else befalls them."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        *(f"fault: {kind}" for kind in TELLS), "told to stop", "let go", "stayed for now",
+        "left when others had all", "left unheard", "a holder died beside who was told",
+        "failovers", "joined ranges", "equal replicas",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({"left, and heard of it late"})
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "let go": 1, "joined ranges": 1}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        plan, draw = super().plan, self.world.draw
+        tells = draw.sample(TELLS, draw.choice((1, 2, 3)))
+        return replace(plan, kinds=(*tells, *plan.kinds[:2]))
+
+
+@pytest.mark.timeout(300)
+def test_who_is_told_to_stop_leaves_and_nothing_is_lost(sim_seeds: tuple[int, ...]) -> None:
+    """Whatever else befalls the others, within what is promised."""
+    run_seeds(DepartureSimulation, sim_seeds[:QUICK_SEEDS] if len(sim_seeds) > 1 else sim_seeds)
