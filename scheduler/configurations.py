@@ -128,16 +128,24 @@ class Configurations:
         return _Servers(self._state).living
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
-        """The ranges of which no other server that lives, and is not in doubt, has all. One whose
-        primary keeps an update log comes back with it.
+        """The ranges of which no other server that lives, and is not in doubt, has all. One that
+        was placed with a server that keeps an update log comes back with it, unless somebody is
+        there to take it over; of one that was taken over nobody knows here whether all of it is in
+        the log yet.
         """
-        living = self.living.difference({node_id}, doubted)
+        living = self.living - {node_id}
+        sure = living.difference(doubted)
+        has_log = self._state.members[node_id].registration.update_log is not None
         return tuple(
             r.range_id
             for r in self._state.ranges
             if node_id in r.in_sync
-            and living.isdisjoint(r.in_sync)
-            and self._state.members[node_id].registration.update_log is None
+            and sure.isdisjoint(r.in_sync)
+            and not (
+                has_log
+                and r.range_id not in self._state.failed_over
+                and living.isdisjoint(r.in_sync)
+            )
         )
 
     def set_backups(

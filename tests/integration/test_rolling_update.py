@@ -134,11 +134,9 @@ def test_two_that_are_stopped_at_once_do_not_both_leave(
 
 
 def _leaves(cluster: ReplicatedCluster, server: Served) -> bool:
-    """Whether it ends, or says that it stays."""
-    return (
-        "stays_for_now"
-        not in cluster.wait_line(server.process, "event=(stays_for_now|deregistered)")[0]
-    )
+    """Whether it ends, or says that it stays: first each waits for a sign of life of the other."""
+    said = "event=(stays_for_now.*the only copy|deregistered)"
+    return "stays_for_now" not in cluster.wait_line(server.process, said)[0]
 
 
 @pytest.mark.timeout(60)

@@ -114,7 +114,9 @@ class Departing(FailoverSimulation):
         self._identities: dict[NodeId, Session] = {}
         self._asked: dict[NodeId, int] = {}
         self._replaced: set[ReplicatedServer] = set()
+        self._coming_count = 0
         self._numbers = itertools.count(1)
+        self._newcomer_numbers = itertools.count(20)
         self._newcomers = random.Random(f"newcomers of {seed}")
         super().__init__(seed, narrate=narrate)
         self._identities |= {s.node_id: s for s in self.sessions[:-WORKERS]}
@@ -127,6 +129,26 @@ class Departing(FailoverSimulation):
         """A server has registered while the others train."""
         super().join(decision)
         self._identities[decision.reply.node_id] = decision.reply
+        self._coming_count = max(0, self._coming_count - 1)
+
+    def kill(self, server: ReplicatedServer) -> None:
+        """For good; there will be enough who are not told."""
+        super().kill(server)
+        self._make_up()
+
+    def _make_up(self) -> None:
+        """Servers come until there are enough that could take what those hold who were told."""
+        needed = max(self.plan.replica_count, self.plan.min_in_sync)
+        if len(self.living) - len(self._leaving) + self._coming_count < needed:
+            self._come()
+
+    def _come(self) -> None:
+        self._coming_count += 1
+        self.world.after(0.2 + self._newcomers.random() * 5.0, self.restart)
+
+    def newcomer_number(self) -> int:
+        """Of the server that comes next: several may come while the scheduler is away."""
+        return next(self._newcomer_numbers)
 
     # --- who is told
 
@@ -139,13 +161,14 @@ class Departing(FailoverSimulation):
         self.told[server.node_id] = Departure(FOREVER_S, LEASE_S)
         if self._newcomers.random() < 0.5:
             self._replace(server)
+        self._make_up()
         self._ask_to_leave(server)
 
     def _replace(self, server: ReplicatedServer) -> None:
         """A server comes in its place."""
         if server not in self._replaced:
             self._replaced.add(server)
-            self.world.after(0.2 + self._newcomers.random() * 5.0, self.restart)
+            self._come()
 
     def _ask_to_leave(self, server: ReplicatedServer) -> None:
         if server.is_dead:
@@ -189,7 +212,13 @@ class Departing(FailoverSimulation):
             self.world.after(ASK_AGAIN_S, lambda: self._answered(server, number, error))
             return
         silent_s = self.world.now_s - server.heard_s
-        match self.told[server.node_id].answered(error, silent_s):
+        step = self.told[server.node_id].answered(error, silent_s)
+        if step is Step.STAYS and error is not None and not error.retry_after_ms:
+            assert silent_s <= LEASE_S, (
+                f"LIVE: {server.node_id} waits for a scheduler of which it has not heard for "
+                f"{silent_s:.1f} s"
+            )
+        match step:
             case Step.LEAVES:
                 self._end(server, "left when others had all")
                 return

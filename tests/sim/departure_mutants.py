@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _DEPARTURES = ("departures",)
+_LOGS = ("departures-logs",)
 _SCHEDULER = "scheduler/departures.py"
 
 DEPARTURE_MUTANTS = (
@@ -12,15 +13,15 @@ DEPARTURE_MUTANTS = (
         "who has the only copy may leave",
         "S8",
         _SCHEDULER,
-        "        if alone:\n            self._since_s.pop",
-        "        if False:\n            self._since_s.pop",
+        "return () if finished else self._configurations.held_alone(node_id, doubted)",
+        "return ()",
         _DEPARTURES,
     ),
     Mutant(
         "of two that are told to stop both may leave",
         "S8",
         "scheduler/configurations.py",
-        "            and living.isdisjoint(r.in_sync)",
+        "            and sure.isdisjoint(r.in_sync)",
         "            and len(r.in_sync) < 2",
         _DEPARTURES,
     ),
@@ -28,8 +29,8 @@ DEPARTURE_MUTANTS = (
         "who is being brought up to date has all of a range",
         "S8",
         "scheduler/configurations.py",
-        "            and living.isdisjoint(r.in_sync)",
-        "            and living.isdisjoint(r.holders)",
+        "            and sure.isdisjoint(r.in_sync)",
+        "            and sure.isdisjoint(r.holders)",
         _DEPARTURES,
     ),
     Mutant(
@@ -39,6 +40,22 @@ DEPARTURE_MUTANTS = (
         "        if relied_on:\n",
         "        if False:\n",
         _DEPARTURES,
+    ),
+    Mutant(
+        "an update log has what was taken over a moment ago",
+        "S8",
+        "scheduler/configurations.py",
+        "                and r.range_id not in self._state.failed_over\n",
+        "",
+        _LOGS,
+    ),
+    Mutant(
+        "who may be dead takes over what an update log has",
+        "S8",
+        "scheduler/configurations.py",
+        "                and living.isdisjoint(r.in_sync)\n",
+        "",
+        _LOGS,
     ),
     Mutant(
         "who was told to stop does not wait",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_crashes import CrashSimulation
-from tests.sim.test_departures import DepartureSimulation
+from tests.sim.test_departures import (
+    DepartureAwaySimulation,
+    DepartureLogSimulation,
+    DepartureReplacementSimulation,
+    DepartureSimulation,
+)
 from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
@@ -36,6 +41,9 @@ KINDS: dict[str, type[Simulation]] = {
     "lanes": LaneSimulation,
     "restores": RestoreSimulation,
     "departures": DepartureSimulation,
+    "departures-away": DepartureAwaySimulation,
+    "departures-logs": DepartureLogSimulation,
+    "departures-replacements": DepartureReplacementSimulation,
 }
 
 SHARES = {
@@ -55,5 +63,8 @@ SHARES = {
     "lanes": 10,
     "restores": 5,
     "departures": 4,
+    "departures-away": 4,
+    "departures-logs": 10,
+    "departures-replacements": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

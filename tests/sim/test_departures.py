@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -10,7 +11,16 @@ import pytest
 
 from tests.sim.calamities import Plan
 from tests.sim.departing import TELLS, Departing
+from tests.sim.test_logs import LogSimulation
+from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
+
+
+def with_tells(plan: Plan, draw: random.Random) -> Plan:
+    """The plan, and servers that are told to stop."""
+    tells = draw.sample(TELLS, draw.choice((1, 2, 3)))
+    return replace(plan, kinds=(*tells, *plan.kinds[:2]))
 
 
 class DepartureSimulation(Departing):
@@ -27,9 +37,49 @@ class DepartureSimulation(Departing):
     @cached_property
     def plan(self) -> Plan:
         """What happens."""
-        plan, draw = super().plan, self.world.draw
-        tells = draw.sample(TELLS, draw.choice((1, 2, 3)))
-        return replace(plan, kinds=(*tells, *plan.kinds[:2]))
+        return with_tells(super().plan, self.world.draw)
+
+
+class DepartureAwaySimulation(Departing, AwaySimulation):
+    """One seed in which the scheduler is away too."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "scheduler paused", "scheduler died", "told to stop", "let go", "left unheard",
+        "failovers",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        return with_tells(super().plan, self.world.draw)
+
+
+class DepartureLogSimulation(Departing, LogSimulation):
+    """One seed in which servers keep update logs too."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "told to stop", "let go", "came back with its ranges", "came back without its ranges",
+        "ranges read from a log", "bases",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {"messages": 1_500}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        return with_tells(super().plan, self.world.draw)
+
+
+class DepartureReplacementSimulation(Departing, ReplacementSimulation):
+    """One seed in which workers are replaced too."""
+
+    often: ClassVar[frozenset[str]] = frozenset({"told to stop", "let go", "gone", "joined"})
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        return with_tells(super().plan, self.world.draw)
 
 
 @pytest.mark.timeout(300)

@@ -151,7 +151,7 @@ class FailoverSimulation(ScheduledSimulation):
 
     def restart(self) -> None:
         """A server that was not there before: what it had is lost."""
-        number = len(self.servers)
+        number = self.newcomer_number()
         asking = Registration(
             bytes([100 + number]) * 16,
             Role.SERVER,
@@ -160,6 +160,10 @@ class FailoverSimulation(ScheduledSimulation):
         )
         self._refuse_other_kernels(asking)
         self._reach(lambda: self.join(self.scheduler.register(asking, self.world.now_s)))
+
+    def newcomer_number(self) -> int:
+        """Of the server that comes next."""
+        return len(self.servers)
 
     def _refuse_other_kernels(self, asking: Registration) -> None:
         """Whose results would differ becomes no server (S8)."""

@@ -639,6 +639,29 @@ class TestLeaving:
         kept.create(kept.join(Role.WORKER))
         kept.cluster.check_kept(server, kept.now_s)
 
+    def test_an_update_log_may_lack_what_was_taken_over(self) -> None:
+        kept = Harness(server_count=2, replica_count=2, range_count=8)
+        log = UpdateLogClaim(b"l" * 16)
+        first, second = kept.join(Role.SERVER), kept.join(Role.SERVER, update_log=log)
+        kept.create(kept.join(Role.WORKER))
+        kept.leave(first)
+        with pytest.raises(errors.Recovering, match="has the only copy"):
+            kept.cluster.check_kept(second, kept.now_s)
+
+    def test_an_update_log_is_no_copy_while_a_backup_may_take_over(self) -> None:
+        """One that was heard a moment ago, and may be dead, would be primary then."""
+        kept = Harness(server_count=2, replica_count=2, range_count=8)
+        log = UpdateLogClaim(b"l" * 16)
+        first, second = kept.join(Role.SERVER), kept.join(Role.SERVER, update_log=log)
+        kept.create(kept.join(Role.WORKER))
+        words = f"waits for a sign of life of server {first.node_id}"
+        with pytest.raises(errors.Recovering, match=words):
+            kept.cluster.check_kept(second, kept.now_s)
+        kept.pass_time(SETTINGS.lease_s + 1.0, second)
+        taken_over = tuple(sorted(kept.cluster._state.failed_over))
+        assert 0 < len(taken_over) < len(kept.cluster.view.ranges)
+        assert kept.cluster.held_alone(second) == taken_over
+
     def test_without_replicas_no_server_can_have_it(self) -> None:
         single = Harness(server_count=1, range_count=8)
         server = single.join(Role.SERVER)
