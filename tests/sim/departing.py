@@ -113,7 +113,7 @@ class Departing(FailoverSimulation):
         self.told: dict[NodeId, Departure] = {}
         self._identities: dict[NodeId, Session] = {}
         self._asked: dict[NodeId, int] = {}
-        self._replaced: set[ReplicatedServer] = set()
+        self._followed: set[ReplicatedServer] = set()
         self._coming_count = 0
         self._numbers = itertools.count(1)
         self._newcomer_numbers = itertools.count(20)
@@ -131,9 +131,9 @@ class Departing(FailoverSimulation):
         self._identities[decision.reply.node_id] = decision.reply
         self._coming_count = max(0, self._coming_count - 1)
 
-    def kill(self, server: ReplicatedServer) -> None:
+    def kill(self, server: SimServer) -> None:
         """For good; there will be enough who are not told."""
-        super().kill(server)
+        super().kill(server)  # type: ignore[arg-type]
         self._make_up()
 
     def _make_up(self) -> None:
@@ -160,14 +160,14 @@ class Departing(FailoverSimulation):
         self.world.counts["told to stop"] += 1
         self.told[server.node_id] = Departure(FOREVER_S, LEASE_S)
         if self._newcomers.random() < 0.5:
-            self._replace(server)
+            self._come_for(server)
         self._make_up()
         self._ask_to_leave(server)
 
-    def _replace(self, server: ReplicatedServer) -> None:
+    def _come_for(self, server: ReplicatedServer) -> None:
         """A server comes in its place."""
-        if server not in self._replaced:
-            self._replaced.add(server)
+        if server not in self._followed:
+            self._followed.add(server)
             self._come()
 
     def _ask_to_leave(self, server: ReplicatedServer) -> None:
@@ -235,7 +235,7 @@ class Departing(FailoverSimulation):
         self.world.say(f"ENDED server {server.node_id}: {how}")
         self.world.counts[how] += 1
         self.kill(server)
-        self._replace(server)
+        self._come_for(server)
 
     @property
     def _leaving(self) -> list[ReplicatedServer]:
