@@ -9,12 +9,14 @@ import torch
 
 import ps_worker as ps
 from tests.idioms import (  # noqa: F401 - each enters its idioms into the table
-    frameworks,
+    accelerate_runs,
     gradients,
+    lightning_runs,
     modules,
     optimizers,
     parameters,
     schedules,
+    trainer_runs,
 )
 from tests.idioms.kit import IDIOMS, Idiom, Kit, kept
 
