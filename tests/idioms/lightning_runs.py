@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import lr_scheduler as schedules
 
 from tests.idioms.framework_parts import enter, folder, loader, noisy, quietly

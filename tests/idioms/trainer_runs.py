@@ -100,7 +100,7 @@ def _has_groups(kit: Kit) -> Any:
     from transformers import Trainer
 
     class Own(Trainer):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
+        def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002 - theirs
             named = list(self.model.named_parameters())
             groups = [
                 {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
