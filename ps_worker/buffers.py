@@ -109,6 +109,7 @@ class BufferTable:
         self._received = FlatBuffer(layout)
         self._pending = Pending(client)
         self._pull: PullTicket[Pulled] | None = None
+        self._left: dict[str, torch.Tensor] = {}
         self.handle = client.create_table(
             layout.table_name,
             [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
@@ -170,9 +171,18 @@ class BufferTable:
         """
         self._pending.wait()
 
+    def left(self) -> None:
+        """The wait for the buffers has ended early, and the script goes on: what it changes in them
+        from now on is not written over.
+        """
+        if self._pull is not None and not self._left:
+            current = self._current(self._received)
+            self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
+
     def finish(self) -> None:
-        """Waits for the end of the step; the module then has the buffers that all workers have. A
-        pull that has expired is begun again.
+        """Waits for the end of the step; the module then has the buffers that all workers have,
+        save those that were changed while it was waited for. A pull that has expired is begun
+        again.
 
         Raises:
             PushpullError: as `Client.wait`; what is not done stays to be settled.
@@ -182,9 +192,11 @@ class BufferTable:
         self.settle()
         pull, self._pull = self._pull, None
         if pull is not None:
+            before, self._left = self._left, {}
             for name, target, values in self._current(self._received):
                 self._check(name, target, values)
-                write_values(target, values)
+                if name not in before or torch.equal(before[name], target):
+                    write_values(target, values)
 
     def _push(self, step: Step) -> Step:
         for name, source, staged in self._current(self._sent):

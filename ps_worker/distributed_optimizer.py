@@ -262,10 +262,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 switch that is the table's for good was changed.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
-                or not under BSP. The step was not taken; what was changed stays so.
+                or not under BSP, or by a worker that joins others. The step was not taken; what was
+                changed stays so.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed. The next call waits for it, and is no other step unless there was a backward
-                pass in between; so it is after Ctrl-C. `zero_grad` waits for it too.
+                pass in between; so it is after Ctrl-C. `zero_grad` waits for it too. Parameters
+                that the script changes meanwhile are an edit of the step after it.
         """
         if not self._model.is_repeated:
             self._model.end_step()
@@ -371,7 +373,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidConfig: it is another optimizer's, or of other parameters. Nothing has changed.
             InvalidTensor: an array has another shape, or is not finite. Nothing has changed.
-            EditRefused: the setting has no step of all workers. Nothing has changed.
+            EditRefused: the setting has no step of all workers, or this worker joins others that
+                train. Nothing has changed.
             PushpullError: as `Client.wait`.
         """
         if self._inner is not None:
@@ -544,6 +547,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for table in tables:
             if table not in given and table not in own and isinstance(table, TrainedTable):
                 table.write_parameters()
+        if joins:
+            self._model.joined()
 
     def _hook_trainable(self) -> None:
         """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""

@@ -55,7 +55,30 @@ class WrittenValues:
         self._sums: dict[int, torch.Tensor] = {}
         self._homes = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self._marks: list[tuple[int, int]] = []
+        self._left: list[torch.Tensor] = []
         self.is_known = False
+
+    def left(self) -> None:
+        """A wait for other values has ended without them: what the script changes from now on, it
+        changes after the step that is waited for.
+
+        Blocking: no; sums are queued on the devices of the parameters.
+        """
+        if not self._left:
+            self._left = [column_sums(entry.tensor.detach()) for entry in self._layout.placed]
+
+    def changed_since_left(self) -> set[int]:
+        """The parameters that were changed since the first `left` after they were written; told
+        once.
+
+        Blocking: reads every parameter, if a wait has ended so.
+        """
+        before, self._left = self._left, []
+        return {
+            index
+            for index, (entry, sums) in enumerate(zip(self._layout.placed, before, strict=False))
+            if _differ(sums, column_sums(entry.tensor.detach()).to(sums.device))
+        }
 
     def written(self, but: Collection[int] = ()) -> None:
         """The parameters have the values that were received.

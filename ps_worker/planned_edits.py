@@ -44,12 +44,14 @@ class PlannedEdits:
         edited: the parameters that were changed.
         problem: why their values are none; empty if they are.
         digest: names all that is changed.
+        edit_digest: names the parameters that were changed.
     """
 
     def __init__(self) -> None:
         self.edited: Edited = {}
         self.problem = ""
         self.digest = b""
+        self.edit_digest = b""
         self._loaded: LoadedState | None = None
         self._left: deque[str] = deque()
 
@@ -70,7 +72,7 @@ class PlannedEdits:
             self._left.extend(loaded.names)
         if not problem and any(table.is_asleep for table in edited):
             self._left.append(ASLEEP)  # a table that sleeps is stepped only where all mean it
-        self.digest = b"" if problem else digest_of(edited)
+        self.digest = self.edit_digest = b"" if problem else digest_of(edited)
         if loaded is not None:
             whole = self.digest + loaded.digest
             self.digest = hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()

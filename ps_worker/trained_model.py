@@ -37,7 +37,7 @@ from ps_core.errors import (
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
-from ps_worker.edits import REMEDIES, Edited, names_of, problem_of
+from ps_worker.edits import REMEDIES, Edited, digest_of, names_of, problem_of
 from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
@@ -131,6 +131,8 @@ class TrainedModel:
         self._loaded: LoadedState | None = None
         self._given = (-1, b"")  # names the state that `gave_state` was told of, and when
         self._edits = PlannedEdits()
+        self._joined_at = -1  # its clock when it joined others that had taken steps
+        self._brought: Edited | None = None  # what it had changed at its first backward pass
         self._times: StepTimes  # from `begin` on
 
     @property
@@ -138,12 +140,24 @@ class TrainedModel:
         """Whether what is pushed is how far a local optimizer moved the parameters."""
         return isinstance(self._optimizer, Add)
 
+    @property
+    def _aggregates(self) -> bool:
+        """Whether the servers have sums, and the parameters are the local optimizer's."""
+        return self.inner is not None and not self.adds
+
     def begin(self) -> None:
         """The tables are there; the first step's computation begins.
 
         Blocking: as `StepTimes`.
         """
         self._times = StepTimes(self._client)
+
+    def joined(self) -> None:
+        """This worker joins others that train: the model is theirs, and what is changed before the
+        first backward pass would be refused to all of them (SEMANTICS S16).
+        """
+        if any(t.handle.clock > (t.handle.table.restored_clock or 0) for t in self.tables):
+            self._joined_at = self._clock
 
     # --- between two steps
 
@@ -255,6 +269,8 @@ class TrainedModel:
         Raises:
             InvalidConfig: the step before would write its reduced gradients over it.
         """
+        if self._joined_at >= 0 and self._brought is None:
+            self._brought = self._edited()
         if self._sealed is None:
             return
         if self.inner is not None and not self.adds:
@@ -371,6 +387,8 @@ class TrainedModel:
         loaded = None
         if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
             loaded = loaded_state(arrays)
+            if self._is_new:
+                raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
             why = self.why_no_edit()
             if why and self._given == (self._clock, loaded.digest):
                 loaded = None
@@ -417,16 +435,54 @@ class TrainedModel:
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
             return
-        if not self._edits:
+        if not self._edits or not self._is_as_planned():
             self._plan_edits()
         while self._edits:
             with uninterrupted():
                 self._sealed = self._seal_edit()
             self._end(self._sealed)
 
-    def _plan_edits(self) -> None:
+    def _edited(self) -> Edited:
         found = {table: table.edited() for table in self.tables}
-        edited = {table: indexes for table, indexes in found.items() if indexes}
+        return {table: indexes for table, indexes in found.items() if indexes}
+
+    def _is_as_planned(self) -> bool:
+        """Whether a plan of which some was taken is still what the script means: it may have
+        changed more since a wait expired.
+        """
+        return not self._edits.problem and digest_of(self._edited()) == self._edits.edit_digest
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether it joins others that train, and has taken no step with them."""
+        return self._joined_at >= self._clock
+
+    def _check_brings_nothing(self, edited: Edited) -> None:
+        """What a newcomer's script changed before its loop is nobody else's edit."""
+        brought = edited if self._brought is None else self._brought
+        left = {
+            table: indexes
+            for table, found in brought.items()
+            if (indexes := sorted({*found} & {*edited.get(table, ())}))
+        }
+        if left:
+            raise EditRefused(
+                f"parameter {names_of(left)} was changed in {self._brings_nothing()}. The change "
+                "stays until it is undone"
+            )
+
+    def _brings_nothing(self) -> str:
+        return (
+            f"'{self.options.name}' before this worker's first step, and it joins others that "
+            f"train: the model is theirs, as of step {self._clock}. Nothing was sent. Load only "
+            "where optimizer.clock is 0, or start all workers anew"
+        )
+
+    def _plan_edits(self) -> None:
+        self._edits.forget()
+        edited = self._edited()
+        if self._is_new:
+            self._check_brings_nothing(edited)
         if not edited and self._loaded is None:
             return
         why = self.why_no_edit()
@@ -538,9 +594,10 @@ class TrainedModel:
                 self._take_over(sealed)
             for buffers in self.buffers:
                 buffers.finish()
-        except PushpullError as error:
-            if not isinstance(error, WaitExpired):  # it has ended, if not well
-                self._sealed = None
+        except BaseException as error:
+            if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
+                self._sealed = None  # it has ended, if not well
+            self._left(sealed)
             raise
         with uninterrupted():
             self._sealed = None
@@ -559,6 +616,14 @@ class TrainedModel:
             )
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
+
+    def _left(self, sealed: _SealedStep) -> None:
+        """The script goes on before the step has ended: what it changes meanwhile comes after."""
+        with uninterrupted():
+            for table in sealed.tickets if not self._aggregates else ():
+                table.left()
+            for buffers in self.buffers:
+                buffers.left()
 
     def _pass_asleep(self) -> None:
         """A round takes a clock of every table."""
@@ -591,14 +656,13 @@ class TrainedModel:
 
     def _take_over(self, sealed: _SealedStep) -> None:
         """What was pulled becomes parameters, or gradients for the local optimizer; once."""
-        aggregates = self.inner is not None and not self.adds
         is_taken = sealed.refused is None and not sealed.problem and not sealed.is_laid
         for table in sealed.tickets:
-            if not aggregates:
+            if not self._aggregates:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
-        if self.inner is not None and aggregates and not sealed.is_taken_over:
+        if self.inner is not None and self._aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:
                 trained = _parameters(self.inner.param_groups)
                 self.gradient_norm = clip_reduced(trained, self.options.clip_norm)

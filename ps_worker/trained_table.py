@@ -448,12 +448,20 @@ class TrainedTable:
         self._pending.wait()
         self._pull = None
 
+    def left(self) -> None:
+        """The wait for what was asked for has ended early, and the script goes on: what it changes
+        in the parameters from now on is not written over.
+        """
+        self._written.left()
+
     def write_parameters(self, but: Collection[int] = ()) -> None:
-        """What was pulled becomes the parameters' values.
+        """What was pulled becomes the parameters' values, save of those that were changed while
+        it was waited for: they are edits, which come after it.
 
         Args:
             but: parameters that keep theirs, as places in the layout.
         """
+        but = {*but, *self._written.changed_since_left()}
         pairs = zip(self.layout.placed, self._received.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():

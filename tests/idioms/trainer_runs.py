@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from tests.idioms.framework_parts import enter, folder
 from tests.idioms.kit import Kit
@@ -82,7 +82,8 @@ def _steps_on(trainer: Any) -> None:
     model, optimizer = trainer.model, trainer.optimizer
     model.train()
     for number in range(2):
-        ids = _Words(4, 3 + number)[:]
+        words = _Words(4, 3 + number)
+        ids = default_collate([words[index] for index in range(4)])
         optimizer.zero_grad()
         model(**ids).loss.backward()
         optimizer.step()

@@ -28,6 +28,8 @@ from tests.integration.test_worker_gone import (
     table,
     victim,
 )
+from tests.integration.training_jobs import optimizer_for
+from tests.integration.training_models import Branched, batches, differing, seeded, values
 
 FIRST = 2
 STEPS = 12
@@ -166,6 +168,57 @@ def test_models_stay_equal_when_workers_join_under_bsp_with_a_schedule(
             for name, value in mine.items():
                 assert torch.equal(value, other[name]), name
         _close([*clients, *late])
+
+
+class Loads:
+    """A training loop that may load what it has of an earlier run, whether others train or not."""
+
+    def __init__(self, client: ps.Client) -> None:
+        self.model = seeded(Branched)
+        self.optimizer = optimizer_for(client, self.model)
+        (self._x,) = batches(1, rank=client.rank)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self._x).square().mean().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.timeout(120)
+def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster) -> None:
+    """The others hear nothing of it; without what it has loaded it trains with them."""
+    clients = _first(cluster)
+    with ThreadPoolExecutor(FIRST) as pool:
+        loops = list(pool.map(Loads, clients))
+        target: list[int] = []
+
+        def go_on(loop: Loads) -> None:
+            while not target or loop.optimizer.clock < target[0]:
+                loop.step()
+
+        runs = [pool.submit(go_on, loop) for loop in loops]
+        until(lambda: loops[0].optimizer.clock >= 2, "they train")
+        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+        late = Loads(clients[-1])
+        loops.append(late)
+        begun, served = late.optimizer.clock, values(late.model)
+        saved = late.optimizer.state_dict()
+        for entry in saved["state"].values():
+            entry["momentum_buffer"].mul_(2.0)
+        with pytest.raises(ps.EditRefused, match=r"joins others .* optimizer\.clock is 0"):
+            late.optimizer.load_state_dict(saved)
+        late.model.load_state_dict(seeded(Branched, seed=77).state_dict())
+        with pytest.raises(ps.EditRefused, match=r"'gain', .* joins others .*\.clock is 0"):
+            late.step()
+        late.model.load_state_dict(served)
+        assert late.optimizer.clock == begun
+        target.append(begun + 3)
+        go_on(late)
+        for run in runs:
+            run.result(DEADLINE_S)
+        mine, *others = [values(loop.model) for loop in loops]
+        assert [differing(mine, other) for other in others] == [[], []]
+        _close(clients)
 
 
 @pytest.mark.timeout(120)

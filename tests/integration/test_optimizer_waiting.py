@@ -159,6 +159,90 @@ def test_zero_grad_waits_for_a_step_that_has_not_ended(two: tuple[ps.Client, ps.
         assert differing(values(models[0]), values(models[1])) == []
 
 
+def _filled(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    models = [seeded(Branched), seeded(Branched), seeded(Branched)]
+    inputs = list(batches(2))
+    reference = torch.optim.SGD(models[2].parameters(), lr=0.1, momentum=0.9)
+    for x, value in zip(inputs, (0.25, None), strict=True):
+        _backward(models[2], x)
+        reference.step()
+        if value is not None:
+            _filled(models[2], value)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name="changed")
+        first = optimizer_for(two[0], models[0], name="changed")
+        second = other.result()
+        _backward(models[0], inputs[0])
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        _filled(models[0], 0.25)
+
+        def catch_up() -> None:
+            _backward(models[1], inputs[0])
+            second.step()
+            _filled(models[1], 0.25)
+            _backward(models[1], inputs[1])
+            second.step()
+
+        catching_up = thread.submit(catch_up)
+        ended(first.step)
+        assert all((value == 0.25).all() for value in values(models[0]).values())
+        _backward(models[0], inputs[1])
+        ended(first.step)
+        catching_up.result()
+    assert [differing(values(model), values(models[2])) for model in models] == [[], [], []]
+
+
+def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    """The other worker makes the first one alone: both are told; then both make the second."""
+    models = [seeded(Branched), seeded(Branched)]
+    (x,) = batches(1)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name="changed twice")
+        first = optimizer_for(two[0], models[0], name="changed twice")
+        second = other.result()
+
+        def both(value: float, *, ends: bool = True) -> None:
+            _filled(models[1], value)
+            _backward(models[1], x)
+            stepping = thread.submit(second.step)
+            if ends:
+                _filled(models[0], value)
+                _backward(models[0], x)
+                ended(first.step)
+                stepping.result()
+                return
+            with pytest.raises(ps.EditRefused, match=r"'gain', 'first\.weight'"):
+                ended(first.step)
+            with pytest.raises(ps.EditRefused, match="no parameter was changed"):
+                stepping.result()
+
+        _filled(models[0], 0.5)
+        _backward(models[0], x)
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        _filled(models[0], 0.25)
+        both(0.5, ends=False)
+        assert all((value == 0.25).all() for value in values(models[0]).values())
+        both(0.25)
+    assert differing(values(models[0]), values(models[1])) == []
+
+
 def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
     cluster: ps.LocalCluster, client: ps.Client
 ) -> None:
