@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Self
 
-from tests.integration.warm_roles import FORKER, Forked, Order
+from tests.integration.warm_roles import FORKER, Forked, Forker, Order
 from tests.joining import SECRET
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +87,7 @@ class Tool:
         on_terminal: bool = False,
         variables: Mapping[str, str] = NOTHING,
         is_warm: bool = False,
+        forker: Forker = FORKER,
     ) -> None:
         self._lines: list[str] = []
         self._arrived = threading.Condition()
@@ -97,7 +98,7 @@ class Tool:
         self.process: subprocess.Popen[bytes] | ForkedTool
         if is_warm:
             order = Order("ps_cli", arguments, given, cwd, has_warm_roles=True)
-            self.process = ForkedTool(FORKER.start(order, write_end, write_end))
+            self.process = ForkedTool(forker.start(order, write_end, write_end))
         else:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ps_cli", *arguments],

@@ -1,31 +1,72 @@
-"""docs/FRAMEWORKS.md: its scripts run, and learn."""
+"""docs/FRAMEWORKS.md: what it shows is in the examples, which run, learn, and go on from their own
+files.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.integration.command_line import Tool
 from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder
+from tests.integration.warm_roles import Forker
+from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(200)
 
-LEARNT: dict[str, Callable[[str], bool]] = {
-    r"lightning: (\d+)% right": lambda found: int(found) > 80,
-    r"accelerate: (\d+)% right": lambda found: int(found) > 80,
-    r"trainer: loss (\d+\.\d+)": lambda found: float(found) < 2.0,
+FRAMEWORKS = ("sklearn.datasets", "lightning", "accelerate", "transformers.trainer")
+
+EXAMPLES = {
+    "lightning_digits.py": ("--epochs", r"(\d+) steps, test accuracy (\d+\.\d)%"),
+    "accelerate_digits.py": ("--epochs", r"epoch (\d+) of \d: test accuracy (\d+\.\d)%"),
+    "transformers_tiny.py": ("--steps", r"(\d+) steps, loss (\d+\.\d+)"),
 }
 
 
-def test_each_frameworks_script_trains(tmp_path: Path) -> None:
-    page = PageFolder("FRAMEWORKS.md", tmp_path)
-    page.save("lightning_run.py", "accelerate_run.py", "trainer_run.py")
-    for command, (pattern, is_good) in zip(page.commands(), LEARNT.items(), strict=True):
-        # What transformers imports starts a process that a copy of a warm one does not have.
-        with page.start(command, is_warm="trainer" not in command) as tool:
-            assert tool.end(ENDED_WITHIN_S) == 0, tool.text
-        printed = tool.text
-        (found,) = re.findall(pattern, printed)
-        assert is_good(found), printed
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    """What forks processes that have imported the frameworks, once for all."""
+    forker = Forker(FRAMEWORKS)
+    yield forker
+    forker.close()
+
+
+def trained(example: str, option: str, folder: Path, forker: Forker) -> str:
+    """What the example prints that was given this option."""
+    words = ("-w", "2", "-s", "2", "--", *option.split(), "--folder", str(folder))
+    script = str(ROOT / "examples" / example)
+    with Tool("train", script, *words, cwd=folder, is_warm=True, forker=forker) as tool:
+        assert tool.end(ENDED_WITHIN_S) == 0, tool.text
+    return tool.text
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_trains_and_goes_on(example: str, tmp_path: Path, forker: Forker) -> None:
+    option, pattern = EXAMPLES[example]
+    ends = ("20", "40") if option == "--steps" else ("1", "2")
+    found = []
+    for end in ends:
+        printed = trained(example, f"{option} {end}", tmp_path, forker)
+        (line,) = re.findall(pattern, printed)
+        found.append((int(line[0]), float(line[1])))
+    (before, first), (after, second) = found
+    assert after == 2 * before, "the second run is the rest of the first"
+    if option == "--steps":
+        assert second < first / 2
+    else:
+        assert second > 90
+
+
+def test_the_page_shows_what_the_examples_do() -> None:
+    page = PageFolder("FRAMEWORKS.md", Path())
+    for example, block in zip(EXAMPLES, page.blocks("python"), strict=True):
+        script = (ROOT / "examples" / example).read_text(encoding="utf-8")
+        lines = iter(re.sub(r"(?<=\S)  #.*", "", line).strip() for line in script.splitlines())
+        missing = [
+            line for line in block.splitlines() if line.strip() and line.strip() not in lines
+        ]
+        assert missing == [], example
+        assert f"(../examples/{example})" in page.text

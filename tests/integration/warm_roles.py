@@ -14,17 +14,19 @@ torch and others read theirs while they are imported.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import Pipe, reduction
+from multiprocessing import Pipe, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
+from ps_runtime.imported import spared
 from ps_runtime.role_environment import role_environment
 from ps_runtime.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
 from tests import loop_files
@@ -68,9 +70,14 @@ class Order:
 
 
 class Forker:
-    """Has processes forked; the one that does so begins when it is needed."""
+    """Has processes forked; the one that does so begins when it is needed.
 
-    def __init__(self) -> None:
+    Args:
+        also: modules that it imports besides; each of its processes has them.
+    """
+
+    def __init__(self, also: tuple[str, ...] = ()) -> None:
+        self._also = also
         self._lock = Lock()
         self._pipe: Connection | None = None
 
@@ -106,7 +113,9 @@ class Forker:
     def _open(self) -> Connection:
         if self._pipe is None:
             self._pipe, theirs = warm_context().Pipe()
-            process = warm_context().Process(target=fork_on_demand, args=(theirs,), daemon=True)
+            process = warm_context().Process(
+                target=fork_on_demand, args=(theirs, self._also), daemon=True
+            )
             process.start()
             theirs.close()
         return self._pipe
@@ -154,8 +163,11 @@ def _added_paths(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return added
 
 
-def fork_on_demand(orders: Connection) -> None:
+def fork_on_demand(orders: Connection, also: tuple[str, ...] = ()) -> None:
     """The life of the process that forks: one process for each order, until nobody asks."""
+    with spared():
+        for module in also:
+            importlib.import_module(module)
     while True:
         try:
             order: Order = orders.recv()
@@ -196,6 +208,7 @@ def _become(order: Order, outputs: list[int]) -> None:
     for number, given in enumerate((nothing, *outputs)):
         os.dup2(given, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    vars(vars(resource_tracker)["_resource_tracker"]).update(_fd=None, _pid=None)  # it has none yet
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.folder)
