@@ -1,6 +1,6 @@
 """What the idioms of Lightning, Accelerate and the Hugging Face Trainer have in common.
 
-Each imports its framework when it runs: that takes seconds, and most idioms need none.
+Each imports its framework when it runs: whoever reads the table needs none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from tests.idioms.kit import IDIOMS, Idiom, Kit, batches
 
 Run = Callable[[Kit], Any]
 
+FRAMEWORKS = ("lightning", "accelerate", "transformers.trainer")
+"""What takes long to import."""
+
 
 def loader(count: int = 6, seed: int = 7, *, width: int = 12) -> DataLoader[Any]:
     """`count` batches, the same in every pass."""
@@ -35,7 +38,7 @@ def noisy() -> Any:
     )
 
 
-def quietly(run: Run) -> Run:
+def _quietly(run: Run) -> Run:
     """Frameworks warn of what this machine lacks."""
 
     def quiet(kit: Kit) -> Any:
@@ -48,7 +51,7 @@ def quietly(run: Run) -> Run:
 
 def enter(runs: dict[str, Run]) -> None:
     """Enter runs into the table."""
-    IDIOMS.extend(Idiom(name, quietly(run)) for name, run in runs.items())
+    IDIOMS.extend(Idiom(name, _quietly(run), is_of_framework=True) for name, run in runs.items())
 
 
 @contextmanager

@@ -80,11 +80,13 @@ class Idiom:
         name: what a user would call it.
         run: it; returns what is compared.
         refused: None: the results are equal. Else what the error says, which names the remedy.
+        is_of_framework: it imports a framework.
     """
 
     name: str
     run: Callable[[Kit], Any]
     refused: str | None = None
+    is_of_framework: bool = False
 
 
 IDIOMS: list[Idiom] = []

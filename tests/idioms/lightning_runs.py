@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler as schedules
 
-from tests.idioms.framework_parts import enter, folder, loader, noisy, quietly
-from tests.idioms.kit import Kit, idiom, loss_of, perceptron
+from tests.idioms.framework_parts import enter, folder, loader, noisy
+from tests.idioms.kit import Kit, loss_of, perceptron
 
 Configure = Callable[[Kit, Any], Any]
 """What `configure_optimizers` returns, of the kit and the module."""
@@ -228,6 +228,24 @@ def _finds_a_rate(kit: Kit) -> Any:
     return rates, _seen(module)
 
 
+def _fabric(kit: Kit) -> Any:
+    import lightning as pl
+
+    fabric = pl.Fabric(accelerator="cpu", devices=1)
+    model: Any = perceptron()
+    optimizer: Any = kit.optimizer(model, lr=0.1, momentum=0.9)
+    model, optimizer = fabric.setup(model, optimizer)
+    losses = []
+    for batch in fabric.setup_dataloaders(loader()):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.2)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.module.state_dict())
+
+
 enter(
     {
         "Lightning: fit": _fits,
@@ -261,25 +279,6 @@ enter(
         "Lightning: BackboneFinetuning": _thaws,
         "Lightning: ModelCheckpoint, and on from the best": _goes_on_from_the_best,
         "Lightning: a learning rate is found, then it trains": _finds_a_rate,
+        "Lightning's Fabric": _fabric,
     }
 )
-
-
-@idiom("Lightning's Fabric")
-@quietly
-def fabric(kit: Kit) -> Any:
-    import lightning as pl
-
-    fabric = pl.Fabric(accelerator="cpu", devices=1)
-    model: Any = perceptron()
-    optimizer: Any = kit.optimizer(model, lr=0.1, momentum=0.9)
-    model, optimizer = fabric.setup(model, optimizer)
-    losses = []
-    for batch in fabric.setup_dataloaders(loader()):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=0.2)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.module.state_dict())

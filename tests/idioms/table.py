@@ -1,8 +1,10 @@
-"""The whole table, and how one of it is run: at a worker, and in plain torch."""
+"""The whole table, and how one of it is run: by two workers and, beside them, in plain torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ from tests.idioms import (  # noqa: F401 - each enters its idioms into the table
     schedules,
     trainer_runs,
 )
-from tests.idioms.kit import IDIOMS, Idiom, Kit, kept
+from tests.idioms.kit import IDIOMS, Idiom, Kit, differences, kept
+from tests.integration.worker_pool import Pool, Workers
+
+WORKERS = 2
 
 
-def run_on_cluster(client: ps.Client, name: str, number: int) -> Any:
-    """A worker's run of the idiom of that name: its result, or what refused it."""
+def run(client: ps.Client | None, name: str, number: int) -> Any:
+    """The idiom of that name, by a worker or in plain torch: its result, or what refused it."""
     found = next(known for known in IDIOMS if known.name == name)
     torch.manual_seed(number)
     try:
@@ -33,12 +38,30 @@ def run_on_cluster(client: ps.Client, name: str, number: int) -> Any:
         return ("refused", str(error))
 
 
-def run_plain(found: Idiom, number: int) -> Any:
-    """The same in one process with torch.optim."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as workers have it: sums of several threads round otherwise
-    torch.manual_seed(number)
-    try:
-        return kept(found.run(Kit(None, "plain")))
-    finally:
-        torch.set_num_threads(threads)
+class Comparison:
+    """Two workers of a cluster, and one process with torch.optim."""
+
+    def __init__(self, pool: Pool, workers: Workers) -> None:
+        self._pool = pool
+        self._workers = workers
+
+    def check(self, found: Idiom) -> None:
+        """The idiom's results are equal to the bit, or it is refused at both workers."""
+        given = {"name": found.name, "number": IDIOMS.index(found)}
+        plain = self._pool.begin_alone(run, **given)
+        results = self._workers.run(run, **given)
+        expected = plain.result()
+        if found.refused is None:
+            assert [differences(expected, result) for result in results] == [[], []]
+        else:
+            assert all(result[0] == "refused" for result in results), "neither equal nor refused"
+
+
+@contextmanager
+def comparison(also: Sequence[str] = ()) -> Iterator[Comparison]:
+    """A cluster; its workers, and who compares, have these modules imported."""
+    pool = Pool(WORKERS + 1, also)
+    with ps.local_cluster(servers=2, workers=WORKERS) as cluster:
+        with pool.connected(cluster.address, WORKERS, leave=False) as workers:
+            yield Comparison(pool, workers)
+        pool.stop()

@@ -182,14 +182,19 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_warm(
-    *arguments: str, cwd: Path, has_warm_roles: bool = False
+    *arguments: str,
+    cwd: Path,
+    has_warm_roles: bool = False,
+    module: str = "ps_cli",
+    variables: Mapping[str, str] = NOTHING,
 ) -> subprocess.CompletedProcess[str]:
     """As `run`, in a fork of a process that has imported torch.
 
     For commands that import it. What a command forgets to import is seen by a test that uses `run`:
     each command has one.
     """
-    order = Order("ps_cli", arguments, environment(), cwd, has_warm_roles=has_warm_roles)
+    given = {**environment(), **variables}
+    order = Order(module, arguments, given, cwd, has_warm_roles=has_warm_roles)
     with TemporaryFile() as output, TemporaryFile() as errors:
         tool = ForkedTool(FORKER.start(order, output.fileno(), errors.fileno()))
         try:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.command_line import Tool, environment
+from tests.integration.command_line import Tool, environment, run_warm
 from tests.tidy.source import ROOT
 
 ENDED_WITHIN_S = 100.0
@@ -86,12 +86,14 @@ class PageFolder:
         words = shlex.split(line)
         at = next(i for i, word in enumerate(words) if "=" not in word)
         variables = dict(word.split("=", 1) for word in words[:at])
-        assert words[at] in ("python", "torchrun")
-        modules = {"python": (), "torchrun": ("-m", "torch.distributed.run")}
-        run = subprocess.run(
-            [sys.executable, *modules[words[at]], *words[at + 1 :]],
-            cwd=self.path, env=environment() | {"OMP_NUM_THREADS": "1"} | variables,
-            capture_output=True, text=True, timeout=ENDED_WITHIN_S, check=False,
-        )  # fmt: skip
+        variables = {"OMP_NUM_THREADS": "1"} | variables
+        if words[at] == "torchrun":
+            run = run_warm(*words[at + 1 :], cwd=self.path, module="torchrun", variables=variables)
+        else:
+            assert words[at] == "python"
+            run = subprocess.run(
+                [sys.executable, *words[at + 1 :]], cwd=self.path, env=environment() | variables,
+                capture_output=True, text=True, timeout=ENDED_WITHIN_S, check=False,
+            )  # fmt: skip
         assert run.returncode == 0, run.stderr
         return run.stdout

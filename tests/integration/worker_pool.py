@@ -7,22 +7,27 @@ return.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import ps_worker as ps
 from ps_core.errors import PushpullError
+from ps_runtime.imported import spared
 from tests.integration.warm_processes import warm_context
 
 ResultT = TypeVar("ResultT")
 
 JOB_DEADLINE_S = 45.0
+
+ALONE = -1
+"""In the place of a cluster's number: the job is given None for a client."""
 
 
 def serve(orders: Connection) -> None:
@@ -30,7 +35,7 @@ def serve(orders: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    clients: dict[int, ps.Client] = {}
+    clients: dict[int, Any] = {ALONE: None}
     while True:
         try:
             verb, number, payload = orders.recv()
@@ -51,6 +56,28 @@ def serve(orders: Connection) -> None:
             orders.send((False, f"{type(error).__name__}: {error}"))
         except Exception:  # noqa: BLE001 - whatever it is, the test must see it
             orders.send((False, traceback.format_exc()))
+
+
+def serve_all(orders: Sequence[Connection], also: Sequence[str]) -> None:
+    """The life of a process that has imported modules, and is all worker processes' parent."""
+    with spared():
+        for module in also:
+            importlib.import_module(module)
+    children = []
+    for mine in orders:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for other in orders:
+                    if other is not mine:
+                        other.close()
+                serve(mine)
+            finally:
+                os._exit(1)
+        children.append(pid)
+        mine.close()
+    for pid in children:
+        os.waitpid(pid, 0)
 
 
 class WorkerFailed(Exception):
@@ -77,19 +104,28 @@ class Workers:
 
 
 class Pool:
-    """Worker processes, which may be workers of several clusters."""
+    """Worker processes, which may be workers of several clusters.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many.
+        also: modules that they have imported: once, and they are forks of who has.
+    """
+
+    def __init__(self, size: int, also: Sequence[str] = ()) -> None:
         context = warm_context()
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
+        ends = [context.Pipe() for _ in range(size)]
+        self._pipes: list[Connection] = [ours for ours, _ in ends]
+        given = [theirs for _, theirs in ends]
+        if also:
+            self._processes = [context.Process(target=serve_all, args=(given, also), daemon=True)]
+        else:
+            self._processes = [
+                context.Process(target=serve, args=(theirs,), daemon=True) for theirs in given
+            ]
+        for process in self._processes:
             process.start()
+        for theirs in given:
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
         self._threads = ThreadPoolExecutor(size)
         self._numbers = itertools.count()
 
@@ -104,6 +140,18 @@ class Pool:
             yield Workers(self, number, count)
         finally:
             _check(self.ask([("close", number, leave)] * count))
+
+    def begin_alone(self, function: Callable[..., ResultT], **arguments: Any) -> Future[ResultT]:
+        """Begins `function(None, **arguments)` at the last process, which is no worker meanwhile;
+        what it returns.
+        """
+        return self._threads.submit(self._alone, function, arguments)
+
+    def _alone(self, function: Callable[..., ResultT], arguments: dict[str, Any]) -> ResultT:
+        self._pipes[-1].send(("run", ALONE, (function, arguments)))
+        answer: ResultT = _answer(self._pipes[-1])
+        _check([answer])
+        return answer
 
     def stop(self) -> None:
         """End the processes."""
