@@ -20,9 +20,6 @@ from tests.idioms.kit import IDIOMS, Idiom, Kit, batches
 
 Run = Callable[[Kit], Any]
 
-FRAMEWORKS = ("lightning", "accelerate", "transformers.trainer")
-"""What takes long to import."""
-
 
 def loader(count: int = 6, seed: int = 7, *, width: int = 12) -> DataLoader[Any]:
     """`count` batches, the same in every pass."""

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.idioms.framework_parts import FRAMEWORKS
 from tests.idioms.kit import IDIOMS, Idiom
 from tests.idioms.table import Comparison, comparison
+from tests.integration.framework_jobs import IMPORTED
 
 THEIRS = [found for found in IDIOMS if found.is_of_framework]
 
 
 @pytest.fixture(scope="module")
 def compared() -> Iterator[Comparison]:
-    with comparison(FRAMEWORKS) as compared:
+    with comparison(IMPORTED) as compared:
         yield compared
 
 

@@ -14,7 +14,7 @@ TORCHS = [found for found in IDIOMS if not found.is_of_framework]
 
 @pytest.fixture(scope="module")
 def compared() -> Iterator[Comparison]:
-    with comparison() as compared:
+    with comparison(("torch._dynamo",)) as compared:  # some idioms import it
         yield compared
 
 

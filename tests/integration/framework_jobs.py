@@ -18,6 +18,9 @@ import ps_worker as ps
 from tests.integration.training_jobs import EXACT, Values
 from tests.integration.training_models import batches, seeded, values
 
+IMPORTED = ("lightning", "accelerate", "transformers.trainer")
+"""For processes that are forks of one which has them: together they take eight seconds of CPU."""
+
 PART = 3
 """Steps before what was saved, and after it."""
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.command_line import Tool
+from tests.integration.framework_jobs import IMPORTED
 from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder
 from tests.integration.warm_roles import Forker
 from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(200)
-
-FRAMEWORKS = ("sklearn.datasets", "lightning", "accelerate", "transformers.trainer")
 
 EXAMPLES = {
     "lightning_digits.py": ("--epochs", r"(\d+) steps, test accuracy (\d+\.\d)%"),
@@ -29,7 +28,7 @@ EXAMPLES = {
 @pytest.fixture(scope="module")
 def forker() -> Iterator[Forker]:
     """What forks processes that have imported the frameworks, once for all."""
-    forker = Forker(FRAMEWORKS)
+    forker = Forker(("sklearn.datasets", *IMPORTED))
     yield forker
     forker.close()
 

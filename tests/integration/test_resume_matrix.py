@@ -11,7 +11,7 @@ import torch
 
 import ps_worker as ps
 from tests.integration import framework_jobs, state_jobs
-from tests.integration.framework_jobs import FRAMEWORKS
+from tests.integration.framework_jobs import FRAMEWORKS, IMPORTED
 from tests.integration.state_jobs import STEPS
 from tests.integration.training_models import differing
 from tests.integration.worker_pool import Pool, Workers
@@ -25,7 +25,7 @@ Clusters = dict[int, Workers]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS)
+    pool = Pool(WORKERS, IMPORTED)
     yield pool
     pool.stop()
 
