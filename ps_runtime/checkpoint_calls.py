@@ -50,6 +50,20 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
     )
 
 
+@dataclass(frozen=True)
+class HeardOf:
+    """What the scheduler says to who joins a checkpoint.
+
+    Attributes:
+        must_step: the caller stays before a step that the checkpoint is of, and that another worker
+            has taken.
+        is_awaited: the script of another worker waits for it.
+    """
+
+    must_step: bool
+    is_awaited: bool
+
+
 async def join_checkpoint(
     link: SchedulerLink,
     number: int,
@@ -57,12 +71,9 @@ async def join_checkpoint(
     has_state: bool,
     *,
     stays: bool = False,
-) -> bool:
+) -> HeardOf:
     """Workers: say at which clocks this worker can write its own state down next; it goes no
     further until the cut is settled. `stays`: its script waits there until the checkpoint ends.
-
-    Returns:
-        It stays before a step that the checkpoint is of, and that another worker has taken.
 
     Blocking, Raises: as `report_part`.
     """
@@ -81,8 +92,7 @@ async def join_checkpoint(
         "the scheduler to hear where this worker is",
         math.inf,
     )
-    must_step: bool = answer.must_step
-    return must_step
+    return HeardOf(answer.must_step, answer.is_awaited)
 
 
 async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:

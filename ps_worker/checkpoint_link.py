@@ -31,7 +31,11 @@ class CheckpointLink:
         self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
     ) -> None:
         """Say where this worker is."""
-        self._post(self._start, join_checkpoint(self._link, number, clocks, has_state))
+
+        async def join() -> None:
+            await join_checkpoint(self._link, number, clocks, has_state)
+
+        self._post(self._start, join())
 
     def stay_for_checkpoint(
         self,
@@ -44,9 +48,25 @@ class CheckpointLink:
         """Say that the script waits; `answered` is called on the loop."""
 
         async def stay() -> None:
-            answered(await join_checkpoint(self._link, number, clocks, has_state, stays=True))
+            place = self._link, number, clocks, has_state
+            answered((await join_checkpoint(*place, stays=True)).must_step)
 
         self._post(self._start, stay())
+
+    def ask_for_waiting(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """Say where this worker is, and ask whether another waits; as above."""
+
+        async def ask() -> None:
+            answered((await join_checkpoint(self._link, number, clocks, has_state)).is_awaited)
+
+        self._post(self._start, ask())
 
     def report_part(self, number: int, part: PartReport) -> None:
         """Say what was written."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ps_core.change import Checkpoint
-from ps_core.errors import Fenced, InvalidConfig
+from ps_core.errors import Fenced, InvalidConfig, WaitExpired
 from ps_core.imported import Imported
 from ps_core.part_report import PartReport
 from ps_runtime import logs
@@ -64,7 +64,13 @@ class CheckpointTicket:
         end_s = now_s() + waits_s + GRACE_S
         if self._save_points is not None and threading.get_ident() == self._thread:
             self._save_points.stay(self.future.done, waits_s + GRACE_S)
-        made = self.future.result(max(end_s - now_s(), 0.0))
+        try:
+            made = self.future.result(max(end_s - now_s(), 0.0))
+        except TimeoutError:
+            raise WaitExpired(
+                f"the checkpoint is not complete after {waits_s:g} s, and goes on being made; wait "
+                "again, or give wait(timeout_s=...) more"
+            ) from None
         if self._save_points is not None:
             self._save_points.had(made.number)
         return made

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ps_core.collective import Round, Share
 from ps_core.errors import InvalidConfig
+from ps_runtime.clock import now_s
 from ps_worker.checkpoint_verbs import CheckpointVerbs
 from ps_worker.config import WorkerConfig
 from ps_worker.connection import GRACE_S
@@ -210,7 +211,13 @@ class CollectiveVerbs(CheckpointVerbs):
                 f"again before {words}"
             )
         entering = self._loop.start(self.engine.collectives.enter(call.share, deadline_s))
-        ended = self._result(entering, deadline_s + GRACE_S)
+        end_s = now_s() + deadline_s + GRACE_S
+        entering.add_done_callback(self.save_points.wake)
+        try:
+            self.save_points.accompany(entering.done, deadline_s + GRACE_S)
+            ended = self._result(entering, max(end_s - now_s(), 0.0))
+        finally:
+            entering.cancel()
         self._open_call = None
         check_agreement(ended)
         return ended, call.given

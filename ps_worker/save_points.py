@@ -17,6 +17,8 @@ Rules:
     - A script that waits for a checkpoint that is of its next step says so: it takes that step only
       if another worker has taken it. Where all wait, the scheduler begins it again, at the steps
       that they are at.
+    - A script that is in a collective call while another worker waits for a checkpoint, and has not
+      made that call, is at a save point there: neither would go on.
     - What cannot be written is reported as lost, and training goes on.
     - Who leaves in order writes its state as of its last step: it has no later one.
 
@@ -29,6 +31,7 @@ are (`ps_worker.state_values` does).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,6 +91,19 @@ class Scheduler(Protocol):
         """
         ...
 
+    def ask_for_waiting(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """Say where this worker is; `answered` is called with whether another worker's script waits
+        for this checkpoint. It may never be called.
+        """
+        ...
+
     def report_part(self, number: int, part: PartReport) -> None:
         """Say what was written."""
         ...
@@ -136,6 +152,9 @@ class SavePoints:
         self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
         self._must_step = 0  # the newest checkpoint that waits for a step of this worker
         self._stay_said_s = 0.0
+        self._stays_since_s = 0.0
+        self._awaited = 0  # the newest checkpoint that another worker's script waits for
+        self._awaited_asked_s = 0.0
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
@@ -314,6 +333,7 @@ class SavePoints:
             WaitExpired: a checkpoint has been cut at a step that another worker has taken, and this
                 one has to take first.
         """
+        self._stays_since_s = now_s()
         self._stop_here()
         self._rest(lambda: is_over() or self._is_left_behind(), within_s)
         with self._changed:
@@ -327,13 +347,13 @@ class SavePoints:
 
     def _is_left_behind(self) -> bool:
         """Whether another worker has taken a step that this one stays before; the scheduler is
-        asked now and then, while there is such a step.
+        asked now and then, while there is such a step, and told that this one stays.
         """
-        if self._step_ahead() is None:
-            return False
-        if self._must_step == self._asked:
+        is_ahead = self._step_ahead() is not None
+        if is_ahead and self._must_step == self._asked:
             return True
-        if now_s() >= self._stay_said_s + _LOOK_S:
+        is_long = self._is_under_way and now_s() >= self._stays_since_s + _LOOK_S
+        if (is_ahead or is_long) and now_s() >= self._stay_said_s + _LOOK_S:
             self._stay_said_s = now_s()
             clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
             self._scheduler.stay_for_checkpoint(
@@ -348,6 +368,53 @@ class SavePoints:
         with self._changed:
             if must_step:
                 self._must_step = max(self._must_step, number)
+                self._changed.notify_all()
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether a checkpoint that this worker has answered is not complete."""
+        checkpoint = None if self._view is None else self._view.checkpoint
+        return checkpoint is not None and checkpoint.number == self._asked
+
+    def accompany(self, is_over: Callable[[], bool], within_s: float) -> None:
+        """The script is in a call that all workers make. It is no save point, unless another worker
+        waits for a checkpoint before it makes that call.
+
+        Blocking: until `is_over` (tell of it by `wake`), at most so long; and as `reach`.
+        """
+        until_s = now_s() + within_s
+        with self._changed:
+            self._awaited_asked_s = now_s()
+            while not self._is_awaited():
+                left_s = until_s - now_s()
+                if is_over() or self._is_closed or left_s <= 0:
+                    return
+                self._changed.wait(min(left_s, _LOOK_S))
+        with contextlib.suppress(WaitExpired):  # it cannot take a step in the middle of the call
+            self.stay(is_over, max(until_s - now_s(), 0.0))
+
+    def _is_awaited(self) -> bool:
+        """Whether another worker waits for the checkpoint that is made; the scheduler is asked now
+        and then, while this one's part is missing.
+        """
+        if not self._is_under_way or self._saved == self._asked:
+            return False
+        if self._awaited == self._asked:
+            return True
+        if now_s() >= self._awaited_asked_s + _LOOK_S:
+            self._awaited_asked_s = now_s()
+            self._scheduler.ask_for_waiting(
+                self._asked,
+                self._next_clocks(),
+                has_state=bool(self._attached),
+                answered=partial(self._waiting_answered, self._asked),
+            )
+        return False
+
+    def _waiting_answered(self, number: int, is_awaited: bool) -> None:
+        with self._changed:
+            if is_awaited:
+                self._awaited = max(self._awaited, number)
                 self._changed.notify_all()
 
     def had(self, number: int) -> None:

@@ -166,6 +166,13 @@ class Checkpoints:
         again = CheckpointBegunAgain(attempt.number, attempt.url, pending.number)
         return [*withdrawn, again, *begun]
 
+    def is_awaited(self, node: Node, number: int) -> bool:
+        """Whether the script of a worker other than this one waits for it."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return False
+        return any(each != node.node_id for each in attempt.staying)
+
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
         """Whether it is after a step that nobody takes."""
         workers = {

@@ -414,14 +414,15 @@ class Cluster:
 
     def join_checkpoint(
         self, session: Session, number: int, clocks: Mapping[TableId, int], has_state: bool
-    ) -> Decision[None]:
-        """A worker says where it is; see `Checkpoints.join`.
+    ) -> Decision[bool]:
+        """A worker says where it is; see `Checkpoints.join`. The reply: another waits for it.
 
         Raises: as `stay_for_checkpoint`.
         """
         node = self.caller(session, "JoinCheckpoint")
         place = WorkerPlace(node.rank, dict(clocks), has_state)
-        return Decision(None, self._changed(*self._checkpoints.join(node, number, place)))
+        is_awaited = self._checkpoints.is_awaited(node, number)
+        return Decision(is_awaited, self._changed(*self._checkpoints.join(node, number, place)))
 
     def stay_for_checkpoint(
         self,

@@ -385,14 +385,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             session = self._caller(request.session, "JoinCheckpoint")
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             place = session, request.number, clocks
-            self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
+            is_awaited = self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
             must_step = False
             if request.stays:
                 reached, now_s = self.checkpointing.reached, clock.now_s()
                 must_step = self._carry_out(
                     self._cluster.stay_for_checkpoint(*place, reached, now_s)
                 )
-        return scheduler_pb2.JoinCheckpointResponse(must_step=must_step)
+        return scheduler_pb2.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)
 
     @translated
     async def ReportCheckpointPart(

@@ -18,6 +18,7 @@ from ps_runtime import wire
 from ps_runtime.checkpoint_store import CheckpointStore, resolve
 from ps_runtime.errors import from_rpc_error
 from ps_worker.checkpoint_verbs import CheckpointTicket
+from ps_worker.connection import GRACE_S
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.resumed_training import DEADLINE_S, Position, together
 
@@ -180,6 +181,45 @@ def test_all_wait_after_the_same_step_whatever_they_have_begun(tmp_path: Path, f
     store = CheckpointStore(root)
     assert len(store.names()) == 2, "what was begun again left nothing"
     for name, clock in zip(sorted(store.names()), (2, 3), strict=True):
+        with store.open(name) as reader:
+            assert {table.clock for table in reader.manifest.tables} == {clock}
+            assert [worker.clock for worker in reader.manifest.workers] == [clock] * 2
+            assert not any(worker.problem for worker in reader.manifest.workers)
+
+
+def test_a_wait_that_expires_says_so() -> None:
+    ticket = CheckpointTicket(Future(), DEADLINE_S, None)
+    with pytest.raises(ps.WaitExpired, match="is not complete after .* wait again"):
+        ticket.wait(-GRACE_S)
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["save_point", "at zero_grad"])
+def test_one_waits_for_it_while_the_others_wait_for_that_one(tmp_path: Path, says_so: bool) -> None:
+    """`if client.is_main: client.checkpoint().wait()` before a barrier: all are at one step."""
+    root = str(tmp_path / "checkpoints")
+
+    def work(client: ps.Client) -> int:
+        model = nn.Linear(4, 1)
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=0.1))
+        client.attach_state("steps", own := Position(), per_rank=True)
+        for _ in range(2):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                own.seen += 1
+                if says_so:
+                    client.save_point()
+            if client.is_main:
+                client.checkpoint().wait(DEADLINE_S / 3)
+            client.barrier()
+        return optimizer.clock
+
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
+        assert together(cluster.address, 2, work) == [4, 4]
+    store = CheckpointStore(root)
+    assert len(store.names()) == 2
+    for name, clock in zip(sorted(store.names()), (2, 4), strict=True):
         with store.open(name) as reader:
             assert {table.clock for table in reader.manifest.tables} == {clock}
             assert [worker.clock for worker in reader.manifest.workers] == [clock] * 2

@@ -49,7 +49,9 @@ class Worker:
     patience_s: float = limits.CHECKPOINT_CUT_S
     joined: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
     stayed: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
+    asked: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
     must_step: bool = False
+    is_awaited: bool = False
     reported: list[tuple[int, PartReport]] = field(default_factory=list)
     copied: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
 
@@ -99,6 +101,20 @@ class Worker:
             self.stayed.append((number, dict(clocks), has_state))
             self.heard.notify_all()
         threading.Thread(target=answered, args=(self.must_step,)).start()
+
+    def ask_for_waiting(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        answered: Callable[[bool], None],
+    ) -> None:
+        """As above."""
+        with self.heard:
+            self.asked.append((number, dict(clocks), has_state))
+            self.heard.notify_all()
+        threading.Thread(target=answered, args=(self.is_awaited,)).start()
 
     def report_part(self, number: int, part: PartReport) -> None:
         with self.heard:

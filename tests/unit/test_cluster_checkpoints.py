@@ -444,6 +444,17 @@ def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again() -> None:
     assert [table.cut for table in cluster.tables] == [TableCut(8, 4), TableCut(8, 4)]
 
 
+def test_who_joins_hears_whether_another_waits() -> None:
+    cluster = Saving()
+    cluster.cut()
+    join = cluster.cluster.join_checkpoint
+    assert not join(cluster.workers[1], 7, {}, has_state=True).reply
+    cluster.stay(0, 4, 4)
+    assert join(cluster.workers[1], 7, {}, has_state=True).reply
+    assert not join(cluster.workers[0], 7, {}, has_state=True).reply
+    assert not join(cluster.workers[1], 6, {}, has_state=True).reply
+
+
 def test_it_is_begun_again_when_a_change_is_settled() -> None:
     cluster = Saving()
     cluster.cut()

@@ -272,6 +272,57 @@ def test_a_script_waits_so_long_and_no_longer(worker: Worker) -> None:
     assert Resting(lambda: worker.points.stay(lambda: False, 0.05)).is_over()
 
 
+# --- a call that all workers make
+
+
+def test_a_call_is_no_save_point_where_nobody_waits(worker: Worker) -> None:
+    """Other workers are in their steps, and come to the call; the step's end may come after it."""
+    worker.step()
+    over = threading.Event()
+    calling = Resting(lambda: worker.points.accompany(over.is_set, WAIT_S))
+    worker.propose(7)
+    worker.cut(1, number=7)
+    with worker.heard:
+        assert worker.heard.wait_for(lambda: bool(worker.asked), WAIT_S)
+    assert calling.waits
+    over.set()
+    worker.points.wake()
+    assert calling.is_over(0.4)
+    assert not worker.copied
+    worker.points.reach()
+    assert [number for number, _ in worker.report()] == [7]
+
+
+def test_a_call_is_a_save_point_where_another_waits_for_a_checkpoint_first(worker: Worker) -> None:
+    """The cut was a guess: it is begun again, of the step that all are at."""
+    worker.is_awaited = True
+    worker.step()
+    over = threading.Event()
+    calling = Resting(lambda: worker.points.accompany(over.is_set, WAIT_S))
+    worker.propose(7)
+    worker.cut(2, number=7)
+    with worker.heard:
+        assert worker.heard.wait_for(lambda: bool(worker.stayed), WAIT_S)
+    assert worker.stayed[0] == (7, {A: 1, B: 0}, True)
+    worker.propose(8)
+    assert clocks_of(worker) == {A: 1, B: 0}
+    worker.cut(1, number=8)
+    assert [number for number, _ in worker.report()] == [8]
+    assert calling.waits
+    over.set()
+    worker.points.wake()
+    assert calling.is_over(0.4)
+
+
+def test_a_call_in_which_a_step_is_missed_goes_on_all_the_same(worker: Worker) -> None:
+    worker.is_awaited = worker.must_step = True
+    worker.step()
+    calling = Resting(lambda: worker.points.accompany(lambda: False, WAIT_S))
+    worker.propose(7)
+    worker.cut(2, number=7)
+    assert calling.is_over()
+
+
 # --- it is not held for ever
 
 

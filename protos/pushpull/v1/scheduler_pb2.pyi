@@ -412,10 +412,12 @@ class JoinCheckpointRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ..., stays: _Optional[bool] = ...) -> None: ...
 
 class JoinCheckpointResponse(_message.Message):
-    __slots__ = ("must_step",)
+    __slots__ = ("must_step", "is_awaited")
     MUST_STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_AWAITED_FIELD_NUMBER: _ClassVar[int]
     must_step: bool
-    def __init__(self, must_step: _Optional[bool] = ...) -> None: ...
+    is_awaited: bool
+    def __init__(self, must_step: _Optional[bool] = ..., is_awaited: _Optional[bool] = ...) -> None: ...
 
 class WrittenTable(_message.Message):
     __slots__ = ("table_id", "block_count", "clock", "is_torn")
