@@ -183,7 +183,8 @@ class CheckpointVerbs(Catalogue):
 
         Workers and operators may ask. For a worker the call is a save point: call it where
         `save_point` would be. If all workers call it after the same step, the checkpoint is of that
-        step; if one does, it is of that step or, where others are further, of one of the next.
+        step; if one does, it is of that step or, where others are further, of one of the next. So
+        one may wait for it while the others wait for that one in a collective call (`barrier`).
         Training goes on while it is written. Who asks while one is about to be made has that one;
         so has a worker that asks for the first time since, and has taken no step beyond it.
 

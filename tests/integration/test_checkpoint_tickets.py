@@ -189,7 +189,7 @@ def test_all_wait_after_the_same_step_whatever_they_have_begun(tmp_path: Path, f
 
 def test_a_wait_that_expires_says_so() -> None:
     ticket = CheckpointTicket(Future(), DEADLINE_S, None)
-    with pytest.raises(ps.WaitExpired, match="is not complete after .* wait again"):
+    with pytest.raises(ps.WaitExpired, match=r"is not complete after .* wait again"):
         ticket.wait(-GRACE_S)
 
 
