@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from tests.integration.worker_pool import Pool, Workers
 
 WORKERS = 2
 
+A_CLUSTERS = 55
+"""Idioms for one cluster."""
+
 
 def run(client: ps.Client | None, name: str, number: int) -> Any:
     """The idiom of that name, by a worker or in plain torch: its result, or what refused it."""
@@ -39,29 +42,48 @@ def run(client: ps.Client | None, name: str, number: int) -> Any:
 
 
 class Comparison:
-    """Two workers of a cluster, and one process with torch.optim."""
+    """Two workers of a cluster, and one process with torch.optim.
 
-    def __init__(self, pool: Pool, workers: Workers) -> None:
+    A table is a cluster's for good, and each node hears of all of them again with every new one: so
+    a cluster is given up when it has seen many idioms.
+    """
+
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._workers = workers
+        self._cluster = ExitStack()
+        self._workers: Workers | None = None
+        self._count = 0
 
     def check(self, found: Idiom) -> None:
         """The idiom's results are equal to the bit, or it is refused at both workers."""
         given = {"name": found.name, "number": IDIOMS.index(found)}
+        workers = self._connected()
         plain = self._pool.begin_alone(run, **given)
-        results = self._workers.run(run, **given)
+        results = workers.run(run, **given)
         expected = plain.result()
         if found.refused is None:
             assert [differences(expected, result) for result in results] == [[], []]
         else:
             assert all(result[0] == "refused" for result in results), "neither equal nor refused"
 
+    def _connected(self) -> Workers:
+        if self._workers is None or self._count % A_CLUSTERS == 0:
+            self.close()
+            cluster = self._cluster.enter_context(ps.local_cluster(servers=2, workers=WORKERS))
+            connected = self._pool.connected(cluster.address, WORKERS, leave=False)
+            self._workers = self._cluster.enter_context(connected)
+        self._count += 1
+        return self._workers
+
+    def close(self) -> None:
+        """The workers are of no cluster."""
+        self._cluster.close()
+
 
 @contextmanager
 def comparison(also: Sequence[str] = ()) -> Iterator[Comparison]:
-    """A cluster; its workers, and who compares, have these modules imported."""
+    """Workers, and who compares; they have these modules imported."""
     pool = Pool(WORKERS + 1, also)
-    with ps.local_cluster(servers=2, workers=WORKERS) as cluster:
-        with pool.connected(cluster.address, WORKERS, leave=False) as workers:
-            yield Comparison(pool, workers)
-        pool.stop()
+    with closing(Comparison(pool)) as compared:
+        yield compared
+    pool.stop()
