@@ -434,6 +434,8 @@ class TrainedModel:
             InvalidTensor: the values are none that the table may have.
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
+            if self.adds and self._is_new:
+                self._check_brings_nothing(self._edited())
             return
         if not self._edits or not self._is_as_planned():
             self._plan_edits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from ps_cli import scheduler_query
 from ps_cli.status_document import StatusDocument, status_document
 from ps_runtime.cluster_shape import ClusterShape
 from ps_runtime.launcher import Launcher, start_scheduler
+from ps_worker.optimizers import ServerOptimizer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.test_successor import Trainer
 from tests.integration.test_worker_gone import (
@@ -173,9 +175,9 @@ def test_models_stay_equal_when_workers_join_under_bsp_with_a_schedule(
 class Loads:
     """A training loop that may load what it has of an earlier run, whether others train or not."""
 
-    def __init__(self, client: ps.Client) -> None:
+    def __init__(self, client: ps.Client, optimizer: ServerOptimizer) -> None:
         self.model = seeded(Branched)
-        self.optimizer = optimizer_for(client, self.model)
+        self.optimizer = optimizer_for(client, self.model, optimizer=optimizer)
         (self._x,) = batches(1, rank=client.rank)
 
     def step(self) -> None:
@@ -185,11 +187,15 @@ class Loads:
 
 
 @pytest.mark.timeout(120)
-def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster) -> None:
+@pytest.mark.parametrize("kind", ["server", "add"])
+def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster, kind: str) -> None:
     """The others hear nothing of it; without what it has loaded it trains with them."""
+    optimizer: ServerOptimizer = ps.SGD(lr=0.1, momentum=0.9)
+    if kind == "add":
+        optimizer = ps.Add(functools.partial(torch.optim.SGD, lr=0.1))
     clients = _first(cluster)
     with ThreadPoolExecutor(FIRST) as pool:
-        loops = list(pool.map(Loads, clients))
+        loops = list(pool.map(Loads, clients, [optimizer] * FIRST))
         target: list[int] = []
 
         def go_on(loop: Loads) -> None:
@@ -199,14 +205,15 @@ def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster)
         runs = [pool.submit(go_on, loop) for loop in loops]
         until(lambda: loops[0].optimizer.clock >= 2, "they train")
         clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
-        late = Loads(clients[-1])
+        late = Loads(clients[-1], optimizer)
         loops.append(late)
         begun, served = late.optimizer.clock, values(late.model)
-        saved = late.optimizer.state_dict()
-        for entry in saved["state"].values():
-            entry["momentum_buffer"].mul_(2.0)
-        with pytest.raises(ps.EditRefused, match=r"joins others .* optimizer\.clock is 0"):
-            late.optimizer.load_state_dict(saved)
+        if kind == "server":
+            saved = late.optimizer.state_dict()
+            for entry in saved["state"].values():
+                entry["momentum_buffer"].mul_(2.0)
+            with pytest.raises(ps.EditRefused, match=r"joins others .* optimizer\.clock is 0"):
+                late.optimizer.load_state_dict(saved)
         late.model.load_state_dict(seeded(Branched, seed=77).state_dict())
         with pytest.raises(ps.EditRefused, match=r"'gain', .* joins others .*\.clock is 0"):
             late.step()
