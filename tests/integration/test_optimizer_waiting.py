@@ -243,6 +243,29 @@ def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
     assert differing(values(models[0]), values(models[1])) == []
 
 
+def test_buffers_that_a_script_changes_while_they_are_waited_for_stay_so(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    models = [nn.Sequential(nn.Linear(12, 2), nn.BatchNorm1d(2)) for _ in two]
+    (x,) = batches(1)
+    with ThreadPoolExecutor(1) as thread:
+        options = {"name": "buffers", "buffers": "mean"}
+        other = thread.submit(optimizer_for, two[1], models[1], **options)
+        first = optimizer_for(two[0], models[0], **options)
+        second = other.result()
+        _backward(models[0], x)
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        models[0].get_buffer("1.running_mean").fill_(5.0)
+        _backward(models[1], x)
+        stepping = thread.submit(second.step)
+        ended(first.step)
+        stepping.result()
+    mean, variance = ([m.get_buffer(f"1.running_{n}") for m in models] for n in ("mean", "var"))
+    assert (mean[0] == 5.0).all()
+    assert torch.equal(*variance), "it was not changed"
+
+
 def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
     cluster: ps.LocalCluster, client: ps.Client
 ) -> None:
