@@ -228,8 +228,8 @@ _ONE_TABLE = (
         "a block that has changed has the stamp that it had",
         "S5",
         "ps_core/stamps.py",
-        "        stamps[number] = stamp + 1\n",
-        "        stamps[number] = stamp ^ np.uint64(1)\n",
+        "        stamps[number] = stamp + 1\n\n\ndef _overlap",
+        "        stamps[number] = stamp - 1\n\n\ndef _overlap",
         _LANES,
     ),
     Mutant(
