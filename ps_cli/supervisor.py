@@ -158,7 +158,7 @@ class Supervisor:
             await ended(role_exit)
             if again is not None:
                 await asyncio.sleep(again.after_s)
-                await asyncio.to_thread(self.launcher.start, role_exit.command)
+                await asyncio.to_thread(self.launcher.start_again, role_exit.command)
         except Exception as error:  # noqa: BLE001 - raised where the run is watched
             if not self._is_stopping:
                 self._events.put_nowait(error)

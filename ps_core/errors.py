@@ -160,6 +160,14 @@ class InvalidUpdateLog(PushpullError):
     code = "INVALID_CHECKPOINT"
 
 
+class InvalidJournal(PushpullError):
+    """The scheduler's journal is damaged, of another cluster or version, in the hands of another
+    scheduler, or cannot be written. It stays in the process that has the journal.
+    """
+
+    code = "INVALID_CONFIG"
+
+
 class GradientChangedAfterPush(PushpullError):
     """Eager mode: a gradient or a hyperparameter changed after its block had left."""
 

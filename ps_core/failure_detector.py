@@ -63,6 +63,14 @@ class FailureDetector:
         self._silent.discard(node_id)
         return True
 
+    def expect(self, node_id: NodeId, now_s: float, *, is_silent: bool) -> None:
+        """Watch a node that an observer before this one knew, as `is_silent` says. It was not heard
+        by this one, and has a lease from now on.
+        """
+        self._last_heard_s[node_id] = now_s
+        if is_silent:
+            self._silent.add(node_id)
+
     def forget(self, node_id: NodeId) -> None:
         """Stop watching a node; one that is not watched is no error."""
         self._last_heard_s.pop(node_id, None)

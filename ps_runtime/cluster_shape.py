@@ -138,6 +138,8 @@ class ClusterShape:
         lease_s: when a node counts as silent, in seconds.
         checkpoints: where it keeps checkpoints, and which it starts from.
         update_log: where its servers keep what they did.
+        has_journal: whether its scheduler keeps what it knows for as long as its launcher lives,
+            and goes on when it is started again.
     """
 
     server_count: int
@@ -151,6 +153,7 @@ class ClusterShape:
     checkpoints: CheckpointPlan = NO_CHECKPOINTS
     update_log: UpdateLogPlan = NO_UPDATE_LOG
     server_listen: str = "127.0.0.1:0"
+    has_journal: bool = False
 
     def __post_init__(self) -> None:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):

@@ -45,6 +45,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_LEASE_S": "Seconds without a heartbeat after which a node counts as silent.",
     "PUSHPULL_WORKER_TIMEOUT_S": "Seconds of silence after which a worker is gone; 0: never.",
     "PUSHPULL_ADAPTATION_INTERVAL_S": "Seconds between two moves of a bound of ssp:LEAST..MOST.",
+    "PUSHPULL_JOURNAL": "Scheduler: the directory of its journal.",
     "PUSHPULL_CHECKPOINT_URL": "Where checkpoints go: a path, or a URL that fsspec knows.",
     "PUSHPULL_CHECKPOINT_ROOTS": "Further places that a restore may name, with commas.",
     "PUSHPULL_CHECKPOINT_EVERY_S": "A checkpoint in so many seconds; 0: not by time.",

@@ -286,6 +286,28 @@ class Launcher:
         """Where the role writes its addresses."""
         return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
 
+    @property
+    def journal_directory(self) -> Path:
+        """Where a scheduler may keep its journal; it goes with the launcher."""
+        return Path(self._ready_directory.name) / "journal"
+
+    def start_again(self, command: RoleCommand) -> RoleProcess:
+        """Start a role that has ended; a scheduler where it was, since others know its address.
+
+        Raises:
+            InvalidConfig: the launcher has been stopped.
+        """
+        ready_file = self.ready_file(command)
+        if command.kind == "scheduler" and ready_file.exists():
+            where = _read_ready(ready_file)
+            places = {"--listen": where.address, "--http-listen": where.http_address}
+            arguments = tuple(
+                f"{name}={places.get(name, value)}" if equals else name
+                for name, equals, value in (each.partition("=") for each in command.arguments)
+            )
+            command = replace(command, arguments=arguments)
+        return self.start(command)
+
     def start(self, command: RoleCommand) -> RoleProcess:
         """Start a role; one that has ended may be started again.
 
@@ -435,6 +457,7 @@ def start_scheduler(
         *shape.scheduler_arguments,
         f"--ready-file={launcher.ready_file(bare)}",
         f"--drain-grace-s={_DRAIN_GRACE_S}",
+        *((f"--journal={launcher.journal_directory}",) if shape.has_journal else ()),
     )
     return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import secrets
 import signal
 import sys
 from functools import partial
 
-from ps_core.cluster_view import ClusterView
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError, WaitExpired
-from ps_core.keys import Incarnation
+from ps_core.errors import (
+    InvalidCheckpoint,
+    InvalidConfig,
+    InvalidJournal,
+    PushpullError,
+    Recovering,
+    WaitExpired,
+)
 from ps_runtime import channels, clock, config, join_secret, logs
 from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.metrics import SchedulerMetrics, new_registry
@@ -20,69 +25,30 @@ from ps_runtime.ready_file import write_ready_file
 from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
 from pushpull.v1 import scheduler_pb2
 from scheduler.checkpointing import CheckpointPolicy
-from scheduler.cluster import Cluster
-from scheduler.cluster_state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings
 from scheduler.config import SchedulerConfig, parser
-from scheduler.placement import range_count_for
-from scheduler.restoring import AUTO, checkpoints_under, restored_at_start
+from scheduler.restoring import AUTO
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
+from scheduler.start import Start, makes_last, started
 
 SERVERS_LEAVE_WITHIN_S = 5.0
 """How long a cluster that is done waits for its servers to say goodbye."""
 
-_INCARNATION_BITS = 40
-"""Of 53 that the contract allows: room for as many nodes as any cluster will see."""
 
-
-def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
-    """A new cluster: its identities and its key are drawn here, and nowhere else.
-
-    Raises:
-        InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: the checkpoint that it is to start from is no good one, or the place for
-            checkpoints cannot be read.
-    """
-    checkpoint_url, newest = checkpoints_under(settings.checkpoint_url)
-    return ClusterSettings(
-        checkpoint_url=checkpoint_url,
-        checkpoint_count=newest,
-        checkpoint_full_every=settings.checkpoint_full_every,
-        restored=restored_at_start(settings.resume, checkpoint_url),
-        cluster_id=settings.cluster_id or secrets.token_hex(8),
-        timeline=secrets.token_bytes(TIMELINE_BYTES),
-        token_key=secrets.token_bytes(2 * MIN_TOKEN_KEY_BYTES),
-        first_incarnation=Incarnation(1 + secrets.randbits(_INCARNATION_BITS)),
-        worker_count=settings.workers,
-        server_count=settings.servers,
-        range_count=settings.ranges or range_count_for(settings.servers),
-        max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done and not _makes_last(settings),
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-        lease_s=settings.lease_s,
-        worker_timeout_s=settings.worker_timeout_s,
-        adaptation_interval_s=settings.adaptation_interval_s,
-        replica_count=settings.replicas,
-        min_in_sync=settings.min_in_sync,
-    )
-
-
-def _makes_last(settings: SchedulerConfig) -> bool:
-    """Whether a last checkpoint is made."""
-    return bool(settings.checkpoint_url) and settings.checkpoint_last_s > 0
-
-
-async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: bytes) -> None:
+async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
     """Serve the cluster until a stop signal comes or it is finished; whoever joins it proves to
     know the secret.
 
     Raises:
         InvalidConfig: an address cannot be bound, or the ready file not written.
+        InvalidJournal: the journal is damaged, or another scheduler has claimed it.
+        Recovering: the journal cannot be written.
     """
+    cluster = start.begun.reply.settings
     # Before anything else: a signal that comes early must end the process as cleanly as a late one.
     stop = asyncio.create_task(wait_for_stop_signal())
     registry = new_registry()
     servicer = SchedulerServicer(
-        Cluster(cluster, clock.now_s()),
+        start.begun,
         SchedulerMetrics(registry),
         secret,
         CheckpointPolicy(
@@ -95,9 +61,11 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
                 *settings.checkpoint_roots,
             )
         ),
+        start.journal,
     )
 
     try:
+        await servicer.settled()
         node = await NodeServer.start(
             settings.listen,
             advertise=settings.advertise,
@@ -107,9 +75,10 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         )
     except BaseException:
         stop.cancel()
+        await servicer.close_journal(has_ended=False)
         raise
-    servicer.on_view.append(partial(_say_if_degraded, node))
-    ticking = asyncio.create_task(servicer.watch_for_silence())
+    servicer.on_standing = partial(_say_if_degraded, node, servicer)
+    ticking = asyncio.create_task(_watch(servicer))
     try:
         node.set_serving(True)
         if settings.ready_file is not None:
@@ -130,12 +99,28 @@ async def serve(settings: SchedulerConfig, cluster: ClusterSettings, secret: byt
         servicer.checkpointing.give_up("the scheduler ends")
         servicer.close()
         await servicer.checkpointing.close()
+        with contextlib.suppress(PushpullError):  # of the journal, which was said
+            await servicer.settled()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
+        await servicer.close_journal(has_ended=servicer.has_finished)
 
 
-def _say_if_degraded(node: NodeServer, view: ClusterView) -> None:
-    node.degraded = view.lost_words
+def _say_if_degraded(node: NodeServer, servicer: SchedulerServicer) -> None:
+    node.degraded = servicer.degraded_words
+
+
+async def _watch(servicer: SchedulerServicer) -> None:
+    """Look after the cluster, for as long as the journal can be written."""
+    looking = asyncio.create_task(servicer.watch_for_silence())
+    failing = asyncio.create_task(servicer.until_journal_failed())
+    try:
+        done, _ = await asyncio.wait((looking, failing), return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        looking.cancel()
+        failing.cancel()
 
 
 async def _until_the_end(
@@ -161,7 +146,7 @@ async def _until_the_end(
 
 
 async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> None:
-    if settings.stop_when_done and _makes_last(settings):
+    if settings.stop_when_done and makes_last(settings):
         while not servicer.has_finished:
             await servicer.until_workers_are_done()
             await _make_last(settings, servicer, "the end of training")
@@ -178,7 +163,7 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
 
     Blocking: at most `checkpoint_last_s`.
     """
-    if not _makes_last(settings) or not servicer.has_tables:
+    if not makes_last(settings) or not servicer.has_tables:
         return
     within_s = settings.checkpoint_last_s
     request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
@@ -204,8 +189,8 @@ def main() -> None:
         die_with_parent_if_asked(os.environ)
         logs.configure("scheduler", settings.log_level, settings.log_format)
         secret = join_secret.found_or_made()
-        channels.run(serve(settings, cluster_settings(settings), secret))
-    except (InvalidConfig, InvalidCheckpoint) as error:
+        channels.run(serve(settings, started(settings), secret))
+    except (InvalidConfig, InvalidCheckpoint, InvalidJournal, Recovering) as error:
         logs.error("cannot_serve", error=error.message)
         sys.exit(2)
 

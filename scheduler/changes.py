@@ -200,6 +200,16 @@ class Changes:
             if (node.state.is_member if rank >= worker_count else node is not first[rank])
         )
 
+    def resume(self, reason: str) -> list[Transition]:
+        """The scheduler goes on from its journal, which has no promises: what is not decided is
+        withdrawn. Who wants it asks again; who joins is proposed again.
+        """
+        return [
+            self._withdraw(table, reason)
+            for table in list(self._state.tables.values())
+            if table.proposed is not None and not table.proposed.is_decided  # CH-2
+        ]
+
     def propose_joins(self, patience_s: float, now_s: float) -> list[Transition]:
         """Propose what is due and has its turn."""
         proposed: list[Transition] = []
@@ -402,6 +412,24 @@ class Changes:
             server = "" if primary is None else self._describe(members[primary].node, now_s)
             return f"{what} table '{table.spec.name}' is decided and waits for {server} to take it"
         return f"{what} table '{table.spec.name}' waits for the promise of {missing}"
+
+
+def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[Join]:
+    """Whom a table waits for to join it: the newest worker of a rank that was given anew, or is
+    beyond the first, if it is a member and has not joined.
+    """
+    first: dict[int, Node] = {}
+    for node in state.nodes_of(Role.WORKER):
+        first.setdefault(node.rank, node)
+    joined = {join.incarnation for join in table.joins}
+    newest = sorted(state.workers_by_rank().values(), key=lambda node: node.node_id)
+    return [
+        Join(node.rank, node.incarnation)
+        for node in newest
+        if (node.rank >= worker_count or node is not first[node.rank])
+        and node.state.is_member
+        and node.incarnation not in joined
+    ]
 
 
 def check_workers(table_name: str, consistency: Consistency, worker_count: int) -> None:

@@ -23,9 +23,9 @@ Invariants:
     CL-5  The view fits a message (`scheduler.view_size`).
     CL-6  Once finished, always finished; nobody joins and no table comes to be.
 
-What it deliberately does not do: keep a journal (a scheduler that starts again is a new cluster,
-and tells old nodes so), wait (the edge retries a parked creation when the view changes), keep what
-nodes say of their progress, move ranges.
+What it deliberately does not do: write its journal (`scheduler.publication` does, before anybody is
+told), wait (the edge retries a parked creation when the view changes), keep what nodes say of their
+progress, move ranges.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from scheduler.checkpoints import Checkpoints
 from scheduler.cluster_state import (
     ClusterSettings,
     ClusterState,
+    Kept,
     NodeLeft,
     RangesFailedOver,
     RangesLost,
@@ -64,6 +65,9 @@ from scheduler.ownership import Ownership
 from scheduler.tables import Tables
 
 ReplyT = TypeVar("ReplyT")
+
+STARTED_AGAIN = "the scheduler was started again; ask again"
+"""Why nothing came of what was not settled then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,12 @@ Creation = Created | Parked
 class Cluster:
     """The machine. Not safe for threads: one owner calls it, one event at a time."""
 
-    def __init__(self, settings: ClusterSettings, now_s: float) -> None:
-        """A cluster that nobody has joined."""
+    def __init__(
+        self, settings: ClusterSettings, now_s: float, state: ClusterState | None = None
+    ) -> None:
+        """A cluster that nobody has joined; or one that goes on from this state: see `resumed`."""
         self.settings = settings
-        self._state = ClusterState.empty(settings)
+        self._state = ClusterState.empty(settings) if state is None else state
         self._members = Membership(settings, self._state, now_s)
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
@@ -110,6 +116,22 @@ class Cluster:
         ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
         self._view: ClusterView | None = None
+
+    @classmethod
+    def resumed(cls, kept: Kept, now_s: float) -> Decision[Cluster]:
+        """The cluster that a journal has, as its scheduler is started again. What was not settled
+        is withdrawn, but for what a table's first range decides, and for a checkpoint that only
+        lacks its manifest: whoever has the files says what became of it.
+        """
+        cluster = cls(kept.settings, now_s, kept.state)
+        cluster._members.resume(kept.returning_s, now_s)
+        transitions = cluster._checkpoints.give_up(STARTED_AGAIN)
+        transitions += cluster._changes.resume(STARTED_AGAIN)
+        return Decision(cluster, cluster._changed(*transitions))
+
+    def kept(self, now_s: float) -> Kept:
+        """What a journal keeps of it, by reference: it is changed with the cluster."""
+        return Kept(self.settings, self._state, self._members.returning_s(now_s))
 
     @property
     def view(self) -> ClusterView:

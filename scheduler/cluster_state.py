@@ -1,8 +1,9 @@
 """What the scheduler knows and what it says: settings, state, requests and transitions, as values.
 
 Rules:
-    - `ClusterState` is everything that a journal would have to keep, and nothing else: when a node
-      was last heard and what it said of its progress are not part of it.
+    - `ClusterState` is everything that the journal keeps, or computes again from what it keeps
+      (`scheduler.store.records`): when a node was last heard and what it said of its progress are
+      not part of it.
     - A transition is one thing that changed; the edge logs each, once.
 
 What it deliberately does not do: decide (`scheduler.cluster` does).
@@ -328,6 +329,22 @@ class ClusterState:
     def nodes_of(self, role: Role) -> list[Node]:
         """The nodes of one role, by id."""
         return [m.node for m in self.members.values() if m.node.role is role]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """All that a journal keeps of a cluster.
+
+    Attributes:
+        settings: the cluster's.
+        state: the cluster's.
+        returning_s: workers that ended in the middle, and for how long each may be followed by
+            another.
+    """
+
+    settings: ClusterSettings
+    state: ClusterState
+    returning_s: Mapping[NodeId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,14 @@ class SchedulerConfig:
         default=None,
         metadata={"help": "The cluster's identity; unset draws a random one at each start."},
     )
+    journal: Path | None = field(
+        default=None,
+        metadata={
+            "help": "A directory on a local disk where the scheduler keeps what it knows: started "
+            "again with it, it goes on with the same cluster. Unset: a scheduler that is started "
+            "again has another cluster, and its nodes have to be started again, too."
+        },
+    )
     stop_when_done: bool = field(
         default=False,
         metadata={"help": "End, and tell the servers to, when all workers have left."},

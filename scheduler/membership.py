@@ -11,6 +11,8 @@ Rules:
       incarnation is fenced. Time in which the scheduler itself was paused does not count. One
       whose process has ended is gone at once, when who started that process says so: it alone
       knows the process's launch_id.
+    - A scheduler that goes on from its journal has heard nobody: each member has a lease from then
+      on, a silent one its whole silence again, and until it was heard it may be dead.
     - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
       have replicas, that holds nothing of any range any more.
 
@@ -24,6 +26,7 @@ the view a node takes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
@@ -73,6 +76,21 @@ class Membership:
         self._state = state
         self._detector = FailureDetector(settings.lease_s, now_s)
         self._may_return: dict[NodeId, float] = {}  # who ended in the middle, and until when
+        self._unheard: set[NodeId] = set()  # whom only the scheduler before this one has heard
+
+    def resume(self, returning_s: Mapping[NodeId, float], now_s: float) -> None:
+        """Go on from a journal; `returning_s` is what `returning_s` was then."""
+        self._may_return = {node_id: now_s + left_s for node_id, left_s in returning_s.items()}
+        for member in self._state.members.values():
+            node = member.node
+            if node.state.is_member:
+                is_silent = node.state is NodeState.SILENT
+                self._detector.expect(node.node_id, now_s, is_silent=is_silent)
+                self._unheard.add(node.node_id)
+
+    def returning_s(self, now_s: float) -> dict[NodeId, float]:
+        """Who ended in the middle, and for how long each may be followed by another."""
+        return {node_id: until_s - now_s for node_id, until_s in self._may_return.items()}
 
     def quiet_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds since a member was last heard; 0 for one that left."""
@@ -83,8 +101,11 @@ class Membership:
         rank = f", rank {node.rank}" if node.role is Role.WORKER else ""
         address = f" at {node.address}" if node.address else ""
         heard = ""
-        if node.state.is_member:
-            heard = f", last heard {self._detector.quiet_s(node.node_id, now_s):.1f} s ago"
+        quiet_s = self._detector.quiet_s(node.node_id, now_s)
+        if node.node_id in self._unheard:
+            heard = f", not heard in the {quiet_s:.1f} s since the scheduler was started again"
+        elif node.state.is_member:
+            heard = f", last heard {quiet_s:.1f} s ago"
         return f"{node.role.value} node {node.node_id}{address} ({node.state.value}{rank}{heard})"
 
     # --- sessions
@@ -182,7 +203,9 @@ class Membership:
         state = self._state
         heard = admission.Heard(
             describe=lambda node: self.describe(node, now_s),
-            quiet_s=lambda node_id: self._detector.quiet_s(node_id, now_s),
+            quiet_s=lambda node_id: (
+                math.inf if node_id in self._unheard else self._detector.quiet_s(node_id, now_s)
+            ),
             interval_s=self._settings.heartbeat_interval_s,
         )
         admission.check_place(request, state, heard)
@@ -215,6 +238,7 @@ class Membership:
         """A member has given a sign of life."""
         if node is OPERATOR:
             return []
+        self._unheard.discard(node.node_id)
         if not self._detector.heard(node.node_id, now_s):
             return []
         return [NodeHeardAgain(self._move(node, NodeState.ALIVE))]
@@ -318,6 +342,7 @@ class Membership:
     def _ended(self, node: Node) -> list[Transition]:
         """What follows when a node's membership has ended."""
         self._detector.forget(node.node_id)
+        self._unheard.discard(node.node_id)
         return self.finish() if self._settings.stop_when_done else []
 
     @property

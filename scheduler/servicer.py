@@ -10,31 +10,24 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from ps_core import limits, rights
+from ps_core import limits
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
-from ps_core.envelope import has_few
 from ps_core.errors import (
     Draining,
     InvalidConfig,
-    InvalidTensor,
     NotPermitted,
     PushpullError,
-    Unauthenticated,
     WaitExpired,
 )
 from ps_core.join_proof import CHALLENGE_BYTES
-from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import Table, TableSpec
-from ps_core.update_offer import UpdateOffer
+from ps_core.keys import NodeId, TableId
 from ps_runtime import clock, logs, wire, wire_changes
 from ps_runtime.checkpoint_roots import CheckpointRoots
 from ps_runtime.errors import translated
@@ -42,7 +35,6 @@ from ps_runtime.join_secret import joiner
 from ps_runtime.metrics import SchedulerMetrics
 from ps_runtime.requests import RequestReader
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler import view_size
 from scheduler.adaptive_tables import AdaptiveTables
 from scheduler.changes import Outcome, Wish, Withdrawn
 from scheduler.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
@@ -50,13 +42,18 @@ from scheduler.cluster import Cluster, Created, Decision
 from scheduler.cluster_state import (
     TIMELINE_BYTES,
     RangesFailedOver,
-    Registration,
     Restored,
-    ServerMemory,
     Transition,
-    UpdateLogClaim,
 )
 from scheduler.kept_values import KeptElsewhere, KeptValues
+from scheduler.publication import Journal, Publication
+from scheduler.requests import (
+    registration_of,
+    session_of,
+    spec_of,
+    table_request_of,
+    table_request_reader,
+)
 from scheduler.restoring import restored_from
 from scheduler.transition_lines import log_transition
 
@@ -81,23 +78,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one cluster. Made and used on one event loop.
 
     Args:
-        cluster: the machine.
+        begun: the machine, and what led to it.
         metrics: where it counts.
         secret: the join secret, which every registration proves to know.
         policy: when checkpoints are made.
         roots: where a restore may look.
+        journal: what outlives this process; None: nothing.
 
     Attributes:
-        on_view: called with each new view, at once.
+        on_standing: called when `degraded_words` may have changed.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        begun: Decision[Cluster],
         metrics: SchedulerMetrics,
         secret: bytes,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
         roots: CheckpointRoots = _NO_ROOTS,
+        journal: Journal | None = None,
     ) -> None:
         self._metrics = metrics
         self._secret = secret
@@ -105,20 +104,38 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
-        self.on_view: list[Callable[[ClusterView], None]] = []
-        self._begin(cluster)
+        self.on_standing: Callable[[], None] = _nothing
+        self._publication = Publication(lambda: self._cluster, self._publish, journal)
+        self._publication.on_problem = lambda: self.on_standing()
+        self._begin(begun)
 
-    def _begin(self, cluster: Cluster) -> None:
+    def _begin(self, begun: Decision[Cluster]) -> None:
         """Serve this cluster from now on; whoever waits for something of another is told so."""
-        self._cluster = cluster
+        cluster = self._cluster = begun.reply
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
         self._kept = KeptElsewhere(cluster.settings.lease_s)
         self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
-        self._view_message = wire.view_to_proto(cluster.view)
-        self._measure()
-        self._wake()
+        self._publication.decided(begun.transitions)
+
+    async def settled(self) -> None:
+        """Wait until all that was decided is durable and told.
+
+        Raises:
+            PushpullError: the journal cannot be written.
+        """
+        await self._publication.settled()
+
+    async def until_journal_failed(self) -> None:
+        """Wait until the journal will never be written again.
+
+        Raises:
+            PushpullError: why.
+        """
+        await self._publication.failed.wait()
+        if self._publication.problem is not None:
+            raise self._publication.problem
 
     async def watch_for_silence(self) -> None:
         """Tick the machine, often enough for its failure detector, until cancelled."""
@@ -130,18 +147,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
 
     @property
+    def degraded_words(self) -> str:
+        """What ails the cluster; empty: nothing."""
+        problem = self._publication.problem
+        return self._view.lost_words or ("" if problem is None else problem.message)
+
+    @property
     def has_finished(self) -> bool:
         """Whether the work is done, and everybody is told."""
-        return self._cluster.view.finished
+        return self._view.finished
 
     @property
     def has_tables(self) -> bool:
         """Whether there is anything that a checkpoint could have."""
-        return bool(self._cluster.view.tables)
+        return bool(self._view.tables)
 
     async def until_finished(self) -> None:
         """Wait until all workers have left, if the cluster is to end then; else for ever."""
-        while not self._cluster.view.finished:
+        while not self._view.finished:
             await self._changed.wait()
 
     async def until_workers_are_done(self) -> None:
@@ -166,6 +189,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._is_closed = True
         self._wake()
 
+    async def close_journal(self, *, has_ended: bool) -> None:
+        """Give the journal out of hand: the next scheduler goes on from there, unless the cluster
+        has ended.
+
+        Blocking: until what is being written is.
+        """
+        await self._publication.close(has_ended=has_ended)
+
     @translated
     async def GetJoinChallenge(
         self, request: scheduler_pb2.GetJoinChallengeRequest, context: Context
@@ -178,9 +209,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.RegisterNodeRequest, context: Context
     ) -> scheduler_pb2.RegisterNodeResponse:
         """Makes the caller a node, if it knows the join secret."""
-        with self._refusals_counted():
+        async with self._answering():
             joiner(request).check(request.join_proof, self._secret, self._challenge)
-            session = self._carry_out(self._cluster.register(_registration(request), clock.now_s()))
+            session = self._carry_out(
+                self._cluster.register(registration_of(request), clock.now_s())
+            )
         settings = self._cluster.settings
         return scheduler_pb2.RegisterNodeResponse(
             session=wire.session_to_proto(session),
@@ -201,7 +234,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.HeartbeatRequest, context: Context
     ) -> scheduler_pb2.HeartbeatResponse:
         """Notes that the caller lives, and what it says of itself."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "Heartbeat")
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
@@ -222,8 +255,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DeregisterNodeResponse:
         """Ends the caller's membership; or hears from an operator that a process has ended."""
         ended_count = 0
-        with self._refusals_counted():
-            session = _session(request.session)
+        async with self._answering():
+            session = session_of(request.session)
             reason = request.reason or "no reason given"
             if request.launch_id:
                 ended_count = self._carry_out(
@@ -256,18 +289,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.WatchClusterRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
         """Streams the view and its changes, until the caller has left or the scheduler stops."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "WatchCluster")
-        cluster, sent_number = self._cluster, 0
+        cluster, sent_number = self._served, 0
         while True:
             changed = self._changed
-            if self._cluster is not cluster:
-                self._cluster.caller(session, "WatchCluster")  # it is none there
-            if self._cluster.view.view_number > sent_number:
-                sent_number = self._cluster.view.view_number
+            if self._served is not cluster:
+                self._served.caller(session, "WatchCluster")  # it is none there
+            if self._view.view_number > sent_number:
+                sent_number = self._view.view_number
                 yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
                 continue  # the view may have changed while this one was written
-            if self._is_closed or not self._cluster.has(session):
+            if self._is_closed or not self._has(session):
                 return
             await changed.wait()
 
@@ -277,8 +310,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.CreateTableResponse:
         """Creates a table or finds the identical one; parks until there are servers for it."""
         waits_s = _answer_within_s(context.time_remaining())
-        with self._refusals_counted():
-            created = await self._created(await _read(request), clock.now_s() + waits_s)
+        async with self._answering():
+            created = await self._created(await table_request_of(request), clock.now_s() + waits_s)
         return scheduler_pb2.CreateTableResponse(
             table=wire.table_to_proto(created.table), view_number=created.view_number
         )
@@ -289,10 +322,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.SetConsistencyResponse:
         """Changes a table's consistency; parks until the servers have promised."""
         waits_s = _answer_within_s(context.time_remaining())
-        with self._refusals_counted():
+        async with self._answering():
             change = await self._settled(request, clock.now_s() + waits_s)
         return scheduler_pb2.SetConsistencyResponse(
-            change=wire_changes.change_to_proto(change), view_number=self._cluster.view.view_number
+            change=wire_changes.change_to_proto(change), view_number=self._view.view_number
         )
 
     @translated
@@ -300,7 +333,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.PromiseChangeRequest, context: Context
     ) -> scheduler_pb2.PromiseChangeResponse:
         """Takes a server's promise."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "PromiseChange")
             self._carry_out(
                 self._cluster.promise_change(
@@ -318,12 +351,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.SetBackupsRequest, context: Context
     ) -> scheduler_pb2.SetBackupsResponse:
         """Sets backups of a server's ranges."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "SetBackups")
             wishes = [wire.wish_from_proto(wish) for wish in request.requests]
             refused = self._carry_out(self._cluster.set_backups(session, wishes))
         return scheduler_pb2.SetBackupsResponse(
-            refused_range_ids=refused, view_number=self._cluster.view.view_number
+            refused_range_ids=refused, view_number=self._view.view_number
         )
 
     @translated
@@ -332,7 +365,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.CreateCheckpointResponse:
         """Makes a checkpoint; parks until it is complete."""
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
-        with self._refusals_counted():
+        async with self._answering():
             self._caller(request.session, "CreateCheckpoint")
             made = await self.checkpointing.create(request, deadline_s)
         return scheduler_pb2.CreateCheckpointResponse(
@@ -346,7 +379,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Begins anew from a checkpoint, or with nothing: another cluster takes the place of this
         one.
         """
-        with self._refusals_counted():
+        async with self._answering():
             cluster = self._cluster
             role = self._caller(request.session, "RestoreCheckpoint").role
             if request.empty and role is not Role.OPERATOR:
@@ -360,10 +393,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 restored = await asyncio.to_thread(self._restored_from, url)
             cluster = self._cluster
             self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
-        clock_before = self.checkpointing.clock
-        timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
-        settings = cluster.in_new_timeline(restored, timeline, key)
-        self._begin(Cluster(settings, clock.now_s()))
+            clock_before = self.checkpointing.clock
+            timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
+            settings = cluster.in_new_timeline(restored, timeline, key)
+            self._publication.begun_anew()
+            self._begin(Decision(Cluster(settings, clock.now_s())))
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
             return scheduler_pb2.RestoreCheckpointResponse()
@@ -381,7 +415,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
     ) -> scheduler_pb2.JoinCheckpointResponse:
         """Hears where a worker is."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "JoinCheckpoint")
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             place = session, request.number, clocks
@@ -399,11 +433,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
     ) -> scheduler_pb2.ReportCheckpointPartResponse:
         """Hears of a part of a checkpoint."""
-        with self._refusals_counted():
+        async with self._answering():
             session = self._caller(request.session, "ReportCheckpointPart")
             part = part_from_proto(request)
             self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
+            self._publication.decided((), is_news=False)
         return scheduler_pb2.ReportCheckpointPartResponse()
 
     @translated
@@ -411,7 +446,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
     ) -> scheduler_pb2.GetClusterStatusResponse:
         """Says how the cluster does."""
-        with self._refusals_counted():
+        async with self._answering():
             self._caller(request.session, "GetClusterStatus")
         now_s = clock.now_s()
         response = scheduler_pb2.GetClusterStatusResponse(
@@ -427,7 +462,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 file=kept.file,
                 last_heard_ms=round((now_s - heard_s) * 1000),
             )
-        for node in self._cluster.view.nodes:
+        for node in self._view.nodes:
             said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
             response.nodes.add(
                 node=wire.node_to_proto(node),
@@ -442,7 +477,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ReportKeptValuesRequest, context: Context
     ) -> scheduler_pb2.ReportKeptValuesResponse:
         """Hears of a server that keeps the values of a cluster before this one."""
-        with self._refusals_counted():
+        async with self._answering():
             self._caller(request.session, "ReportKeptValues")
             said = request.kept_values
             kept = KeptValues(said.address, said.cluster_id, said.file)
@@ -462,7 +497,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> Created:
         """What became of the request by `deadline_s`, which is a moment of the clock."""
         session = self._caller(request.session, "CreateTable")
-        spec = await _spec_of(request.spec, self._cluster.view.tables)
+        spec = await spec_of(request.spec, self._cluster.view.tables)
         is_told = False
         while True:
             changed = self._changed
@@ -527,23 +562,27 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         Raises:
             NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
         """
-        session = _session(message)
+        session = session_of(message)
         self._cluster.caller(session, method)
         return session
 
     def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
-        """Log and publish what changed; hand on the reply."""
+        """Log and publish what changed, when it is durable; hand on the reply."""
         if decision.transitions:
-            self._publish(decision.transitions)
+            self._publication.decided(decision.transitions)
         return decision.reply
 
-    def _publish(self, transitions: tuple[Transition, ...]) -> None:
+    def _publish(
+        self, cluster: Cluster, view: ClusterView, transitions: tuple[Transition, ...]
+    ) -> None:
+        if cluster is not self._cluster:  # another has its place, and is told next
+            return
+        self._served, self._view = cluster, view
         for transition in transitions:
             log_transition(transition)
             if isinstance(transition, RangesFailedOver):
                 self._metrics.failovers.inc(len(transition.range_ids))
             self.checkpointing.published(transition, clock.now_s())
-        view = self._cluster.view
         self._view_message = wire.view_to_proto(view)
         self._adaptive.observe(view)
         for node_id in self._last_said.keys() - view.nodes_by_id.keys():
@@ -551,12 +590,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._measure()
         self._wake()
 
+    def _has(self, session: Session) -> bool:
+        """Whether a caller who was a member is one, as far as it is told."""
+        node = self._view.nodes_by_id.get(session.node_id)
+        return session.role is Role.OPERATOR or (node is not None and node.state.is_member)
+
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def _measure(self) -> None:
-        view = self._cluster.view
+        view = self._view
         counts = Counter((node.role, node.state) for node in view.nodes)
         for role in Role:
             for state in NodeState:
@@ -572,61 +616,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._metrics.ranges.labels(missing_replicas=str(count)).set(missing[count])
         self._metrics.lost_ranges.set(len(view.lost_ranges))
         self._metrics.view_number.set(view.view_number)
-        for listener in self.on_view:
-            listener(view)
+        self.on_standing()
         self._metrics.tables.set(len(view.tables))
 
-    @contextlib.contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """What follows is answered or refused, when all that it goes by is durable."""
         try:
-            yield
+            try:
+                yield
+            except PushpullError:
+                await self._publication.settled()
+                raise
+            await self._publication.settled()
         except PushpullError as error:
             self._metrics.refusals.labels(code=error.code).inc()
             raise
 
 
-def _session(message: types_pb2.SessionIdentity) -> Session:
-    """The session in a request, whoever's it is.
-
-    Raises:
-        Unauthenticated: there is none.
-    """
-    if not message.session_token:
-        raise Unauthenticated(rights.NO_SESSION)
-    return wire.session_from_proto(message)
-
-
-_MAX_POOL_CHARACTERS = 128
-
-
-def _registration(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
-    has_rank = request.HasField("requested_rank")
-    return Registration(
-        registration_id=request.registration_id,
-        role=wire.role_from_proto(request.role),
-        address=request.address,
-        requested_rank=request.requested_rank if has_rank else None,
-        protocol_version=request.protocol_version,
-        features=tuple(request.features),
-        kernel_fingerprint=request.kernel_fingerprint,
-        cluster_id=request.cluster_id,
-        custom_updates=tuple(map(_offer, request.custom_updates)),
-        waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
-        update_log=_claim(request.update_log) if request.HasField("update_log") else None,
-        memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
-        launch_id=request.launch_id,
-        world_size=request.world_size,
-    )
-
-
-def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
-    range_ids = tuple(map(RangeId, message.range_ids))
-    return UpdateLogClaim(message.log_id, message.timeline, range_ids)
-
-
-def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:
-    numbers = wire.hyperparameters_from_proto(message.hyperparameters)
-    return UpdateOffer(message.name, numbers, message.fingerprint, message.problem)
+def _nothing() -> None:
+    """What whoever does not care does about how the cluster stands."""
 
 
 def _answer_within_s(remaining_s: float | None) -> float:
@@ -658,69 +667,8 @@ def _fitted(
     return response
 
 
-async def _read(
-    request: scheduler_pb2.CreateTableRequest | bytes,
-) -> scheduler_pb2.CreateTableRequest:
-    """The request; a long one is parsed beside the loop.
-
-    Raises:
-        InvalidConfig: it is none, or has too many tensors.
-    """
-    if not isinstance(request, bytes):
-        return request
-    raw = request
-
-    def read() -> scheduler_pb2.CreateTableRequest:
-        fields = types_pb2.TableSpec
-        try:
-            if has_few(
-                raw,
-                scheduler_pb2.CreateTableRequest.SPEC_FIELD_NUMBER,
-                fields.TENSORS_FIELD_NUMBER,
-                limits.MAX_TENSOR_COUNT,
-                fields.INITIALIZER_FIELD_NUMBER,
-            ):
-                return scheduler_pb2.CreateTableRequest.FromString(raw)
-        except (InvalidTensor, DecodeError):
-            pass
-        raise InvalidConfig(
-            f"a request of {len(raw)} bytes is no table's, or has over {limits.MAX_TENSOR_COUNT} "
-            f"tensors, or over {limits.MAX_ENTRY_BYTES} bytes beside them"
-        )
-
-    return await asyncio.to_thread(read)
-
-
-async def _spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> TableSpec:
-    """The description that a message has. A long one is read beside the loop, and made the message
-    that views will have; what the loop is going to ask of its layout is found there, too.
-    """
-    if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
-        return wire.spec_from_proto(message)
-
-    def read() -> TableSpec:
-        spec = wire.spec_from_proto(message)
-        found = next((table for table in known if table.spec.name == spec.name), None)
-        if found is not None and found.spec.tensors == spec.tensors:
-            spec = replace(spec, tensors=found.spec.tensors)
-        wire.spec_to_proto(spec)
-        view_size.table_bytes(spec)
-        with contextlib.suppress(InvalidConfig):  # which the cluster says to who asks
-            spec.validated()
-        return spec
-
-    return await asyncio.to_thread(read)
-
-
-_PARSED_BYTES = limits.MESSAGE_OVERHEAD_BYTES
-"""Tables of up to so many are parsed where they come in."""
-
 _MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
 """Of all other requests: what a node may say of itself, and who it is."""
-
-
-def _create_table_reader(raw: bytes) -> scheduler_pb2.CreateTableRequest | bytes:
-    return raw if len(raw) > _PARSED_BYTES else scheduler_pb2.CreateTableRequest.FromString(raw)
 
 
 def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -735,7 +683,7 @@ def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[
         )
         read: Any = RequestReader(getattr(scheduler_pb2, method.input_type.name), _MOST_BYTES)
         if method.name == "CreateTable":
-            read = _create_table_reader
+            read = table_request_reader
         write = getattr(scheduler_pb2, method.output_type.name).SerializeToString
         handlers[method.name] = make(getattr(servicer, method.name), read, write)
     return handlers

@@ -109,6 +109,18 @@ class ReplicatedCluster:
         self.views = Views(self.address)
         self.start(shape.server_count)
 
+    def kill_scheduler(self) -> None:
+        """SIGKILL; returns when the process has ended. `views` know nothing from then on."""
+        self.scheduler.send(signal.SIGKILL)
+        assert self.scheduler.wait(DEADLINE_S) is not None
+
+    def start_scheduler_again(self) -> None:
+        """Start another one where it was, and wait until it serves."""
+        self.scheduler = self._launcher.start_again(self.scheduler.command)
+        self._launcher.wait_ready(self.scheduler, DEADLINE_S)
+        self.views.close()
+        self.views = Views(self.address)
+
     # --- servers
 
     @property

@@ -28,7 +28,7 @@ from ps_runtime.errors import from_rpc_error
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler.cluster import Cluster
+from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
 from tests.joining import SECRET
@@ -150,7 +150,9 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
     cluster = Cluster(ClusterSettings(**(defaults | settings)), clock.now_s())
     registry = new_registry()
     roots = CheckpointRoots((cluster.settings.checkpoint_url,))
-    servicer = SchedulerServicer(cluster, SchedulerMetrics(registry), SECRET.encode(), roots=roots)
+    servicer = SchedulerServicer(
+        Decision(cluster), SchedulerMetrics(registry), SECRET.encode(), roots=roots
+    )
     node = await NodeServer.start(
         services=[
             (

@@ -31,7 +31,7 @@ from ps_runtime.node_server import NodeServer
 from ps_runtime.registration import operator_session
 from ps_runtime.scheduler_link import SchedulerLink
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler.cluster import Cluster
+from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
 from tests.joining import SECRET
@@ -63,7 +63,7 @@ class Scheduler:
     def __init__(self, settings: ClusterSettings = SETTINGS) -> None:
         self.cluster = Cluster(settings, clock.now_s())
         self.servicer = SchedulerServicer(
-            self.cluster, SchedulerMetrics(new_registry()), SECRET.encode()
+            Decision(self.cluster), SchedulerMetrics(new_registry()), SECRET.encode()
         )
         self.node: NodeServer | None = None
 
@@ -321,7 +321,7 @@ def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> N
         """Answers no first heartbeat."""
 
         def __init__(self, cluster: Cluster) -> None:
-            super().__init__(cluster, SchedulerMetrics(new_registry()), SECRET.encode())
+            super().__init__(Decision(cluster), SchedulerMetrics(new_registry()), SECRET.encode())
             self.came_s: list[float] = []
             self.came_again = asyncio.Event()
 

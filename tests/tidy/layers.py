@@ -102,6 +102,9 @@ PURE_MODULES = {
     "scheduler.placement",
     "scheduler.server_memory",
     "scheduler.spec_difference",
+    "scheduler.store.record_values",
+    "scheduler.store.records",
+    "scheduler.store.state_store",
     "scheduler.tables",
     "scheduler.update_offers",
     "scheduler.view_size",
@@ -206,8 +209,13 @@ EDGE_MODULES = {
     "scheduler.adaptive_tables",
     "scheduler.checkpointing",
     "scheduler.config",
+    "scheduler.publication",
+    "scheduler.requests",
     "scheduler.restoring",
     "scheduler.servicer",
+    "scheduler.start",
+    "scheduler.store",
+    "scheduler.store.sqlite_store",
     "scheduler.transition_lines",
 }
 """L2 of the roles; all of `ps_runtime` is L2 too."""

@@ -10,8 +10,8 @@ from ps_cli.train_options import TrainOptions
 from ps_cli.up_options import UpOptions
 from ps_core.errors import InvalidConfig
 from ps_runtime.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
-from scheduler.__main__ import cluster_settings
 from scheduler.config import SchedulerConfig
+from scheduler.start import cluster_settings
 
 PLACE = ("--checkpoint-url=/place", "--checkpoint-last-s=0")
 """Who starts a local cluster makes the last one."""

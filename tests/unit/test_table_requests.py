@@ -15,7 +15,8 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, Tenso
 from ps_runtime import wire
 from pushpull.v1 import scheduler_pb2
 from scheduler import view_size
-from scheduler.servicer import _read, _spec_of, handlers_of
+from scheduler.requests import spec_of, table_request_of
+from scheduler.servicer import handlers_of
 from tests.unit.measured_loop import turns_of
 
 COUNT = 60_000
@@ -31,7 +32,7 @@ def test_a_long_layout_is_looked_through_beside_the_loop_and_once() -> None:
     found: list[TableSpec] = []
 
     async def read() -> None:
-        found.append(await _spec_of(message, ()))
+        found.append(await spec_of(message, ()))
 
     asyncio.run(read())
 
@@ -51,12 +52,12 @@ def test_a_long_layout_is_looked_through_beside_the_loop_and_once() -> None:
 )
 def test_a_request_of_too_many_entries_is_not_parsed(spec: bytes) -> None:
     with pytest.raises(InvalidConfig, match="is no table's, or has over"):
-        asyncio.run(_read(wrap(2, spec)))
+        asyncio.run(table_request_of(wrap(2, spec)))
 
 
 def test_a_request_that_is_cut_off_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="is no table's"):
-        asyncio.run(_read(wrap(2, b"\x2a\x05")))
+        asyncio.run(table_request_of(wrap(2, b"\x2a\x05")))
     with pytest.raises(InvalidTensor):
         has_few(wrap(2, b"\x2a\x05"), 2, 5, 10, 8)
 

@@ -1,0 +1,288 @@
+"""A cluster's state as records, each a key and bytes, and back.
+
+    format         the version of all that follows
+    settings       `ClusterSettings`, its identity and its keys among them
+    cluster        numbers that are given next, the view's number, what has ended
+    member/N       a node and its registration        left_part/R    what a worker left behind
+    table/N        a table without its description    spec/N         its description, written once
+    range/N        a range's configuration
+
+Rules:
+    - What can be computed from other records is not kept (`_DERIVED`), and neither is what ends
+      with a scheduler: promises of a change that is not decided, parts of a checkpoint that is not
+      written, reasons for what was withdrawn. Every other field of `ClusterState` is, one that is
+      added later as well.
+    - A record is written when its value is another object than the one that was written last:
+      whatever has a record of its own is immutable. `cluster` is written each time.
+    - A moment of this machine's clock is kept as the time that was left until then.
+    - A record has a checksum. One that fails, is missing or is not understood refuses the whole
+      journal.
+
+Invariants:
+    JR-1  What is read equals what was written, but for what ends with a scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ps_core.errors import InvalidJournal
+from ps_core.keys import NodeId, key_ranges
+from ps_core.tables import Table, TableSpec
+from scheduler import placement, server_memory, view_size
+from scheduler.changes import joins_due_of
+from scheduler.checkpoint_state import Attempt, LeftPart
+from scheduler.cluster_state import ClusterSettings, ClusterState, Kept, Member, Proposal
+from scheduler.store.record_values import from_json, to_json
+
+FORMAT = 1
+"""Of the records; another number for what code of before would read otherwise."""
+
+_KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts"})
+_DERIVED = frozenset({
+    "node_of_registration", "range_bytes", "range_memory_bytes", "proposals", "withdrawals",
+    "joins_due", "join_rooms", "view_bytes", "checkpoint",
+})  # fmt: skip
+_CRC_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTable:
+    """A table but for its description, and how many changes of it were proposed."""
+
+    table: Table
+    change_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAttempt:
+    """What is kept of a checkpoint that is made: what it takes to end it, one way or the other."""
+
+    number: int
+    url: str
+    reason: str
+    base: int
+    is_cut: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a journal lacks: records by key, as values, and the keys of those that are no more."""
+
+    values: Mapping[str, Any]
+    removed: tuple[str, ...] = ()
+
+    def encoded(self) -> dict[str, bytes]:
+        """The records as bytes. Every value in it is immutable: any thread may do it."""
+        return {key: _encoded(_body(value)) for key, value in self.values.items()}
+
+
+class Differences:
+    """Finds what has changed since the last time."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, Any] = {}
+
+    def since(self, kept: Kept) -> Delta:
+        """What has changed since this was called last; at first, all."""
+        if not self._written:
+            values: dict[str, Any] = {"format": {"format": FORMAT}}
+        else:
+            values = {}
+        found: dict[str, Any] = {}
+        for key, value in _keyed(kept):
+            found[key] = value
+            before = self._written.get(key)
+            if before is not value and not _is_same_table(before, value):
+                values[key] = value
+        removed = tuple(key for key in self._written if key not in found)
+        self._written = found
+        values["cluster"] = _cluster_json(kept)
+        return Delta(values, removed)
+
+
+def _is_same_table(before: Any, value: Any) -> bool:
+    """Whether two are the same table, with as many changes."""
+    if not isinstance(before, KeptTable) or not isinstance(value, KeptTable):
+        return False
+    return before.table is value.table and before.change_count == value.change_count
+
+
+def _keyed(kept: Kept) -> Iterator[tuple[str, Any]]:
+    """Every record but `cluster` and `format`."""
+    state = kept.state
+    yield "settings", kept.settings
+    for node_id, member in state.members.items():
+        yield f"member/{node_id}", member
+    for table in state.tables.values():
+        yield f"spec/{table.table_id}", table.spec
+        change_count = state.change_counts.get(table.table_id, 0)
+        yield f"table/{table.table_id}", KeptTable(table, change_count)
+    for assignment in state.ranges:
+        yield f"range/{assignment.range_id}", assignment
+    for rank, left in state.left_parts.items():
+        yield f"left_part/{rank}", left
+
+
+def _cluster_json(kept: Kept) -> dict[str, Any]:
+    state = kept.state
+    found = {name: to_json(hint, getattr(state, name)) for name, hint in _scalar_fields().items()}
+    attempt = state.checkpoint
+    if attempt is not None:
+        names = [each.name for each in dataclasses.fields(KeptAttempt)]
+        found["attempt"] = {name: getattr(attempt, name) for name in names}
+    found["returning_s"] = to_json(Mapping[NodeId, float], kept.returning_s)
+    return found
+
+
+def _scalar_fields() -> dict[str, Any]:
+    hints = typing.get_type_hints(ClusterState)
+    return {name: hint for name, hint in hints.items() if name not in _KEYED | _DERIVED}
+
+
+def _body(value: Any) -> Any:
+    if isinstance(value, KeptTable):
+        body = {
+            each.name: to_json(_TABLE_HINTS[each.name], getattr(value.table, each.name))
+            for each in dataclasses.fields(Table)
+            if each.name != "spec"
+        }
+        return {"table": body, "change_count": value.change_count}
+    return value if isinstance(value, dict) else to_json(type(value), value)
+
+
+_TABLE_HINTS = typing.get_type_hints(Table)
+
+
+def _encoded(body: Any) -> bytes:
+    text = json.dumps(body, separators=(",", ":")).encode()
+    return b"%08x" % zlib.crc32(text) + text
+
+
+def _decoded(key: str, record: bytes) -> Any:
+    """What a record says.
+
+    Raises:
+        InvalidJournal: its checksum fails.
+    """
+    text = record[_CRC_DIGITS:]
+    if record[:_CRC_DIGITS] != b"%08x" % zlib.crc32(text):
+        raise InvalidJournal(f"record '{key}' is damaged: its checksum fails")
+    return json.loads(text)
+
+
+def read(records: Mapping[str, bytes]) -> Kept | None:
+    """What the records of a journal say; None: nothing was written yet.
+
+    Raises:
+        InvalidJournal: a record is damaged or missing, or of another version.
+    """
+    if not records:
+        return None
+    if "format" not in records:
+        raise InvalidJournal("it has no record 'format'")
+    found = _decoded("format", records["format"])["format"]
+    if found != FORMAT:
+        raise InvalidJournal(
+            f"it is of format {found}, and this version of pushpull reads {FORMAT}: start the "
+            "scheduler of the version that wrote it"
+        )
+    try:
+        return _read(records)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidJournal(f"its records do not fit together: {error!r}") from error
+
+
+def _read(records: Mapping[str, bytes]) -> Kept:
+    bodies = {key: _decoded(key, record) for key, record in records.items()}
+    settings = from_json(ClusterSettings, bodies["settings"])
+    cluster = bodies["cluster"]
+    returning_s = from_json(Mapping[NodeId, float], cluster.pop("returning_s"))
+    attempt = cluster.pop("attempt", None)
+    hints = _scalar_fields()
+    unknown = cluster.keys() - hints.keys()
+    if unknown:
+        raise ValueError(f"'cluster' has an unknown field '{min(unknown)}'")
+    scalars = {name: from_json(hints[name], value) for name, value in cluster.items()}
+    scalars["ranges"] = []
+    state = ClusterState(**scalars)
+    if attempt is not None:
+        state.checkpoint = _attempt(from_json(KeptAttempt, attempt))
+    for node_id, body in _numbered(bodies, "member"):
+        member = from_json(Member, body)
+        state.members[NodeId(node_id)] = member
+        state.node_of_registration[member.registration.registration_id] = NodeId(node_id)
+    for rank, body in _numbered(bodies, "left_part"):
+        state.left_parts[rank] = from_json(LeftPart, body)
+    _read_ranges(bodies, settings, state)
+    _read_tables(bodies, state)
+    _derive(state, settings.worker_count)
+    return Kept(settings, state, returning_s)
+
+
+def _numbered(bodies: Mapping[str, Any], kind: str) -> list[tuple[int, Any]]:
+    """The records of a kind, by number."""
+    prefix = f"{kind}/"
+    return sorted(
+        (int(key.removeprefix(prefix)), body)
+        for key, body in bodies.items()
+        if key.startswith(prefix)
+    )
+
+
+def _attempt(kept: KeptAttempt) -> Attempt:
+    attempt = Attempt(kept.number, kept.url, kept.reason, kept.base, 0.0, 0.0)
+    attempt.is_cut, attempt.is_written = kept.is_cut, kept.is_written
+    return attempt
+
+
+def _read_ranges(bodies: Mapping[str, Any], settings: ClusterSettings, state: ClusterState) -> None:
+    hint = typing.get_type_hints(ClusterState)["ranges"]
+    found = _numbered(bodies, "range")
+    if [range_id for range_id, _ in found] != list(range(settings.range_count)):
+        raise ValueError(f"{len(found)} ranges came; expected {settings.range_count}")
+    state.ranges = from_json(hint, [body for _, body in found])
+    if [each.slots for each in state.ranges] != list(key_ranges(settings.range_count)):
+        raise ValueError("its ranges are cut otherwise")
+
+
+def _read_tables(bodies: Mapping[str, Any], state: ClusterState) -> None:
+    specs = dict(_numbered(bodies, "spec"))
+    for table_id, body in _numbered(bodies, "table"):
+        fields = {
+            name: from_json(_TABLE_HINTS[name], value) for name, value in body["table"].items()
+        }
+        table = Table(spec=from_json(TableSpec, specs[table_id]), **fields)
+        state.tables[table.spec.name] = table
+        if body["change_count"]:
+            state.change_counts[table.table_id] = body["change_count"]
+        if table.proposed is not None:  # who promised it is not kept
+            state.proposals[table.table_id] = Proposal(frozenset(), 0.0)
+
+
+def _derive(state: ClusterState, worker_count: int) -> None:
+    """What follows from members and tables."""
+    range_count = len(state.ranges)
+    for table in state.tables.values():
+        for range_id, size_bytes in placement.bytes_by_range(table, range_count).items():
+            state.range_bytes[range_id] = state.range_bytes.get(range_id, 0) + size_bytes
+        for range_id, needed in server_memory.needed_by_range(table, range_count).items():
+            held = state.range_memory_bytes
+            held[range_id] = held.get(range_id, 0) + needed.total
+        due = joins_due_of(state, table, worker_count)
+        if due:
+            state.joins_due[table.table_id] = due
+        state.join_rooms |= {(table.table_id, each.rank) for each in (*table.joins, *due)}
+    state.view_bytes = (
+        sum(view_size.node_bytes(member.node) for member in state.members.values())
+        + sum(view_size.table_bytes(table.spec) for table in state.tables.values())
+        + view_size.JOIN_BYTES * len(state.join_rooms)
+        + view_size.CHANGE_BYTES * len(state.change_counts)
+    )
