@@ -24,6 +24,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from ps_core.change import Checkpoint
 from ps_core.errors import (
     InvalidCheckpoint,
     InvalidConfig,
@@ -50,7 +51,7 @@ from scheduler.checkpoint_state import (
     CheckpointWritten,
 )
 from scheduler.checkpoints import LEAVING
-from scheduler.cluster import Cluster, Decision
+from scheduler.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
 
 _REMEMBERED_COUNT = 100
@@ -181,9 +182,7 @@ class Checkpointing:
             return
         if self._last_s is None:  # training begins
             self._last_s = now_s
-            restored = self._cluster.settings.restored
-            tables = restored.tables.values() if restored is not None else ()
-            self._last_clock = max((table.clock for table in tables), default=0)
+            self._last_clock = self._clock_before()
         reached = self.clock
         reason = ""
         every = policy.every_clocks
@@ -196,6 +195,16 @@ class Checkpointing:
         pending = self._carry_out(self._cluster.begin_checkpoint(reason, now_s))
         if pending.number:
             self._not_before_s = now_s + _RETRY_S
+
+    def _clock_before(self) -> int:
+        """The clock of the newest checkpoint, when this scheduler starts: it may go on from a
+        journal, or a checkpoint.
+        """
+        restored = self._cluster.settings.restored
+        tables = restored.tables.values() if restored is not None else ()
+        cuts = (table.cut for table in self._cluster.view.tables)
+        clocks = [*(table.clock for table in tables), *(cut.after_clock for cut in cuts if cut)]
+        return max(clocks, default=0)
 
     def _has_moved(self, clock: int) -> bool:
         """Whether there is anything to write that the last one has not; nobody may have said."""
@@ -258,6 +267,23 @@ class Checkpointing:
         return number in self._made or (under_way is not None and under_way.number == number)
 
     # --- what becomes of it
+
+    def resume(self) -> None:
+        """The cluster goes on from a journal: of a checkpoint that was written, the directory says
+        whether it has its manifest.
+        """
+        under_way = self._cluster.view.checkpoint
+        if under_way is not None:
+            self._start(self._settle(under_way))
+
+    async def _settle(self, written: Checkpoint) -> None:
+        directory = CheckpointDirectory(locate(written.url))
+        try:
+            is_complete = await asyncio.to_thread(directory.has_manifest)
+            problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
+        except PushpullError as error:
+            problem = error.message
+        self._carry_out(self._cluster.end_checkpoint(written.number, problem))
 
     def published(self, transition: Transition, now_s: float) -> None:
         """Something has changed in the cluster."""

@@ -118,6 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._kept = KeptElsewhere(cluster.settings.lease_s)
         self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
         self._publication.decided(begun.transitions)
+        self.checkpointing.resume()
 
     async def settled(self) -> None:
         """Wait until all that was decided is durable and told.

@@ -36,19 +36,23 @@ _FOR_NOW = frozenset({
 class SqliteStore:
     """The store in a directory, which is made if there is none.
 
+    Args:
+        directory: where it is.
+        lock_wait_s: how long another scheduler may take to be gone.
+
     Raises:
         InvalidJournal: what is there is no journal, is damaged, or cannot be opened.
         Recovering: another scheduler has it open.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, lock_wait_s: float = _LOCK_WAIT_S) -> None:
         self._path = directory / FILE_NAME
         self._term = 0
         self._connection: sqlite3.Connection | None = None
         with self._told():
             DISK.make_durable_directory(directory)
             self._connection = sqlite3.connect(
-                self._path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False
+                self._path, timeout=lock_wait_s, isolation_level=None, check_same_thread=False
             )
             try:
                 self._open(self._connection)

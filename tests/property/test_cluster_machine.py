@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from hypothesis import settings
@@ -19,8 +19,9 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import wire
 from scheduler import view_size
 from scheduler.cluster import Cluster, Created, Decision
-from scheduler.cluster_state import ClusterSettings, Registration
+from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 from scheduler.membership import GIVEN_UP_LEASES
+from scheduler.store import records
 from tests.examples import examples
 
 LEASE_S = limits.LEASE_S
@@ -40,12 +41,15 @@ class TwinNode:
     heard_s: list[float]
     has_left: bool = False
     is_gone: bool = False
+    was_silent: bool = False  # when the scheduler was started again; it was not heard since
 
     def state(self, last_tick_s: float) -> NodeState:
         if self.is_gone:
             return NodeState.GONE
         if self.has_left:
             return NodeState.LEFT
+        if self.was_silent:
+            return NodeState.SILENT
         quiet_s = last_tick_s - max(self.heard_s)
         return NodeState.SILENT if quiet_s > LEASE_S else NodeState.ALIVE
 
@@ -155,6 +159,8 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             range_count=RANGE_COUNT,
         )
         self.cluster = Cluster(chosen, 0.0)
+        self.records: dict[str, bytes] = {}
+        self.differences = records.Differences()
         self.twin = Twin(worker_count, worker_count + further, server_count)
         self.before = self.cluster.view
         for _ in range(joined[0]):
@@ -227,6 +233,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             if session is not None:
                 assert session == node.session
                 node.heard_s.append(self.now_s)
+                node.was_silent = False
 
     @rule(data=st.data())
     def heartbeat(self, data: st.DataObject) -> None:
@@ -239,6 +246,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         if number is not None:
             assert number == self.cluster.view.view_number
             node.heard_s.append(self.now_s)
+            node.was_silent = False
 
     @rule(data=st.data())
     def deregister(self, data: st.DataObject) -> None:
@@ -334,6 +342,53 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
                     node.has_left = True
                 if node.request.role is Role.WORKER and quiet_s > WORKER_TIMEOUT_S:
                     node.has_left = node.is_gone = True
+
+    @rule(now_s=st.sampled_from([0.0, 1e6]))
+    def start_again(self, now_s: float) -> None:
+        """The scheduler dies, and another goes on from its journal: by another clock, with nobody
+        heard. All that it knew is there, and what was not decided is withdrawn.
+        """
+        for node in self.twin.nodes:
+            node.was_silent = node.state(self.twin.last_tick_s) is NodeState.SILENT
+            node.heard_s = [now_s]
+        before, was = self.cluster.view, self.cluster._state
+        kept = records.read(self.records)
+        assert kept is not None
+        self.same_state(was, kept.state)
+        began = Cluster.resumed(kept, now_s)
+        self.cluster, self.now_s = began.reply, now_s
+        self.twin.last_tick_s = now_s
+        after = self.cluster.view
+        open_tables = [t for t in before.tables if t.proposed and not t.proposed.is_decided]
+        assert after.tables == tuple(
+            replace(t, proposed=None) if t in open_tables else t for t in before.tables
+        )
+        assert after == replace(
+            before, tables=after.tables, view_number=before.view_number + bool(open_tables)
+        )
+        assert len(began.transitions) == len(open_tables)
+
+    @staticmethod
+    def same_state(was: ClusterState, found: ClusterState) -> None:
+        """But for what ends with a scheduler, and room that nobody needs."""
+        ends = {"proposals", "withdrawals", "checkpoint", "join_rooms", "view_bytes", "joins_due"}
+        for each in fields(ClusterState):
+            if each.name not in ends:
+                assert getattr(found, each.name) == getattr(was, each.name), each.name
+        assert found.proposals.keys() == was.proposals.keys()
+        assert found.join_rooms <= was.join_rooms
+        lacking = view_size.JOIN_BYTES * (len(was.join_rooms) - len(found.join_rooms))
+        assert found.view_bytes == was.view_bytes - lacking
+        for table_id in was.joins_due.keys() | found.joins_due.keys():
+            assert found.joins_due.get(table_id, []) == was.joins_due.get(table_id, [])
+
+    @invariant()
+    def the_journal_is_written(self) -> None:
+        """What has changed, after each event."""
+        delta = self.differences.since(self.cluster.kept(self.now_s))
+        for key in delta.removed:
+            del self.records[key]
+        self.records |= delta.encoded()
 
     @invariant()
     def the_view_is_what_the_history_says(self) -> None:

@@ -22,6 +22,7 @@ from scheduler.cluster_state import (
     ClusterSettings,
     Registration,
 )
+from scheduler.store import records
 
 SETTINGS = ClusterSettings(
     cluster_id="c-1",
@@ -55,6 +56,14 @@ class Harness:
         self.cluster = Cluster(replace(SETTINGS, **settings), self.now_s)
         self.number = 0
         self.transitions: list[object] = []
+
+    def start_again(self, now_s: float = 7.0) -> None:
+        """The scheduler dies; another goes on from its journal, by another clock."""
+        found = records.read(records.Differences().since(self.cluster.kept(self.now_s)).encoded())
+        assert found is not None
+        began = Cluster.resumed(found, now_s)
+        self.cluster, self.now_s = began.reply, now_s
+        self.transitions += began.transitions
 
     def join(self, role: Role, **fields: Any) -> Session:
         self.number += 1
