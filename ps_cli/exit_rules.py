@@ -5,7 +5,8 @@
     server that died, with backups -> started again while restarts are left; it goes on in any case
     server that died, with a log   -> started again while restarts are left; it goes on from its log
     server that died, without      -> the end: nothing can bring its values back
-    scheduler                      -> the end
+    scheduler that died            -> started again, with its journal, while its own restarts are left
+    scheduler that never served    -> the end
 
 Rules:
     - Values are lost when a server that had served dies where ranges have one replica and no update
@@ -13,6 +14,8 @@ Rules:
       made.
     - A server that never served has lost nothing; if it cannot be started again, the cluster that
       was asked for does not come to be, and the run ends.
+    - Who pushes and pulls needs no scheduler: its restarts are no one's loss, and counted by
+      themselves.
     - What is refused (a setting, the join secret) is refused again: a role that ends so is not
       started again.
     - A role that dies soon after its start is started again later each time: at once, after 1 s,
@@ -35,6 +38,10 @@ REFUSED_EXIT_CODE = 2
 
 LOGGED_RESTARTS = 5
 """How often servers with an update log are started again, where nobody says how often."""
+
+SCHEDULER_RESTARTS = 20
+"""How often a scheduler is started again: it loses nothing, and one that dies all the time is told
+from one that was killed."""
 
 STEADY_S = 60.0
 """A role that ran for so long did not die of its start."""
@@ -99,6 +106,7 @@ class ExitRules:
         self._quick_ends: Counter[str] = Counter()
         self._has_update_log = has_update_log
         self._restart_count = 0
+        self._scheduler_count = 0
         self._finished_count = 0
         self._served: set[str] = set()
 
@@ -114,7 +122,17 @@ class ExitRules:
             return self._of_worker(role_exit)
         if kind == "server":
             return self._of_server(role_exit, serving_count)
-        return self._the_end(role_exit, _CANNOT_GO_ON)
+        return self._of_scheduler(role_exit)
+
+    def _of_scheduler(self, role_exit: RoleExit) -> Meaning:
+        self._served |= {role_exit.command.name} if role_exit.was_ready else set()
+        is_refused = role_exit.returncode == REFUSED_EXIT_CODE
+        has_served = role_exit.command.name in self._served
+        if not has_served or is_refused or self._scheduler_count == SCHEDULER_RESTARTS:
+            return self._the_end(role_exit, _CANNOT_GO_ON)
+        self._scheduler_count += 1
+        of = f"restart {self._scheduler_count} of {SCHEDULER_RESTARTS}"
+        return self._again(role_exit, "it goes on from its journal, and", of)
 
     def _of_worker(self, role_exit: RoleExit) -> Meaning:
         if role_exit.returncode == 0:
@@ -155,6 +173,13 @@ class ExitRules:
 
     def _restart(self, role_exit: RoleExit, who: str, consequence: str = "") -> StartAgain:
         self._restart_count += 1
+        is_server = role_exit.command.kind == "server"
+        most = self._max_server_restarts if is_server else self._max_restarts
+        return self._again(role_exit, who, f"restart {self._restart_count} of {most}", consequence)
+
+    def _again(
+        self, role_exit: RoleExit, who: str, count_words: str, consequence: str = ""
+    ) -> StartAgain:
         name = role_exit.command.name
         if role_exit.ran_s >= STEADY_S:
             self._quick_ends[name] = 0
@@ -162,12 +187,7 @@ class ExitRules:
         self._quick_ends[name] += 1
         after_s = min(2.0 ** (quick_count - 1), MAX_PAUSE_S) if quick_count else 0.0
         later = f" in {after_s:g} s" if after_s else ""
-        is_server = role_exit.command.kind == "server"
-        most = self._max_server_restarts if is_server else self._max_restarts
-        told = (
-            f"{_fate(role_exit)}; {who} is started again{later} "
-            f"(restart {self._restart_count} of {most}){consequence}"
-        )
+        told = f"{_fate(role_exit)}; {who} is started again{later} ({count_words}){consequence}"
         return StartAgain(told, after_s)
 
     def _the_end(self, role_exit: RoleExit, when: str) -> Ending:

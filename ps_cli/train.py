@@ -256,6 +256,7 @@ class TrainRun:
             lease_s=settings.lease_s,
             checkpoints=settings.checkpoints,
             update_log=settings.update_log,
+            has_journal=True,
         )
 
     async def _work(self, supervisor: Supervisor, shape: ClusterShape, kept: KeptCluster) -> None:

@@ -71,6 +71,7 @@ async def run_up(settings: UpSettings, output: Output) -> int:
         lease_s=settings.lease_s,
         checkpoints=settings.checkpoints,
         update_log=settings.update_log,
+        has_journal=True,
     )
     kinds = () if settings.is_quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))

@@ -17,14 +17,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidJournal, PushpullError, Recovering
 from ps_runtime import clock, logs
 from scheduler.cluster import Cluster
 from scheduler.cluster_state import Transition
-from scheduler.store.records import Delta, Differences
+from scheduler.store.records import Delta
 from scheduler.store.state_store import StateStore
+from scheduler.store.untold import Untold
 
 _RETRY_S = 0.5
 
@@ -33,16 +35,11 @@ Publish = Callable[[Cluster, ClusterView, tuple[Transition, ...]], None]
 
 
 class Journal:
-    """A store and what is in it. Writes on a thread of its own."""
+    """A store that is written on a thread of its own."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
-        self._differences = Differences()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
-
-    def since(self, cluster: Cluster) -> Delta:
-        """What the store lacks of the cluster; it has to be written before this is asked again."""
-        return self._differences.since(cluster.kept(clock.now_s()))
 
     async def write(self, delta: Delta) -> None:
         """Blocking, Raises: as `StateStore.write`; the loop goes on."""
@@ -69,26 +66,6 @@ class Journal:
         self._thread.shutdown()
 
 
-class _Pending:
-    """What was decided and is not told."""
-
-    def __init__(self) -> None:
-        self.transitions: list[Transition] = []
-        self.is_news = False
-        self.told = _told()
-
-    def refuse(self, error: PushpullError) -> None:
-        """Whoever waits for it hears why it is not told yet."""
-        told, self.told = self.told, _told()
-        told.set_exception(error)
-
-
-def _told() -> asyncio.Future[None]:
-    told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    told.add_done_callback(lambda done: done.cancelled() or done.exception())  # none may wait
-    return told
-
-
 def _nothing() -> None:
     """What whoever does not care does about a problem."""
 
@@ -113,8 +90,8 @@ class Publication:
         self._cluster = cluster
         self._publish = publish
         self._journal = journal
-        self._pending: _Pending | None = None
-        self._writing: _Pending | None = None
+        self._untold = Untold()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
         self.problem: PushpullError | None = None
         self.failed = asyncio.Event()
@@ -127,20 +104,15 @@ class Publication:
                 cluster = self._cluster()
                 self._publish(cluster, cluster.view, transitions)
             return
-        if self._pending is None:
-            self._pending = _Pending()
-        self._pending.transitions += transitions
-        self._pending.is_news |= is_news
+        self._untold.decided(transitions, is_news=is_news)
         if self._task is None and not self.failed.is_set():
             self._task = asyncio.get_running_loop().create_task(self._write_all(self._journal))
-            self._task.add_done_callback(self._ended)
 
     def begun_anew(self) -> None:
-        """Another cluster is served: what was decided in the one before is void, unless it was
-        told.
+        """Another cluster is served: what was decided in the one before is void, unless it is
+        durable.
         """
-        if self._pending is not None:
-            self._pending.transitions.clear()
+        self._untold.begun_anew()
 
     async def settled(self) -> None:
         """Wait until all that was decided before is durable and told.
@@ -149,24 +121,35 @@ class Publication:
             Recovering: the store takes nothing at present; the reason says why.
             InvalidJournal: it never will.
         """
-        last = self._pending or self._writing
-        if last is None:
+        newest = self._untold.newest
+        if not newest:
             return
         if self.problem is not None:
             raise self.problem
-        await asyncio.shield(last.told)
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((newest, told))
+        await told
 
     async def _write_all(self, journal: Journal) -> None:
-        while self._pending is not None:
-            writing = self._writing = self._pending
-            self._pending = None
-            cluster = self._cluster()
-            view, delta = cluster.view, journal.since(cluster)
-            await self._written(journal, delta)
-            self._writing = None
-            if writing.is_news:
-                self._publish(cluster, view, tuple(writing.transitions))
-            writing.told.set_result(None)
+        try:
+            while True:
+                cluster = self._cluster()
+                kept = partial(cluster.kept, clock.now_s())
+                delta = self._untold.take(kept, cluster.view)
+                if delta is None:
+                    return
+                await self._written(journal, delta)
+                told = self._untold.written()
+                if told.is_news:
+                    self._publish(cluster, told.view, told.transitions)
+                self._let_go(told.number)
+        except PushpullError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - else whoever waits would wait for ever
+            logs.exception("journal_failed", error)
+            self._fail(InvalidJournal(f"the journal cannot be written: {error!r}"))
+        finally:
+            self._task = None  # before anything else can be decided
 
     async def _written(self, journal: Journal, delta: Delta) -> None:
         while True:
@@ -184,23 +167,26 @@ class Publication:
                     self.on_problem()
                 return
 
+    def _let_go(self, number: int) -> None:
+        """What was decided up to this is told: nobody waits for it any more."""
+        waiting, self._waiting = self._waiting, []
+        for awaited, told in waiting:
+            if awaited > number:
+                self._waiting.append((awaited, told))
+            elif not told.done():
+                told.set_result(None)
+
     def _refuse(self, error: PushpullError) -> None:
         """Nothing could be written: who waits hears why."""
         self.problem = error
         self.on_problem()
-        for waiting in (self._writing, self._pending):
-            if waiting is not None:
-                waiting.refuse(error)
+        waiting, self._waiting = self._waiting, []
+        for _, told in waiting:
+            if not told.done():
+                told.set_exception(error)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        failure = None if task.cancelled() else task.exception()
-        if failure is None:
-            return
-        if not isinstance(failure, PushpullError):
-            logs.exception("journal_failed", failure)
-            failure = InvalidJournal(f"the journal cannot be written: {failure!r}")
-        self._refuse(failure)
+    def _fail(self, error: PushpullError) -> None:
+        self._refuse(error)
         self.failed.set()
 
     async def close(self, *, has_ended: bool) -> None:
@@ -211,6 +197,10 @@ class Publication:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._journal is not None:
-            if has_ended:
-                await self._journal.forget()
-            await self._journal.close()
+            try:
+                if has_ended:
+                    await self._journal.forget()
+            except PushpullError as error:
+                logs.warning("journal_not_emptied", error=error.message)
+            finally:
+                await self._journal.close()

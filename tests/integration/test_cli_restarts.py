@@ -94,6 +94,12 @@ def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
     with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         address = tool.wait_for(r"scheduler at (\S+:\d+);").group(1)
         tool.wait_for("rank 0 is here")
+        os.kill(tool.role_pids()["scheduler"][0], signal.SIGKILL)
+        tool.wait_for(
+            r"scheduler was killed by SIGKILL; it goes on from its journal, and is started again "
+            r"\(restart 1 of 20\)"
+        )
+        tool.wait_for(r"\[scheduler\] .* event=cluster_resumed")
         os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
         tool.wait_for(r"and it is started again \(restart 1 of 1\)")
         tool.wait_for(r"\[scheduler\] .* event=node_silent")

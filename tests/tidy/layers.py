@@ -105,6 +105,7 @@ PURE_MODULES = {
     "scheduler.store.record_values",
     "scheduler.store.records",
     "scheduler.store.state_store",
+    "scheduler.store.untold",
     "scheduler.tables",
     "scheduler.update_offers",
     "scheduler.view_size",

@@ -8,6 +8,7 @@ import pytest
 
 from ps_cli.exit_rules import (
     LOGGED_RESTARTS,
+    SCHEDULER_RESTARTS,
     STEADY_S,
     Ending,
     ExitRules,
@@ -33,6 +34,10 @@ def worker(index: int = 0, returncode: int = KILLED) -> RoleExit:
     return ended("worker", index, returncode)
 
 
+def scheduler(returncode: int = KILLED, *, was_ready: bool = True) -> RoleExit:
+    return ended("scheduler", None, returncode, was_ready=was_ready)
+
+
 def judged(rules: ExitRules, ran_s: float = 1.0) -> Meaning:
     """What the end of a server with a log means that had served, and ran for so long."""
     return rules.judge(replace(server(), ran_s=ran_s), 0)
@@ -48,7 +53,7 @@ def test_the_run_ends_well_when_all_workers_have_finished() -> None:
     assert rules.judge(worker(0, 0), 1) == Ending(0)
 
 
-@pytest.mark.parametrize("who", [worker(), server(), ended("scheduler", None, KILLED)])
+@pytest.mark.parametrize("who", [worker(), server(), scheduler(was_ready=False)])
 def test_a_dead_role_ends_the_run_with_its_last_lines(who: RoleExit) -> None:
     meaning = ExitRules(worker_count=2).judge(who, 1)
     assert isinstance(meaning, Ending)
@@ -57,6 +62,28 @@ def test_a_dead_role_ends_the_run_with_its_last_lines(who: RoleExit) -> None:
     name = who.command.name
     assert head.startswith(f"{name} ended with signal 9 (SIGKILL) and the run cannot go on")
     assert last == f"  [{name}] its last line"
+
+
+def test_a_dead_scheduler_is_started_again_and_costs_nobody_a_restart() -> None:
+    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=1)
+    for number in range(1, SCHEDULER_RESTARTS + 1):
+        again = rules.judge(replace(scheduler(), ran_s=STEADY_S), 2)
+        assert again == StartAgain(
+            "scheduler was killed by SIGKILL; it goes on from its journal, and is started again "
+            f"(restart {number} of {SCHEDULER_RESTARTS})"
+        )
+    assert isinstance(rules.judge(server(), 1), StartAgain)
+    assert isinstance(rules.judge(scheduler(), 2), Ending)
+
+
+def test_a_scheduler_that_dies_again_before_it_serves_is_started_again_later() -> None:
+    rules = ExitRules(worker_count=2)
+    assert isinstance(rules.judge(scheduler(), 2), StartAgain)
+    again = rules.judge(scheduler(returncode=1, was_ready=False), 2)
+    assert isinstance(again, StartAgain)
+    assert again.after_s == 1.0
+    refused = rules.judge(scheduler(returncode=2, was_ready=False), 2)
+    assert isinstance(refused, Ending)
 
 
 def test_a_dead_server_without_replicas_ends_the_run_whatever_restarts_are_left() -> None:
@@ -189,4 +216,4 @@ def test_one_that_cannot_come_back_leaves_the_others_alone() -> None:
 def test_a_cluster_without_workers_of_its_own_goes_on_too() -> None:
     rules = ExitRules(worker_count=0, replica_count=2)
     assert "go on at their backups" in message_of(rules.judge(server(), 1))
-    assert isinstance(rules.judge(ended("scheduler", None, 1), 2), Ending)
+    assert isinstance(rules.judge(scheduler(2), 2), Ending)
