@@ -161,7 +161,8 @@ class Checkpointer:
         if checkpoint is None or checkpoint.is_cut:
             return
         attempt = self.simulation.scheduler._state.checkpoint
-        assert attempt is not None
+        if attempt is None or attempt.number != checkpoint.number:
+            return  # what is told is no more
         self._asked.setdefault(checkpoint.number, set(attempt.awaited))
         for worker in self.simulation.workers:
             if (checkpoint.number, worker.origin) not in self._named and worker in self.sessions:
@@ -175,7 +176,8 @@ class Checkpointer:
 
     def _check_named(self, number: int) -> None:
         view, attempt = self.simulation.scheduler.view, self.simulation.scheduler._state.checkpoint
-        assert attempt is not None
+        if attempt is None or attempt.number != number:
+            return  # what is told is no more
         members = {node.node_id for node in view.nodes if node.state.is_member}
         silent = (self._asked[number] & members) - attempt.workers.keys()
         assert not silent, f"CP-1: workers {silent} have not answered"

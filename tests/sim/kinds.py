@@ -21,6 +21,7 @@ from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
+from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import Simulation
 from tests.sim.test_two_lost import TwoLostSimulation
 
@@ -31,6 +32,7 @@ KINDS: dict[str, type[Simulation]] = {
     "newcomers": NewcomerSimulation,
     "failover": FailoverSimulation,
     "away": AwaySimulation,
+    "starts": RestartSimulation,
     "logs": LogSimulation,
     "tables": LateTableSimulation,
     "effects": EffectSimulation,
@@ -53,6 +55,7 @@ SHARES = {
     "newcomers": 5,
     "failover": 1,
     "away": 2,
+    "starts": 3,
     "logs": 4,
     "tables": 5,
     "effects": 5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -21,6 +21,7 @@ from ps_core.keys import Incarnation, RangeId
 from ps_core.tables import Table
 from ps_worker.push_entries import SendPush
 from scheduler.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.cluster import Decision
 from scheduler.cluster_state import (
     ChangeCommitted,
     RangesFailedOver,
@@ -239,7 +240,13 @@ class ReplacementSimulation(FailoverSimulation):
             requested_rank=rank,
             features=(CHECKPOINTS_FEATURE,),
         )
-        decision = self.scheduler.register(asking, self.world.now_s)
+        self._admitted(asking, self._comes)
+
+    def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
+        """A node registers, and comes when it is answered."""
+        comes(self.scheduler.register(asking, self.world.now_s))
+
+    def _comes(self, decision: Decision[Session]) -> None:
         session = decision.reply
         worker = SimWorker(
             self.world, self.cluster, self.layout_of(), session.rank, session.incarnation
@@ -285,9 +292,10 @@ class ReplacementSimulation(FailoverSimulation):
                 self.has_left.add(worker)
                 worker.stop()  # nothing that is still under way to it matters
                 self.world.counts["left"] += 1
-                session = self.first[worker.incarnation]
-                decision = self.scheduler.deregister(session, "done", self.world.now_s)
-                self._publish(decision.transitions)
+                self._leave(self.first[worker.incarnation])
+
+    def _leave(self, session: Session) -> None:
+        self._publish(self.scheduler.deregister(session, "done", self.world.now_s).transitions)
 
     # --- the end
 

@@ -153,7 +153,7 @@ class AwaySimulation(FailoverSimulation):
         if self.world.draw.random() < 0.5:
             self._publish(self.scheduler.tick(self.world.now_s).transitions)
         for action in waiting:
-            action()
+            self._reach(action)
 
     def _die(self) -> bool:
         """For good, if nothing needs it: what has died is replaced, and all know who serves what.

@@ -1,0 +1,302 @@
+"""The scheduler dies at any step of what it does, and another goes on from its journal (S18).
+
+That happens beside failover, replacement, changes of consistency and checkpoints. What was not
+durable is lost, and what was being written may be durable without anybody having been told. A call
+that is not answered is made again.
+
+Oracles, beside those of failover and of replacements:
+    CL-1  No node's number, and no incarnation, is given to two registrations.
+    S18   A server sees no older view than before, and no other one of the same number; no range
+          moves by a restart alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+
+from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.keys import NodeId
+from scheduler.cluster import Cluster, Decision
+from scheduler.cluster_state import Registration, Transition
+from scheduler.store import records
+from scheduler.store.untold import Told, Untold
+from tests.sim.scheduled import LOOK_S
+from tests.sim.server import SimServer
+from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_scheduler_away import AwaySimulation
+from tests.sim.test_simulation import run_seeds
+
+FATAL = (0.0, 0.02, 0.1)
+"""Of the steps of a scheduler: it dies there."""
+WRITES_S = (0.0, 0.001, 0.05, 1.0)
+"""How long a write may take."""
+MOST_STARTS = 12
+
+
+class _AsTold:
+    """The machine, with the view that is told and not the one that it has."""
+
+    def __init__(self, machine: Cluster, view: ClusterView) -> None:
+        self.machine, self.view = machine, view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.machine, name)
+
+
+class RestartSimulation(AwaySimulation, ReplacementSimulation):
+    """One seed in which the scheduler has a journal, and dies."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "scheduler started again", "died before the write", "died in the write, which was whole",
+        "died in the write, which is lost", "died when it was written", "calls made again",
+        "away with a change open", "away with a cut open", "killed while it was away", "gone",
+        "replacements", "joined", "failovers", "checkpoints", "changed", "equal replicas",
+        "withdrawn at a start",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset()
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "scheduler started again": 1}
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.fates = random.Random(f"fates of {seed}")
+        self._fatal, self._writes_s = self.fates.choice(FATAL), self.fates.choice(WRITES_S)
+        self._untold = Untold()
+        self._records: dict[str, bytes] = {}
+        self._told_view: ClusterView | None = None
+        self._writing: records.Delta | None = None
+        self._unanswered: list[tuple[int, Callable[[], None]]] = []
+        self._answers: list[tuple[int, Callable[[], None]]] = []
+        self._late: tuple[Transition, ...] = ()
+        self._start_number = 0
+        self._has_died = False
+        self._given: dict[int, bytes] = {}
+        self._seen: dict[NodeId, ClusterView] = {}
+        super().__init__(seed, narrate=narrate)
+        self._dies = False
+        self._untold.decided((), is_news=True)
+        self._put(self._take())
+        self._tell_all(self._untold.written())
+
+    # --- what is durable, and told
+
+    def _publish(self, transitions: tuple[Transition, ...]) -> None:
+        """It is told when it is durable."""
+        if transitions:
+            self._untold.decided(transitions, is_news=True)
+            if self._told_view is not None:
+                self._may_die("died before the write")
+                self._write()
+
+    def _take(self) -> records.Delta | None:
+        return self._untold.take(
+            partial(self.scheduler.kept, self.world.now_s), self.scheduler.view
+        )
+
+    def _write(self) -> None:
+        if self._is_away or self._writing is not None:
+            return
+        self._writing = self._take()
+        if self._writing is not None:
+            number = self._start_number
+            delay_s = self.fates.random() * self._writes_s
+            self.world.after(delay_s, lambda: self._written(number))
+
+    def _written(self, start_number: int) -> None:
+        if start_number != self._start_number or self._has_died:
+            return
+        delta, self._writing = self._writing, None
+        self._put(delta)
+        if self._may_die("died when it was written"):
+            self._late = self._untold.written().transitions
+            return
+        self._tell_all(self._untold.written())
+        self._write()
+
+    def _put(self, delta: records.Delta | None) -> None:
+        assert delta is not None
+        for key in delta.removed:
+            del self._records[key]
+        self._records |= delta.encoded()
+
+    def _tell_all(self, told: Told) -> None:
+        own, before = self.scheduler, self._told_view
+        assert before is None or told.view.view_number >= before.view_number, "S18: it goes back"
+        self._told_view = told.view
+        self.scheduler = _AsTold(own, told.view)  # type: ignore[assignment]
+        super()._publish(told.transitions)
+        self.scheduler = own
+        self._unanswered = [each for each in self._unanswered if each[0] > told.number]
+        answers, self._answers = self._answers, []
+        for number, answer in answers:
+            if number > told.number:
+                self._answers.append((number, answer))
+            else:
+                answer()
+
+    def _reach(self, action: Callable[[], None]) -> None:
+        """A call that is not answered is made again."""
+        start_number = self._start_number
+        super()._reach(action)
+        if start_number != self._start_number:
+            self._waiting.append(action)
+        elif not self._is_away and self._untold.newest:
+            self._unanswered.append((self._untold.newest, action))
+
+    def _tell(self, server: SimServer, view: object) -> None:
+        del view
+        assert self._told_view is not None
+        super()._tell(server, self._told_view)
+
+    def _remind(self) -> None:
+        """With what is told."""
+        self.world.after(1.0, self._remind)
+        for server in self.living if self.is_there and self._told_view is not None else ():
+            assert self._told_view is not None
+            if server.view_number < self._told_view.view_number:
+                self._tell(server, self._told_view)
+
+    def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
+        def arrive() -> None:
+            decision = self.scheduler.register(asking, self.world.now_s)
+            self._publish(decision.transitions)
+            self._answered(asking, decision.reply, comes)
+
+        self._reach(arrive)
+
+    def _answered(
+        self, asking: Registration, session: Session, comes: Callable[[Decision[Session]], None]
+    ) -> None:
+        def answer() -> None:
+            given = self._given.setdefault(int(session.incarnation), asking.registration_id)
+            assert given == asking.registration_id, f"CL-1: {session.incarnation} is given twice"
+            comes(Decision(session))
+
+        if self._untold.newest:
+            self._answers.append((self._untold.newest, answer))
+        else:
+            answer()
+
+    def restart(self) -> None:
+        """A server that was not there before registers until it is answered."""
+        self._server_count = getattr(self, "_server_count", len(self.servers)) + 1
+        number = self._server_count
+        asking = Registration(
+            bytes([100 + number]) * 16,
+            Role.SERVER,
+            f"sim:{2000 + number}",
+            kernel_fingerprint="sim",
+        )
+        self._admitted(asking, self.join)
+
+    def _leave(self, session: Session) -> None:
+        self._reach(lambda: super(RestartSimulation, self)._leave(session))
+
+    def _replace(self, rank: int) -> None:
+        if self.is_there:
+            super()._replace(rank)
+        else:
+            self.world.after(LOOK_S, lambda: self._replace(rank))
+
+    # --- its deaths
+
+    def _may_die(self, when: str) -> bool:
+        """Whether it dies at this step."""
+        is_due = self._fatal and self.fates.random() < self._fatal
+        if not is_due or self._is_away or self.calamities.is_calm or self._is_over():
+            return False
+        if self._start_number >= MOST_STARTS:
+            return False
+        self._die_for(self.fates.choice((0.0, 0.5, 3.0, 12.0)) * (0.5 + self.fates.random()), when)
+        return True
+
+    def _die_for(self, for_s: float, when: str) -> None:
+        """It dies, with what is not durable, and is started again after so long."""
+        self.world.say(f"SCHEDULER DIED: {when}")
+        self.world.counts[when] += 1
+        self._is_away = self._has_died = True
+        self._start_number += 1
+        writing, self._writing = self._writing, None
+        if writing is not None and self.fates.random() < 0.5:
+            self._put(writing)
+            self._late += self._untold.written().transitions
+            self.world.counts["died in the write, which was whole"] += 1
+        elif writing is not None:
+            self.world.counts["died in the write, which is lost"] += 1
+        again, self._unanswered = self._unanswered, []
+        self._answers = []
+        self.world.counts["calls made again"] += len(again)
+        self._waiting += [action for _, action in again]
+        self.world.after(for_s, self._come_back)
+
+    def _pause(self) -> bool:
+        """Or it dies, at no step of its own."""
+        if self.calamities.is_calm or self._start_number >= MOST_STARTS:
+            return True
+        if self.fates.random() < 0.5:
+            return super()._pause()
+        for_s = self.fates.choice((0.0, 1.0, 8.0, 20.0)) * (0.5 + self.fates.random())
+        self._die_for(for_s, "died at no step")
+        following_s = for_s + self.fates.random() * 15.0
+        self.world.after(following_s, lambda: self._go(self._pause, 5.0))
+        return True
+
+    def _come_back(self) -> None:
+        if self._has_died:
+            self._start_again()
+        super()._come_back()
+        self._write()
+
+    def _start_again(self) -> None:
+        kept = records.read(self._records)
+        assert kept is not None
+        began = Cluster.resumed(kept, self.world.now_s)
+        self._check_resumed(began.reply.view)
+        self.scheduler = began.reply
+        self._has_died = False
+        self._untold = Untold()
+        self.world.say("SCHEDULER STARTED AGAIN")
+        self.world.counts["scheduler started again"] += 1
+        self.world.counts["withdrawn at a start"] += len(began.transitions)
+        late, self._late = self._late, ()
+        self._untold.decided((*late, *began.transitions), is_news=bool(late or began.transitions))
+        written = began.reply.view.checkpoint
+        if written is not None:  # the directory says whether it has its manifest
+            self.world.after(0.1, lambda: self._reach(lambda: self._settle(written.number)))
+
+    def _settle(self, number: int) -> None:
+        self.checkpointer._complete(number)
+
+    def _check_resumed(self, view: ClusterView) -> None:
+        """All that was told holds."""
+        told = self._told_view
+        assert told is not None
+        assert view.view_number >= told.view_number, "S18: the view's number goes back"
+        if view.view_number == told.view_number:
+            assert view.ranges == told.ranges, "S18: a range has moved"
+        for before, now in zip(told.ranges, view.ranges, strict=True):
+            assert now.assignment_epoch >= before.assignment_epoch, "S18: an epoch goes back"
+
+    # --- what may befall others meanwhile
+
+    def may_lose(self, server: SimServer, *, for_good: bool) -> bool:
+        """By what it has decided, and by what it would go on from."""
+        if not super().may_lose(server, for_good=for_good):
+            return False
+        if self._told_view is None:
+            return True
+        own, self.scheduler = self.scheduler, _AsTold(self.scheduler, self._told_view)  # type: ignore[assignment]
+        may = super().may_lose(server, for_good=for_good)
+        self.scheduler = own
+        return may
+
+
+@pytest.mark.timeout(300)
+def test_a_scheduler_that_dies_at_any_step_goes_on_from_its_journal(
+    sim_seeds: tuple[int, ...],
+) -> None:
+    """Nothing is given twice, nothing that was told is taken back, and training goes on."""
+    run_seeds(RestartSimulation, sim_seeds)
