@@ -35,7 +35,7 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull \
  # Where volumes may be mounted: a new one takes over whose this is.
- && install --directory --owner=pushpull --group=pushpull /checkpoints /update-log \
+ && install --directory --owner=pushpull --group=pushpull /checkpoints /update-log /journal \
  && install --directory --owner=pushpull --group=pushpull --mode=0700 /run/pushpull
 COPY --from=build /opt/pushpull /opt/pushpull
 COPY examples /srv/pushpull/examples

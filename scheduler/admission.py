@@ -86,8 +86,8 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
     if request.cluster_id not in ("", settings.cluster_id):
         raise Fenced(
             f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
-            f"'{settings.cluster_id}'. A scheduler that was started again is a new cluster: "
-            f"its nodes must be started again too, with its cluster_id (PUSHPULL_CLUSTER_ID), or "
+            f"'{settings.cluster_id}'. A scheduler that was started again without its journal is "
+            f"a new cluster: its nodes must be started again too, with its cluster_id (PUSHPULL_CLUSTER_ID), or "
             f"none"
         )
     _check_features(request.features)

@@ -153,7 +153,8 @@ class Membership:
         if session.cluster_id != ours.cluster_id:
             raise ForeignCluster(
                 "the session is of another cluster than this scheduler's. A scheduler that was "
-                "started again is a new cluster: its nodes must be started again too"
+                "started again without its journal is a new cluster: its nodes must be started "
+                "again too"
             )
         if session.timeline in ours.replaced_timelines:
             raise Fenced(
@@ -164,8 +165,8 @@ class Membership:
         if session.timeline != ours.timeline:
             raise ForeignCluster(
                 "the session is of another timeline than the cluster's, which was not restored in "
-                "its place. A scheduler that was started again is a new cluster: its nodes must be "
-                "started again too"
+                "its place. A scheduler that was started again without its journal is a new "
+                "cluster: its nodes must be started again too"
             )
         if not session.is_genuine(ours.token_key):
             raise Unauthenticated(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
+from tests.sim.journal_mutants import JOURNAL_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
@@ -387,4 +388,5 @@ MUTANTS = (
     + DEPARTURE_MUTANTS
     + WORK_MUTANTS
     + EDIT_MUTANTS
+    + JOURNAL_MUTANTS
 )

@@ -79,6 +79,7 @@ class ReplacementSimulation(FailoverSimulation):
         self.paused: set[SimWorker] = set()
         self.has_left: set[SimWorker] = set()
         self.first: dict[Incarnation, Session] = {}
+        self._asked_count = 0
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
         self._moments = random.Random(f"moments of {seed}")
@@ -234,8 +235,9 @@ class ReplacementSimulation(FailoverSimulation):
         if rank == 0 and not self._has_initial_values():  # it would have to give them
             self.world.after(LOOK_S, lambda: self._replace(rank))
             return
+        self._asked_count += 1
         asking = Registration(
-            f"replacement {len(self.workers)}".encode().ljust(16),
+            f"replacement {self._asked_count}".encode().ljust(16),
             Role.WORKER,
             requested_rank=rank,
             features=(CHECKPOINTS_FEATURE,),

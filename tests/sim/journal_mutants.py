@@ -1,0 +1,84 @@
+"""Deliberate bugs in what the scheduler writes down, reads again and tells (S18); see `mutants`."""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+_STARTS = ("starts",)
+_RECORDS = "scheduler/store/records.py"
+
+JOURNAL_MUTANTS = (
+    Mutant(
+        "what is decided while a write is on its way is answered with that",
+        "S18",
+        "scheduler/store/untold.py",
+        "        return Told(batch.number,",
+        "        return Told(self._count,",
+        _STARTS,
+    ),
+    Mutant(
+        "a record is written once",
+        "S18",
+        _RECORDS,
+        "            if before is not value and not",
+        "            if before is None and not",
+        _STARTS,
+    ),
+    Mutant(
+        "a proposal is forgotten, and its number given again",
+        "S18",
+        _RECORDS,
+        '        if body["change_count"]:\n',
+        "        if False:\n",
+        _STARTS,
+    ),
+    Mutant(
+        "an incarnation is given twice",
+        "S18",
+        _RECORDS,
+        '    scalars["ranges"] = []\n',
+        '    scalars |= {"ranges": [], "next_incarnation": settings.first_incarnation}\n',
+        _STARTS,
+    ),
+    Mutant(
+        "the view's number goes back",
+        "S18",
+        _RECORDS,
+        '    scalars["ranges"] = []\n',
+        '    scalars |= {"ranges": [], "view_number": 1}\n',
+        _STARTS,
+    ),
+    Mutant(
+        "a table has no first clock for who joined it",
+        "S18",
+        _RECORDS,
+        "        state.tables[table.spec.name] = table\n",
+        "        table = Table(**{**vars(table), 'joins': ()})\n"
+        "        state.tables[table.spec.name] = table\n",
+        _STARTS,
+    ),
+    Mutant(
+        "restored members are judged at once",
+        "S18",
+        "scheduler/membership.py",
+        "self._detector.expect(node.node_id, now_s, is_silent=is_silent)",
+        "self._detector.expect(node.node_id, now_s - 1e6, is_silent=is_silent)",
+        _STARTS,
+    ),
+    Mutant(
+        "what is decided is withdrawn when the scheduler starts",
+        "S18",
+        "scheduler/changes.py",
+        "if table.proposed is not None and not table.proposed.is_decided  # CH-2",
+        "if table.proposed is not None  # CH-2",
+        _STARTS,
+    ),
+    Mutant(
+        "a cut that was proposed is held for ever",
+        "S18",
+        "scheduler/cluster.py",
+        "        transitions += cluster._changes.resume(STARTED_AGAIN)\n",
+        "",
+        _STARTS,
+    ),
+)
