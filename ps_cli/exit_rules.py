@@ -5,7 +5,7 @@
     server that died, with backups -> started again while restarts are left; it goes on in any case
     server that died, with a log   -> started again while restarts are left; it goes on from its log
     server that died, without      -> the end: nothing can bring its values back
-    scheduler that died            -> started again, with its journal, while its own restarts are left
+    scheduler that died            -> started again, with its journal, while it has restarts left
     scheduler that never served    -> the end
 
 Rules:

@@ -87,8 +87,8 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
         raise Fenced(
             f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
             f"'{settings.cluster_id}'. A scheduler that was started again without its journal is "
-            f"a new cluster: its nodes must be started again too, with its cluster_id (PUSHPULL_CLUSTER_ID), or "
-            f"none"
+            f"a new cluster: its nodes must be started again too, with its cluster_id "
+            f"(PUSHPULL_CLUSTER_ID), or none"
         )
     _check_features(request.features)
     update_offers.check_offers(request)

@@ -75,6 +75,13 @@ def run(
     asyncio.run(bounded())
 
 
+async def turn() -> None:
+    """The next turn of the loop."""
+    is_next = asyncio.Event()
+    asyncio.get_running_loop().call_soon(is_next.set)
+    await is_next.wait()
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_whatever_is_decided_is_told_once_and_in_order(tmp_path: Path, turns: int) -> None:
     """However many turns of the loop after the last was told the next is decided."""
@@ -84,7 +91,7 @@ def test_whatever_is_decided_is_told_once_and_in_order(tmp_path: Path, turns: in
             scene.join()
             await scene.publication.settled()
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await turn()
         joined = [
             t.node.node_id for _, told in scene.told for t in told if isinstance(t, NodeRegistered)
         ]
@@ -119,7 +126,7 @@ def test_what_is_decided_right_after_something_was_told_is_told_too(tmp_path: Pa
 def test_what_is_decided_meanwhile_goes_together(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         scene.join()
-        await asyncio.sleep(0)  # it is being written
+        await turn()  # it is being written
         for _ in range(50):
             scene.join()
         assert scene.told == []
