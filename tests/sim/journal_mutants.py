@@ -74,7 +74,7 @@ JOURNAL_MUTANTS = (
         _STARTS,
     ),
     Mutant(
-        "a cut that was proposed is held for ever",
+        "one promise decides what was proposed before a start",
         "S18",
         "scheduler/cluster.py",
         "        transitions += cluster._changes.resume(STARTED_AGAIN)\n",

@@ -7,7 +7,7 @@ that is not answered is made again.
 Oracles, beside those of failover and of replacements:
     CL-1  No node's number, and no incarnation, is given to two registrations.
     S18   The scheduler that goes on has all that was told: its view is not older, no epoch goes
-          back, and no range moves by a restart alone.
+          back, and no range moves by a restart alone. It judges nobody before a lease has passed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
 from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import Registration, Transition
+from scheduler.cluster_state import NodeSilent, Registration, Transition
 from scheduler.store import records
 from scheduler.store.untold import Told, Untold
+from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer
 from tests.sim.test_replacements import ReplacementSimulation
@@ -70,7 +71,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._unanswered: list[tuple[int, Callable[[], None]]] = []
         self._answers: list[tuple[int, Callable[[], None]]] = []
         self._late: tuple[Transition, ...] = ()
-        self._start_number = 0
+        self._start_number, self._started_s = 0, 0.0
         self._has_died = False
         self._given: dict[int, bytes] = {}
         super().__init__(seed, narrate=narrate)
@@ -83,6 +84,9 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         """It is told when it is durable."""
+        for transition in transitions:
+            is_early = self.world.now_s - self._started_s <= LEASE_S
+            assert not (isinstance(transition, NodeSilent) and is_early), "S18: judged at once"
         if transitions:
             self._untold.decided(transitions, is_news=True)
             if self._told_view is not None:
@@ -257,6 +261,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._check_resumed(began.reply.view)
         self.scheduler = began.reply
         self._has_died = False
+        self._started_s = self.world.now_s
         self._untold = Untold()
         self.world.say("SCHEDULER STARTED AGAIN")
         self.world.counts["scheduler started again"] += 1
