@@ -28,7 +28,7 @@ import dataclasses
 import json
 import typing
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,47 +88,39 @@ class Differences:
     """Finds what has changed since the last time."""
 
     def __init__(self) -> None:
-        self._written: dict[str, Any] = {}
+        self._written: dict[str, dict[Any, Any]] = {}  # by kind and number
 
     def since(self, kept: Kept) -> Delta:
         """What has changed since this was called last; at first, all."""
-        if not self._written:
-            values: dict[str, Any] = {"format": {"format": FORMAT}}
-        else:
-            values = {}
-        found: dict[str, Any] = {}
-        for key, value in _keyed(kept):
-            found[key] = value
-            before = self._written.get(key)
-            if before is not value and not _is_same_table(before, value):
-                values[key] = value
-        removed = tuple(key for key in self._written if key not in found)
-        self._written = found
+        state = kept.state
+        tables = {table.table_id: table for table in state.tables.values()}
+        kinds: dict[str, Mapping[Any, Any]] = {
+            "settings": {0: kept.settings},
+            "member": state.members,
+            "spec": {table_id: table.spec for table_id, table in tables.items()},
+            "table": tables,
+            "range": dict(enumerate(state.ranges)),
+            "left_part": state.left_parts,
+        }
+        values: dict[str, Any] = {} if self._written else {"format": {"format": FORMAT}}
+        removed: list[str] = []
+        for kind, found in kinds.items():
+            before = self._written.get(kind, {})
+            for number, value in found.items():
+                if before.get(number) is not value:
+                    values[_key(kind, number)] = value
+            if len(before) != len(found) or before.keys() != found.keys():
+                removed += (_key(kind, number) for number in before if number not in found)
+            self._written[kind] = dict(found)
+        for key, value in values.items():
+            if isinstance(value, Table):  # it is another one with each change that is proposed
+                values[key] = KeptTable(value, state.change_counts.get(value.table_id, 0))
         values["cluster"] = _cluster_json(kept)
-        return Delta(values, removed)
+        return Delta(values, tuple(removed))
 
 
-def _is_same_table(before: Any, value: Any) -> bool:
-    """Whether two are the same table, with as many changes."""
-    if not isinstance(before, KeptTable) or not isinstance(value, KeptTable):
-        return False
-    return before.table is value.table and before.change_count == value.change_count
-
-
-def _keyed(kept: Kept) -> Iterator[tuple[str, Any]]:
-    """Every record but `cluster` and `format`."""
-    state = kept.state
-    yield "settings", kept.settings
-    for node_id, member in state.members.items():
-        yield f"member/{node_id}", member
-    for table in state.tables.values():
-        yield f"spec/{table.table_id}", table.spec
-        change_count = state.change_counts.get(table.table_id, 0)
-        yield f"table/{table.table_id}", KeptTable(table, change_count)
-    for assignment in state.ranges:
-        yield f"range/{assignment.range_id}", assignment
-    for rank, left in state.left_parts.items():
-        yield f"left_part/{rank}", left
+def _key(kind: str, number: int) -> str:
+    return kind if kind == "settings" else f"{kind}/{number}"
 
 
 def _cluster_json(kept: Kept) -> dict[str, Any]:

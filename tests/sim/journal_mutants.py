@@ -20,8 +20,8 @@ JOURNAL_MUTANTS = (
         "a record is written once",
         "S18",
         _RECORDS,
-        "            if before is not value and not",
-        "            if before is None and not",
+        "                if before.get(number) is not value:\n",
+        "                if before.get(number) is None:\n",
         _STARTS,
     ),
     Mutant(
@@ -58,11 +58,19 @@ JOURNAL_MUTANTS = (
         _STARTS,
     ),
     Mutant(
-        "restored members are judged at once",
+        "restored members are not found silent",
         "S18",
         "scheduler/membership.py",
         "self._detector.expect(node.node_id, now_s, is_silent=is_silent)",
-        "self._detector.expect(node.node_id, now_s - 1e6, is_silent=is_silent)",
+        "self._detector.expect(node.node_id, now_s, is_silent=True)",
+        _STARTS,
+    ),
+    Mutant(
+        "restored members are judged at once",
+        "S18",
+        "ps_core/failure_detector.py",
+        "        if is_silent:\n            self._silent.add(node_id)\n",
+        "        self._lease_s, self._last_look_s = 1e-9, now_s\n",
         _STARTS,
     ),
     Mutant(
