@@ -81,12 +81,4 @@ JOURNAL_MUTANTS = (
         "if table.proposed is not None  # CH-2",
         _STARTS,
     ),
-    Mutant(
-        "one promise decides what was proposed before a start",
-        "S18",
-        "scheduler/cluster.py",
-        "        transitions += cluster._changes.resume(STARTED_AGAIN)\n",
-        "",
-        _STARTS,
-    ),
 )
