@@ -242,13 +242,13 @@ class ReplacementSimulation(FailoverSimulation):
             requested_rank=rank,
             features=(CHECKPOINTS_FEATURE,),
         )
-        self._admitted(asking, self._comes)
+        self._admitted(asking, self._takes_over)
 
     def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
         """A node registers, and comes when it is answered."""
         comes(self.scheduler.register(asking, self.world.now_s))
 
-    def _comes(self, decision: Decision[Session]) -> None:
+    def _takes_over(self, decision: Decision[Session]) -> None:
         session = decision.reply
         worker = SimWorker(
             self.world, self.cluster, self.layout_of(), session.rank, session.incarnation
