@@ -36,7 +36,7 @@ class ViewWaits:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, holds: Holds, deadline_s: float) -> ClusterView:
-        """A view that has come, or comes, for which `holds`.
+        """The newest view that has come, or comes, for which `holds`.
 
         Blocking: up to `deadline_s`.
 
@@ -54,9 +54,11 @@ class ViewWaits:
         self._waits[found] = wait
         self._look_at(wait.until_s)
         try:
-            return await found
+            view = await found
         finally:
             self._waits.pop(found, None)
+        # Another may have come before this one goes on, and it is not told of that one again.
+        return self._view if self._view is not None and holds(self._view) else view
 
     def came(self, view: ClusterView) -> None:
         """A newer one."""

@@ -47,6 +47,21 @@ def run(scene: Callable[[ViewWaits], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
+def test_a_view_that_came_before_the_waiter_goes_on_is_the_one_it_has() -> None:
+    """It is told of no view from before it listens: with an older one it would stay behind."""
+
+    async def scene(waits: ViewWaits) -> None:
+        task = asyncio.create_task(waits.wait(at_least(1), 30.0))
+        await a_turn()
+        waits.came(view(1))
+        while not any(found.done() for found in waits._waits):
+            await asyncio.sleep(0)
+        waits.came(view(2))
+        assert (await task).view_number == 2
+
+    run(scene)
+
+
 def test_each_has_the_first_view_that_it_waits_for() -> None:
     async def scene(waits: ViewWaits) -> None:
         waits.came(view(1))
