@@ -50,7 +50,8 @@ def train(options: TrainOptions) -> None:
     when the workers that it started have finished.
 
     With --replicas 2 a server may die, and the run goes on at its backups; with --update-log it is
-    started again, and goes on from there; with --max-restarts a dead worker is, too.
+    started again, and goes on from there; with --max-restarts a dead worker is, too. A scheduler
+    that dies is started again, and goes on from its journal.
 
     Exit code: 0 when every worker has finished; 1 when a role died that the run cannot do without,
     with the reason; 3 when every worker has finished and a checkpoint failed, periodic or last; 130
