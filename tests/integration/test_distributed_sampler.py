@@ -53,13 +53,17 @@ def train(
     consistency: str = "bsp",
     goes_on: bool = False,
 ) -> Seen:
-    """Train up to the end of `epochs`; or ask for a checkpoint after a step, and end, or go on."""
+    """Train up to the end of `epochs`; or ask for a checkpoint after a step, and end, or go on.
+
+    Whoever asked sees the checkpoint complete before it leaves, so that the cluster is there for it.
+    """
     model = nn.Linear(1, 1)
     optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.0), consistency=consistency)
     sampler = ps.DistributedSampler(client, data())
     loader: Any = DataLoader(data(), batch_size=BATCH, sampler=sampler)
     seen: Seen = []
     begun = optimizer.clock
+    tickets = []
     for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)
         for batch in sampler.follow(FetchesAhead(loader)):
@@ -70,10 +74,12 @@ def train(
             if optimizer.clock - begun == stop_after:
                 if not goes_on:
                     client.barrier()
-                ticket = client.checkpoint("for the test")
+                tickets.append(client.checkpoint("for the test"))
                 if not goes_on:
-                    ticket.wait(DEADLINE_S)
+                    tickets[0].wait(DEADLINE_S)
                     return seen
+    for ticket in tickets:
+        ticket.wait(DEADLINE_S)
     return seen
 
 
