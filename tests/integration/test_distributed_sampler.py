@@ -55,7 +55,7 @@ def train(
 ) -> Seen:
     """Train up to the end of `epochs`; or ask for a checkpoint after a step, and end, or go on.
 
-    Whoever asked sees the checkpoint complete before it leaves, so that the cluster is there for it.
+    Whoever asked waits for the checkpoint before it leaves, so that the cluster is there for it.
     """
     model = nn.Linear(1, 1)
     optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.0), consistency=consistency)
