@@ -206,6 +206,8 @@ class OutputCommit:
         # Who joins is told all anew: where nobody listens, reads need not wait for what is told.
         is_heard = news is not None and primary.is_heard
         if not decided.changes and not delta.endings and not is_heard:
+            if news is not None:  # a copy that is kept elsewhere does not have them
+                primary.log.decide_alone()
             primary.log.follow(decided.held)
             return []
         batch = primary.log.decide(

@@ -256,7 +256,7 @@ class Primary:
         else:
             self._include(living, now_s)
             log = self.log
-            ready = {n for n in log.backups if log.acked_by(n) >= log.released}
+            ready = {n for n in log.backups if log.acked_by(n) >= log.shown}
             wanted = ((self._configured | ready) & living) - log.heirs
             wanted = frozenset() if self._is_closed else wanted
             if wanted == self._configured:
@@ -284,7 +284,7 @@ class Primary:
         what was done already is not kept to be sent again.
         """
         for node_id, joining in list(self._joining.items()):
-            lacks = joining.number < self.log.released
+            lacks = joining.number < self.log.shown
             if self._stands(joining, now_s) and (lacks or node_id not in living):
                 self.log.exclude(node_id)
                 del self._joining[node_id]

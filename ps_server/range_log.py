@@ -93,6 +93,7 @@ class RangeLog:
         self._configured_count = len(self._acked)
         self._released = number
         self._is_past = False
+        self._anew = 0  # what nobody was told is in no copy before that number
         self._granted_s: dict[NodeId, float] = {}
         self.heirs: frozenset[NodeId] = frozenset()
         self._written: int | None = None
@@ -155,6 +156,11 @@ class RangeLog:
         return self._released
 
     @property
+    def shown(self) -> int:
+        """Whoever has everything up to it has all that anybody may have seen."""
+        return max(self._released, self._anew)
+
+    @property
     def is_settled(self) -> bool:
         """Whether all that was decided has been released."""
         return not self._entries
@@ -212,7 +218,7 @@ class RangeLog:
     # --- alone
 
     def decide_alone(self) -> None:
-        """Something was decided, and done, while `is_alone`."""
+        """Something was decided, and done, of which nobody else was told."""
         self._is_past = True
 
     def begin_snapshot(self) -> int:
@@ -220,16 +226,16 @@ class RangeLog:
         has the newest batch does not have.
         """
         if self._is_past:
-            self.number += 1
-            self._released = self.number
-            self._is_past = False
+            self.begin_anew()
+            self.lose_base()
         return self.number
 
     def begin_anew(self) -> None:
         """The values are other ones, which whoever has the newest batch does not have. What waits
-        for more servers goes on waiting, until some were given all of the range.
+        goes on waiting, until some were given all of the range.
         """
         self.number += 1
+        self._anew = self.number
         self._is_past = False
         if not self._entries:
             self._released = self.number

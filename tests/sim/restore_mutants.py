@@ -61,8 +61,8 @@ RESTORE_MUTANTS = (
         "who backed up a range before it was restored counts as having it",
         "S10",
         "ps_server/range_log.py",
-        "        self.number += 1\n        self._is_past = False\n",
-        "        self._is_past = False\n",
+        "        self.number += 1\n        self._anew = self.number\n",
+        "",
         _RESTORES,
     ),
     Mutant(

@@ -27,11 +27,11 @@ def _long(batch: Batch) -> Work[None]:
 
 
 class Server:
-    """A server whose range needs one more that has what is committed."""
+    """A server whose range needs one more that has what is committed, or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_in_sync: int = 2) -> None:
         self.machine = ServerMachine(ONE, 1)
-        self.replication = Replication(ONE, self.machine, LEASE_S, 2)
+        self.replication = Replication(ONE, self.machine, LEASE_S, min_in_sync)
         self.sent: list[Batch] = []
         self.output = OutputCommit(
             self.machine,
@@ -41,9 +41,9 @@ class Server:
             encode=_long,
         )
 
-    def see(self, seen: ClusterView) -> None:
+    def see(self, seen: ClusterView, change_number: int = 1) -> None:
         """A newer view, with a change that is proposed, as `ps_server.node` does."""
-        table = replace(TABLE, proposed=Change(1, 0, parsed("asp")))
+        table = replace(TABLE, proposed=Change(change_number, 0, parsed("asp")))
         self.replication.observe(replace(seen, tables=(table,)), 0.0)
         self.machine.observe(self.replication.serve(0.0))
         self.output.decide(self.machine.settle(0.0), 0.0)
@@ -69,6 +69,27 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     server.output.release(0.0, [RANGE])
     server.see(view(4, (3, ONE, (TWO,), ())))
     assert list(server.output.promises) == [Promise(TABLE.table_id, 1, 0)]
+
+
+def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> None:
+    """It has the newest batch still, and that does not have the promise (S9)."""
+    server = Server(min_in_sync=1)
+    server.see(view(1, (2, ONE, (TWO,), ())))
+    place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
+    server.output.decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), 0.0)
+    batch = server.sent[-1]
+    server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)  # no lease: answers wait
+    server.see(view(2, (3, ONE, (), (TWO,))), change_number=2)
+    server.output.release(0.0, [RANGE])
+    assert list(server.output.promises) == [Promise(TABLE.table_id, 2, 0)]
+    ((_, snapshot),) = server.output.snapshots(0.0)
+    assert snapshot.copies[TABLE.table_id].facts.promised == 2
+    assert snapshot.number > server.sent[-1].number
+    server.replication.acked(TWO, Ack(RANGE, batch.number, 3), 0.0)  # of the copy that it has kept
+    assert not list(server.replication.wishes(0.0))
+    server.replication.acked(TWO, Ack(RANGE, snapshot.number, 3), 0.0)
+    (wish,) = server.replication.wishes(0.0)
+    assert wish.backups == {TWO}
 
 
 def test_what_takes_long_releases_nothing_when_the_lease_is_over() -> None:

@@ -164,3 +164,17 @@ def test_too_few_servers_commit_nothing_and_answer_reads() -> None:
     assert log.release(0.1) == []  # it has all, and could not be made primary yet
     log.reconfigure(AssignmentEpoch(4), (THREE,))
     assert log.release(0.1) == ["held"]
+
+
+def test_a_copy_with_what_nobody_was_told_has_a_number_of_its_own_while_others_wait() -> None:
+    """What waits is not done by it, and who has the batches alone does not have what was seen."""
+    log = RangeLog(RANGE, EPOCH, (), LEASE_S, min_in_sync=2)
+    log.decide(TABLE, delta(), (), ["held"])
+    log.decide_alone()
+    assert (log.begin_snapshot(), log.number, log.shown, log.released) == (2, 2, 2, 0)
+    assert log.release(0.0) == []
+    log.include(TWO, 2)
+    log.granted(TWO, 0.0)
+    log.reconfigure(AssignmentEpoch(3), (TWO,))
+    assert log.release(0.1) == ["held"]
+    assert (log.begin_snapshot(), log.shown) == (2, 2)
