@@ -273,12 +273,13 @@ class Simulation:
             assert not left, f"worker {worker.rank} has no answer to {left}"
 
     def _waits_on(self, worker: SimWorker, key: EntryKey) -> bool:
-        """A worker whose training has ended since a table gets no initial values may have passed a
-        step there: the table's ranges never decide its seal.
+        """A worker whose training ends since a table gets no initial values, or that came as the
+        others ended and has not heard so yet, may have passed a step there: the table's ranges
+        never decide its seal.
         """
         server = self.cluster[self.layout.owner[key.range_id]]
         state = server.machine.parts[key.table_id, key.range_id].state
-        return worker.failed and not state.initialized
+        return (worker.failed or not worker.finished) and not state.initialized
 
     def _check_scales(self) -> None:
         """Every update of BSP was scaled by what the whole of its gradient needs."""
