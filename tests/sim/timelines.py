@@ -293,13 +293,11 @@ class TimelineServer(ReplicatedServer):
         self._was_read(lambda: self._ranges.was_read(key, part, versions))
 
     def _was_read(self, note: Callable[[], None]) -> None:
-        """The loop hears of it, when it gets to that."""
+        """The loop hears of it, when it gets to that, whatever is under way."""
         if not self._is_away(lambda: self._was_read(note)):
-            self.works.between(lambda: self._handed_over(note))
-
-    def _handed_over(self, note: Callable[[], None]) -> None:
-        note()
-        self._hand_over()
+            self.world.counts["values read beside a work"] += self.works.is_busy
+            note()
+            self._hand_over()
 
     def _hand_over(self) -> None:
         self.works.finish()
