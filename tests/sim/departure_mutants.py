@@ -6,6 +6,7 @@ from tests.sim.mutation import Mutant
 
 _DEPARTURES = ("departures",)
 _LOGS = ("departures-logs",)
+_RESTORES = ("departures-restores",)
 _SCHEDULER = "scheduler/departures.py"
 
 DEPARTURE_MUTANTS = (
@@ -40,6 +41,14 @@ DEPARTURE_MUTANTS = (
         "        if relied_on:\n",
         "        if False:\n",
         _DEPARTURES,
+    ),
+    Mutant(
+        "a restored cluster needs nobody for what its checkpoint has",
+        "S8",
+        _SCHEDULER,
+        "        finished = self._state.finished\n",
+        "        finished = self._state.finished or self._settings.restored\n",
+        _RESTORES,
     ),
     Mutant(
         "an update log has what was taken over a moment ago",

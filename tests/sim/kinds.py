@@ -8,6 +8,7 @@ from tests.sim.test_departures import (
     DepartureAwaySimulation,
     DepartureLogSimulation,
     DepartureReplacementSimulation,
+    DepartureRestoreSimulation,
     DepartureSimulation,
 )
 from tests.sim.test_disagreements import DisagreeingSimulation
@@ -46,6 +47,7 @@ KINDS: dict[str, type[Simulation]] = {
     "departures-away": DepartureAwaySimulation,
     "departures-logs": DepartureLogSimulation,
     "departures-replacements": DepartureReplacementSimulation,
+    "departures-restores": DepartureRestoreSimulation,
 }
 
 SHARES = {
@@ -69,5 +71,6 @@ SHARES = {
     "departures-away": 4,
     "departures-logs": 10,
     "departures-replacements": 10,
+    "departures-restores": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

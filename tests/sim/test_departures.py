@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
 import pytest
 
-from tests.sim.calamities import Plan
-from tests.sim.departing import TELLS, Departing
+from ps_core.cluster_view import Session
+from ps_core.errors import Fenced
+from ps_core.keys import NodeId
+from tests.sim.calamities import Calamities, Plan
+from tests.sim.departing import TELLS, Departing, Departures
+from tests.sim.replicated import ReplicatedServer
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_restores import (
+    Restoration,
+    RestoredSimulation,
+    RestoreSimulation,
+    TimelineStrikes,
+)
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import run_seeds
 
@@ -82,6 +94,62 @@ class DepartureReplacementSimulation(Departing, ReplacementSimulation):
     def plan(self) -> Plan:
         """What happens."""
         return with_tells(super().plan, self.world.draw)
+
+
+class _TimelineDepartures(TimelineStrikes, Departures):
+    """What befalls one timeline, while it lasts: servers are told to stop too."""
+
+
+class DepartureRestoreSimulation(Departing, RestoreSimulation):
+    """One seed in which the cluster is restored, too: this is its first timeline. A server that was
+    told to stop and hears that its timeline has ended ends, and registers nowhere.
+    """
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "told to stop", "let go", "left an older timeline", "told while values are loaded",
+        "restored in place", "restored elsewhere", "ranges loaded", "registered again",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset()
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges loaded": 4}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens."""
+        return with_tells(super().plan, self.world.draw)
+
+    def calamities_of(self, plan: Plan) -> Calamities:
+        """What befalls it, as planned."""
+        return _TimelineDepartures(self, plan)
+
+    def restored(self, began: Restoration) -> RestoredSimulation:
+        """The timeline that follows."""
+        return _DepartureRestoredSimulation(began)
+
+    def tell(self, server: ReplicatedServer) -> None:
+        """SIGTERM."""
+        if self.number > 1 and server.node_id not in self.told:
+            parts = server.machine.parts.values()
+            is_loading = any(not part.state.initialized for part in parts)
+            self.world.counts["told while values are loaded"] += is_loading
+        super().tell(server)
+
+    @contextlib.contextmanager
+    def _no_answer_for(self, session: Session) -> Iterator[None]:
+        kind = RestoreSimulation if self.is_past else Departing
+        with kind._no_answer_for(self, session):
+            yield
+
+    def _ended(self, node_id: NodeId, error: Fenced) -> None:
+        """A server of an older timeline hears of the newer one."""
+        server = self.servers[node_id]
+        if node_id not in self.told or server.is_paused:
+            super()._ended(node_id, error)
+        else:
+            self._end(server, "left an older timeline")
+
+
+class _DepartureRestoredSimulation(RestoredSimulation, DepartureRestoreSimulation):
+    """A timeline that began with a checkpoint."""
 
 
 @pytest.mark.timeout(300)

@@ -71,7 +71,7 @@ CALM_FIRST_S = 12.0
 MOST_TIMELINES = 3
 
 
-class _Strikes(Calamities):
+class TimelineStrikes(Calamities):
     """What befalls one timeline, while it lasts."""
 
     def __init__(self, simulation: RestoreSimulation, plan: Plan) -> None:
@@ -100,7 +100,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
     often: ClassVar[frozenset[str]] = frozenset({
         "restored in place", "restored elsewhere", "restored beside an open change",
         "restored by an away scheduler", "restored onto more servers", "restored a second time",
-        "ranges loaded", "Push refused", "Pull refused", "Replicate refused", "registered again",
+        "ranges loaded", "values read beside a work", "Push refused", "Pull refused", "Replicate refused", "registered again",
         "keeps its values", "failovers while values are loaded", "gradients of a new timeline",
         "fault: killed", "fault: worker killed", "failovers", "joined ranges", "equal replicas",
         "replacements", "joined", "changed", "checkpoints",
@@ -149,7 +149,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
 
     def calamities_of(self, plan: Plan) -> Calamities:
         """What befalls it, as planned."""
-        return _Strikes(self, plan)
+        return TimelineStrikes(self, plan)
 
     def checkpointer_of(self, seed: int) -> Checkpointer:
         """Who makes checkpoints."""
@@ -211,7 +211,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         asking = self.asking(0, Role.SERVER)
         drawn = self.world.draw.randbytes(16)
         return replace(
-            asking, registration_id=drawn, address=f"sim:{int.from_bytes(drawn[:2]) + 1}"
+            asking, registration_id=drawn, address=f"sim-{drawn[:8].hex()}:1"
         )
 
     def _replace(self, rank: int) -> None:
@@ -264,6 +264,10 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         self.world.counts["restored a second time"] += self.number > 1
         self.is_past = True
         self.following = Restoration(self)
+
+    def restored(self, began: Restoration) -> RestoredSimulation:
+        """The timeline that follows, to which enough nodes have come."""
+        return RestoredSimulation(began)
 
     def wake(self) -> None:
         """Whoever is paused or slow is not any more."""
@@ -504,7 +508,7 @@ class Restoration:
             self._away_until_s = now_s  # they have some time
         is_there = len(self.servers) >= wanted and len(self.workers) == WORKERS
         if is_there and after_s >= self._late_s:
-            self.following = RestoredSimulation(self)
+            self.following = self.before.restored(self)
         else:
             self.world.after(LOOK_S, self._look)
 
