@@ -100,7 +100,8 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
     often: ClassVar[frozenset[str]] = frozenset({
         "restored in place", "restored elsewhere", "restored beside an open change",
         "restored by an away scheduler", "restored onto more servers", "restored a second time",
-        "ranges loaded", "values read beside a work", "Push refused", "Pull refused", "Replicate refused", "registered again",
+        "ranges loaded", "values read beside a work", "Push refused", "Pull refused",
+        "Replicate refused", "registered again",
         "keeps its values", "failovers while values are loaded", "gradients of a new timeline",
         "fault: killed", "fault: worker killed", "failovers", "joined ranges", "equal replicas",
         "replacements", "joined", "changed", "checkpoints",
@@ -210,9 +211,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         """What a server registers with that comes later."""
         asking = self.asking(0, Role.SERVER)
         drawn = self.world.draw.randbytes(16)
-        return replace(
-            asking, registration_id=drawn, address=f"sim-{drawn[:8].hex()}:1"
-        )
+        return replace(asking, registration_id=drawn, address=f"sim-{drawn[:8].hex()}:1")
 
     def _replace(self, rank: int) -> None:
         """Another worker takes the rank, as soon as somebody can give it."""

@@ -8,7 +8,7 @@ from functools import partial
 from ps_core.change import Change
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
-from ps_core.keys import Incarnation
+from ps_core.keys import AssignmentEpoch, Incarnation
 from ps_core.work import Work, at_once
 from ps_server.events import Place, Sender, WithdrawEvent
 from ps_server.output_commit import OutputCommit
@@ -85,9 +85,10 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     ((_, snapshot),) = server.output.snapshots(0.0)
     assert snapshot.copies[TABLE.table_id].facts.promised == 2
     assert snapshot.number > server.sent[-1].number
-    server.replication.acked(TWO, Ack(RANGE, batch.number, 3), 0.0)  # of the copy that it has kept
+    kept = Ack(RANGE, batch.number, AssignmentEpoch(3))  # of the copy that it had
+    server.replication.acked(TWO, kept, 0.0)
     assert not list(server.replication.wishes(0.0))
-    server.replication.acked(TWO, Ack(RANGE, snapshot.number, 3), 0.0)
+    server.replication.acked(TWO, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.0)
     (wish,) = server.replication.wishes(0.0)
     assert wish.backups == {TWO}
 
