@@ -70,7 +70,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._writing: records.Delta | None = None
         self._unanswered: list[tuple[int, Callable[[], None]]] = []
         self._answers: list[tuple[int, Callable[[], None]]] = []
-        self._late: tuple[Transition, ...] = ()
+        self._late: tuple[Transition, ...] = ()  # durable, and told to nobody, by whoever died
         self._start_number, self._started_s = 0, 0.0
         self._has_died = False
         self._given: dict[int, bytes] = {}
@@ -128,6 +128,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         own, before = self.scheduler, self._told_view
         assert before is None or told.view.view_number >= before.view_number, "S18: it goes back"
         self._told_view = told.view
+        self._late = ()  # they came first
         self.scheduler = _AsTold(own, told.view)  # type: ignore[assignment]
         super()._publish(told.transitions)
         self.scheduler = own
@@ -226,7 +227,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         writing, self._writing = self._writing, None
         if writing is not None and self.fates.random() < 0.5:
             self._put(writing)
-            self._late += self._untold.written().transitions
+            self._late = self._untold.written().transitions
             self.world.counts["died in the write, which was whole"] += 1
         elif writing is not None:
             self.world.counts["died in the write, which is lost"] += 1
@@ -266,8 +267,8 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self.world.say("SCHEDULER STARTED AGAIN")
         self.world.counts["scheduler started again"] += 1
         self.world.counts["withdrawn at a start"] += len(began.transitions)
-        late, self._late = self._late, ()
-        self._untold.decided((*late, *began.transitions), is_news=bool(late or began.transitions))
+        late = (*self._late, *began.transitions)
+        self._untold.decided(late, is_news=bool(late))
         written = began.reply.view.checkpoint
         if written is not None:  # the directory says whether it has its manifest
             self.world.after(0.1, lambda: self._reach(lambda: self._settle(written.number)))
