@@ -229,11 +229,15 @@ class TrainRun:
         """What is done while the servers still serve."""
         if not self._scheduler:
             return
+        await self._look()
+        if self._settings.checkpoints.url:
+            self._has_last = await make_last(self._scheduler, ending, self._output)
+            await self._look()  # one that a script did not wait for may have failed meanwhile
+
+    async def _look(self) -> None:
         with contextlib.suppress(PushpullError):
             async with SchedulerQuery(self._scheduler) as query:
                 self._observe(await query.status())
-        if self._settings.checkpoints.url:
-            self._has_last = await make_last(self._scheduler, ending, self._output)
 
     def _checkpoint_exit_code(self) -> int:
         return CHECKPOINT_EXIT_CODE if self._checkpoints.failed_count or not self._has_last else 0
@@ -321,10 +325,12 @@ class TrainRun:
         for line in early:
             self._output.warn(line)
         if ending.exit_code:
-            failed = "the last checkpoint"
+            told = "the last checkpoint failed"
             if self._has_last:
-                failed = f"of its checkpoints {self._checkpoints.failed_count}"
-            self._output.complain(f"the run has ended well, but {failed} failed")
+                count = self._checkpoints.failed_count
+                failed = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+                told = f"{failed} before the last one failed; the last one is complete"
+            self._output.complain(f"the run has ended well, but {told}")
 
 
 def thread_environment(

@@ -365,6 +365,17 @@ class Launcher:
                 raise WaitExpired(f"{process.name} did not serve within {deadline_s:g} s\n{lines}")
             poll_s = min(poll_s * 2, _MAX_POLL_S)
 
+    def stop_scheduler(self, grace_s: float) -> None:
+        """End the scheduler before all others: then it waits for a checkpoint that is under way.
+        Idempotent.
+
+        Blocking: at most `grace_s`, and the kernel's time to kill.
+        """
+        with self._lock:
+            self._is_stopping = True
+            processes = list(self._processes)
+        _stop_all([p for p in processes if p.command.kind == "scheduler"], grace_s)
+
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End all roles: workers first, then servers, then the scheduler. Idempotent.
 

@@ -13,6 +13,9 @@ from ps_runtime.launcher import (
     start_servers,
 )
 
+_CHECKPOINT_GRACE_S = 35.0
+"""Longer than a scheduler waits for a checkpoint that is under way."""
+
 
 class LocalCluster:
     """A scheduler and servers on this machine; workers connect from this or any other process.
@@ -58,6 +61,7 @@ class LocalCluster:
 
     def _start(self, shape: ClusterShape, ready_deadline_s: float) -> None:
         self._launcher = Launcher()
+        self._keeps_checkpoints = bool(shape.checkpoints.url)
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
             self._scheduler = start_scheduler(self._launcher, shape, ready_deadline_s)
@@ -81,10 +85,12 @@ class LocalCluster:
         return {process.name: process.pid for process in self._launcher.processes}
 
     def stop(self) -> None:
-        """End all processes. Idempotent.
+        """End all processes, after a checkpoint that somebody has asked for. Idempotent.
 
-        Blocking: a few seconds at most.
+        Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
+        if self._keeps_checkpoints:  # servers have to be there until it is whole
+            self._launcher.stop_scheduler(_CHECKPOINT_GRACE_S)
         self._launcher.stop()
 
     def __enter__(self) -> Self:

@@ -28,10 +28,13 @@ from scheduler.checkpointing import CheckpointPolicy
 from scheduler.config import SchedulerConfig, parser
 from scheduler.restoring import AUTO
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
-from scheduler.start import Start, makes_last, started
+from scheduler.start import Start, started
 
 SERVERS_LEAVE_WITHIN_S = 5.0
 """How long a cluster that is done waits for its servers to say goodbye."""
+
+UNDER_WAY_WITHIN_S = 30.0
+"""How long a checkpoint that was asked for is waited for at the end, where no last one is made."""
 
 
 async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
@@ -146,7 +149,7 @@ async def _until_the_end(
 
 
 async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> None:
-    if settings.stop_when_done and makes_last(settings):
+    if settings.stop_when_done and settings.checkpoint_url:
         while not servicer.has_finished:
             await servicer.until_workers_are_done()
             await _make_last(settings, servicer, "the end of training")
@@ -160,14 +163,14 @@ async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> N
 
 async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> None:
     """Make a checkpoint of what there is, while there are servers; it is logged if there is none.
+    Where no last one is made, wait for one that somebody has asked for.
 
-    Blocking: at most `checkpoint_last_s`.
+    Blocking: at most `checkpoint_last_s`, or `UNDER_WAY_WITHIN_S` where that is 0.
     """
-    if not makes_last(settings) or not servicer.has_tables:
+    if not settings.checkpoint_url or not servicer.has_tables:
         return
-    within_s = settings.checkpoint_last_s
-    request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
-    making = asyncio.create_task(servicer.checkpointing.create(request, clock.now_s() + within_s))
+    within_s = settings.checkpoint_last_s or UNDER_WAY_WITHIN_S
+    making = asyncio.create_task(_last(settings, servicer, reason, clock.now_s() + within_s))
     left = asyncio.create_task(servicer.until_servers_have_left(2 * within_s))
     try:
         await asyncio.wait((making, left), return_when=asyncio.FIRST_COMPLETED)
@@ -180,6 +183,17 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
         for task in (making, left):
             task.cancel()
         await asyncio.gather(making, left, return_exceptions=True)
+
+
+async def _last(
+    settings: SchedulerConfig, servicer: SchedulerServicer, reason: str, deadline_s: float
+) -> None:
+    checkpointing = servicer.checkpointing
+    if settings.checkpoint_last_s:
+        request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
+        await checkpointing.create(request, deadline_s)
+    else:
+        await checkpointing.until_none_is_under_way(deadline_s)
 
 
 def main() -> None:

@@ -66,6 +66,9 @@ _MAX_REASON_CHARACTERS = 2_000
 _RETRY_S = 10.0
 """How long after one that was due has failed the next is tried."""
 
+_POLL_S = 0.02
+"""How often it is looked whether one has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
@@ -252,7 +255,21 @@ class Checkpointing:
                 return self._made[number]
             if clock.now_s() >= deadline_s:
                 raise WaitExpired(said or f"checkpoint {number} is not complete")
-            await asyncio.sleep(min(0.02, max(deadline_s - clock.now_s(), 0.0)))
+            await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
+
+    async def until_none_is_under_way(self, deadline_s: float) -> None:
+        """Wait until the one that is made is complete, or has failed; at once where there is none.
+
+        Args:
+            deadline_s: a moment.
+
+        Raises:
+            WaitExpired: it was not in time; the message says what it waits for.
+        """
+        while self._cluster.view.checkpoint is not None:
+            if clock.now_s() >= deadline_s:
+                raise WaitExpired(self._cluster.checkpoint_reason(clock.now_s()))
+            await asyncio.sleep(_POLL_S)
 
     def _check_knows_of_cuts(self, request: scheduler_pb2.CreateCheckpointRequest) -> None:
         if 0 < request.view_number < self._cut_in_view:

@@ -127,7 +127,8 @@ class SchedulerConfig:
         default=30.0,
         metadata={
             "help": "Seconds that a last checkpoint may take: when the scheduler is told to stop "
-            "while servers are there, and with stop_when_done when all workers have left. 0: none."
+            "while servers are there, and with stop_when_done when all workers have left. 0: none "
+            "is made; one that is under way has 30 s."
         },
     )
     resume: str = field(

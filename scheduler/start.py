@@ -118,7 +118,7 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         server_count=settings.servers,
         range_count=settings.ranges or range_count_for(settings.servers),
         max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done and not makes_last(settings),
+        stop_when_done=settings.stop_when_done and not settings.checkpoint_url,
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
         worker_timeout_s=settings.worker_timeout_s,
@@ -126,11 +126,6 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
         replica_count=settings.replicas,
         min_in_sync=settings.min_in_sync,
     )
-
-
-def makes_last(settings: SchedulerConfig) -> bool:
-    """Whether a last checkpoint is made."""
-    return bool(settings.checkpoint_url) and settings.checkpoint_last_s > 0
 
 
 def _as_set(kept: Kept, settings: SchedulerConfig) -> Kept:
@@ -153,7 +148,7 @@ def _as_set(kept: Kept, settings: SchedulerConfig) -> Kept:
         server_count=settings.servers,
         range_count=settings.ranges or was.range_count,
         max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done and not makes_last(settings),
+        stop_when_done=settings.stop_when_done and not settings.checkpoint_url,
         heartbeat_interval_s=settings.heartbeat_interval_s,
         lease_s=settings.lease_s,
         worker_timeout_s=settings.worker_timeout_s,

@@ -23,6 +23,7 @@ from tests.integration.resumed_training import Position
 
 END_DEADLINE_S = 60.0
 WORKERS, SERVERS, COUNT = 2, 2, 500
+_LARGE_COUNT = 1 << 23
 _STEP_S = 8.0
 """A step whose servers have gone is given up then, and its worker ends."""
 
@@ -59,11 +60,11 @@ class Bare:
 
 
 @contextlib.contextmanager
-def bare_cluster(root: Path, **settings: str) -> Iterator[Bare]:
+def bare_cluster(root: Path, workers: int = WORKERS, **settings: str) -> Iterator[Bare]:
     named = {f"PUSHPULL_{name.upper()}": value for name, value in settings.items()}
     environment = {"PUSHPULL_CHECKPOINT_URL": str(root), **named}
     with Launcher() as launcher:
-        shape = ClusterShape(SERVERS, WORKERS, environment=environment)
+        shape = ClusterShape(SERVERS, workers, environment=environment)
         scheduler = start_scheduler(launcher, shape)
         for server in start_servers(launcher, shape, scheduler.address):
             launcher.wait_ready(server)
@@ -192,3 +193,28 @@ def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
         said = cluster.end_of("scheduler")
         assert "event=no_last_checkpoint" in said
         assert "no server is left" in said
+
+
+def test_a_local_cluster_ends_after_a_checkpoint_that_nobody_waits_for(tmp_path: Path) -> None:
+    """It is large, so that it is not written before the cluster is told to end."""
+    root = tmp_path / "checkpoints"
+    with ps.local_cluster(checkpoint_url=str(root)) as cluster, ps.connect(cluster.address) as client:
+        table = client.create_table("large", _LARGE_COUNT, optimizer=ps.SGD(lr=1.0))
+        client.push_pull(table, np.ones(_LARGE_COUNT, np.float32))
+        client.checkpoint("mine")
+    with resolve(str(root)).reader as reader:
+        assert reader.manifest.reason == "mine"
+
+
+def test_a_scheduler_that_makes_no_last_one_waits_for_one_that_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, stop_when_done="1", workers=1, checkpoint_last_s="0") as cluster:
+        with ps.connect(cluster.address) as client:
+            table = client.create_table("large", _LARGE_COUNT, optimizer=ps.SGD(lr=1.0))
+            client.push_pull(table, np.ones(_LARGE_COUNT, np.float32))
+            client.checkpoint("mine")
+        assert "no_last_checkpoint" not in cluster.end_of("scheduler")
+    with resolve(str(root)).reader as reader:
+        assert reader.manifest.reason == "mine"
