@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Unpack
 
+from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.tables import OptimizerSpec, Table, TableSpec
 from ps_worker.connection import GRACE_S, Connection
@@ -185,6 +186,19 @@ class Catalogue(Connection):
         self.check_usable()
         check_handle(table)
         return self.engine.table(table.table.table_id).consistency
+
+    def await_view(
+        self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
+    ) -> None:
+        """Wait for a view of the cluster for which `holds`; `what` names it in the error.
+
+        Blocking: at most `deadline_s`.
+
+        Raises:
+            WaitExpired: none came.
+        """
+        waiting = self._loop.start(self.engine.view_where(holds, what, deadline_s))
+        self._result(waiting, deadline_s + GRACE_S)
 
     def why_no_edit(self, table: TableHandle) -> str:
         """Why the next step of a table cannot be an edit, as far as the newest view says; empty if

@@ -349,6 +349,12 @@ class Engine:
         )
         return found(view)
 
+    async def view_where(
+        self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
+    ) -> ClusterView:
+        """As the scheduler link's."""
+        return await self._scheduler.view_where(holds, what, deadline_s)
+
     def table(self, table_id: TableId) -> Table:
         """A table as the newest view has it."""
         return self._view.tables_by_id[table_id]

@@ -3,6 +3,8 @@
     parameters                  one, which replaces them
     optimizer state, and        one for each array, and for the parameters that were changed: laid
     perhaps parameters          beside what there is; the last, of `step`, puts all in place
+    before these                one for each clock after which another new worker has joined, and
+                                this one has not taken: it changes nothing
     frozen parameters           one more, on the tables that sleep, once the others have agreed
 
 Rules:
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 16
 
+PASSED = "passed"
+"""What is next when a clock is passed with an edit that changes nothing: no array has that name."""
+
 ASLEEP = "asleep"
 """What is next when the parameters of tables that sleep are: no array has that name."""
 
@@ -58,13 +63,17 @@ class PlannedEdits:
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def plan(self, edited: Edited, loaded: LoadedState | None, problem: str) -> None:
-        """These are to be given to the servers: at least one of them.
+    def plan(
+        self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0
+    ) -> None:
+        """These are to be given to the servers: at least one of them; so many clocks are passed
+        before.
 
         Blocking: as `edits.digest_of`.
         """
         self.edited, self._loaded, self.problem = edited, loaded, problem
         self._left.clear()
+        self._left.extend([PASSED] * passed_count)
         if problem or loaded is None:
             self._left.append("")
         else:
@@ -80,7 +89,7 @@ class PlannedEdits:
     @property
     def next(self) -> str:
         """The array that is to be laid beside or put in place; empty: parameters, at once; ASLEEP:
-        those of tables that sleep, at once.
+        those of tables that sleep, at once; PASSED: nothing.
         """
         check(bool(self._left), "PLAN-1", "nothing is planned")
         return self._left[0]

@@ -42,7 +42,7 @@ from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
 from ps_worker.measures import MEASURES
 from ps_worker.optimizers import Add, ServerOptimizer, check_switches, numbers_of
-from ps_worker.planned_edits import ASLEEP, PlannedEdits, load_refused
+from ps_worker.planned_edits import ASLEEP, PASSED, PlannedEdits, load_refused
 from ps_worker.served_state import (
     LoadedState,
     State,
@@ -54,6 +54,7 @@ from ps_worker.served_state import (
 from ps_worker.staging import is_finite
 from ps_worker.step_record import StepTimes
 from ps_worker.step_scale import StepScale
+from ps_worker.succession import clocks_behind, joins_nobody
 from ps_worker.tickets import Pulled, PushTicket, StepResult
 from ps_worker.trained_table import TrainedTable
 from ps_worker.training_options import TrainingOptions
@@ -387,7 +388,7 @@ class TrainedModel:
         loaded = None
         if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
             loaded = loaded_state(arrays)
-            if self._is_new:
+            if self._is_new and not self._joins_nobody():
                 raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
             why = self.why_no_edit()
             if why and self._given == (self._clock, loaded.digest):
@@ -467,17 +468,20 @@ class TrainedModel:
             for table, found in brought.items()
             if (indexes := sorted({*found} & {*edited.get(table, ())}))
         }
-        if left:
+        if left and not self._joins_nobody():
             raise EditRefused(
                 f"parameter {names_of(left)} was changed in {self._brings_nothing()}. The change "
                 "stays until it is undone"
             )
 
+    def _joins_nobody(self) -> bool:
+        return joins_nobody(self._client, self.tables)
+
     def _brings_nothing(self) -> str:
         return (
             f"'{self.options.name}' before this worker's first step, and it joins others that "
             f"train: the model is theirs, as of step {self._clock}. Nothing was sent. Load only "
-            "where optimizer.clock is 0, or start all workers anew"
+            "where optimizer.clock is 0, or start all workers anew, together"
         )
 
     def _plan_edits(self) -> None:
@@ -499,7 +503,8 @@ class TrainedModel:
         if why:
             raise EditRefused(load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
-        self._edits.plan(edited, self._loaded, problem)
+        passed_count = clocks_behind(self._client, self.tables) if self._is_new else 0
+        self._edits.plan(edited, self._loaded, problem, passed_count)
 
     def why_no_edit(self) -> str:
         """Why the next step cannot be an edit, as far as this worker knows; empty if it can."""
@@ -514,6 +519,8 @@ class TrainedModel:
         """
         edits, array = self._edits, self._edits.next
         name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
+        if array == PASSED:
+            name = PASSED.encode()
         for buffers in self.buffers if array != ASLEEP else ():
             buffers.push()
         for buffers in self.buffers if array != ASLEEP else ():
@@ -523,8 +530,8 @@ class TrainedModel:
             indexes = () if edits.problem else edits.edited.get(table, ())
             if table.is_asleep != (array == ASLEEP) or (table.is_asleep and not indexes):
                 continue
-            if array == ASLEEP:
-                tickets[table] = table.edit(indexes, name)
+            if array in (ASLEEP, PASSED):
+                tickets[table] = table.edit(indexes if array == ASLEEP else (), name)
             elif array in ("", VALUES_ARRAY):
                 tickets[table] = table.edit(indexes, name, array)
             else:

@@ -182,3 +182,22 @@ def edit_frozen(client: ps.Client, name: str, how: str) -> tuple[Values, Values,
             for entry in table.layout.placed
         }
     return values(model), served, refused
+
+
+def load_and_train(client: ps.Client, state: dict[str, Any] | None) -> list[Values]:
+    """The parameters after each of four steps of a worker that loads, first of all, a model, and
+    optimizer state if there is any; then it ends as one that failed.
+    """
+    model = seeded(Branched)
+    optimizer = optimizer_for(client, model, optimizer=ps.AdamW(lr=0.01))
+    load(model)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    history = []
+    for x in batches(4, rank=client.rank):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        history.append(values(model))
+    client.abandon("to be started again")
+    return history

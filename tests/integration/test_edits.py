@@ -114,6 +114,24 @@ def test_an_edit_before_the_first_step_needs_no_ceremony(workers: Workers) -> No
     check_all_equal(histories, in_one_process({0: "load_state_dict"}, momentum))
 
 
+def test_workers_that_were_all_started_again_load_as_those_before_did(pool: Pool) -> None:
+    """They go on with the servers' clocks, and with the model and the state that all of them load:
+    so the second runs are as the first.
+    """
+    model = seeded(Branched)
+    fresh = adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    fresh.step()
+    state = fresh.state_dict()
+    runs = []
+    with ps.local_cluster(servers=2, workers=WORKERS) as cluster:
+        for _ in range(2):
+            with pool.connected(cluster.address, WORKERS) as connected:
+                runs.append(connected.run(jobs.load_and_train, state=state))
+    check_all_equal([*runs[0], *runs[1]], runs[0][0])
+
+
 @pytest.mark.parametrize("options", [{"mode": "eager"}, {"kernels": "fast"}], ids=str)
 def test_an_edit_in_every_step(workers: Workers, options: dict[str, Any]) -> None:
     edits = dict.fromkeys(range(4), "clamp_")

@@ -198,7 +198,8 @@ def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
 def test_a_local_cluster_ends_after_a_checkpoint_that_nobody_waits_for(tmp_path: Path) -> None:
     """It is large, so that it is not written before the cluster is told to end."""
     root = tmp_path / "checkpoints"
-    with ps.local_cluster(checkpoint_url=str(root)) as cluster, ps.connect(cluster.address) as client:
+    cluster = ps.local_cluster(checkpoint_url=str(root))
+    with cluster, ps.connect(cluster.address) as client:
         table = client.create_table("large", _LARGE_COUNT, optimizer=ps.SGD(lr=1.0))
         client.push_pull(table, np.ones(_LARGE_COUNT, np.float32))
         client.checkpoint("mine")
