@@ -462,7 +462,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Blocking: until all workers have called it, have pulled the model, and have said so.
 
         Raises:
-            WaitExpired: somebody is missing, named by the message. Call it again to go on.
+            WaitExpired: somebody is missing, named by the message. Call it again to go on; the
+                next `step` goes on with it, too, before it takes its own step. So it is after
+                Ctrl-C. What the script changes meanwhile stays.
             EditRefused: a parameter was changed since the last step: its value would be lost.
             InvalidConfig: another worker has made another collective call.
         """

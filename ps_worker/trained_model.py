@@ -37,6 +37,7 @@ from ps_core.errors import (
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_worker.buffers import BufferTable
 from ps_worker.clipping import clip_of, clip_reduced, multiply_gradients
+from ps_worker.common_model import CommonModel
 from ps_worker.edits import REMEDIES, Edited, digest_of, names_of, problem_of
 from ps_worker.interrupts import uninterrupted
 from ps_worker.local_optimizer import StateBefore
@@ -127,7 +128,7 @@ class TrainedModel:
         self._client = client
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
-        self._meeting = 0  # how many waits of `synchronize` are behind it
+        self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # how far the clocks are ahead of the script's steps
         self._loaded: LoadedState | None = None
         self._given = (-1, b"")  # names the state that `gave_state` was told of, and when
@@ -196,53 +197,22 @@ class TrainedModel:
         the others are there, too.
         """
         self.end_step()
+        if not self._common.is_interrupted:
+            self._settle()
+            if self.options.applies_on_arrival and any(
+                t.handle.steps.has_open_step for t in self.tables
+            ):
+                raise InvalidConfig(
+                    "synchronize between backward and step in eager mode, whose blocks are applied "
+                    "as they come; call step() first"
+                )
+        self._common.meet(timeout_s, is_pulled=not self._aggregates)
+
+    def _settle(self) -> None:
         for table in self.tables:
             table.settle()
         for buffers in self.buffers:
             buffers.settle()
-        if not self._meeting:
-            self._check_may_synchronize()
-            self._client.barrier(f"synchronize {self.options.name}", timeout_s=timeout_s)
-            self._meeting = 1
-        if self.inner is not None and not self.adds:  # all have done the same with the same sums
-            self._meeting = 0
-            return
-        if self._meeting == 1:
-            self._pull_all()
-            self._meeting = 2
-        self._client.barrier(f"synchronized {self.options.name}", timeout_s=timeout_s)
-        self._meeting = 0
-
-    def _check_may_synchronize(self) -> None:
-        edited = {table: indexes for table in self.tables if (indexes := table.edited())}
-        if edited and (self.inner is None or self.adds):
-            raise EditRefused(
-                f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
-                "step, and synchronize would give it the servers' value. Undo the change, or take "
-                "a step() first"
-            )
-        if self.options.applies_on_arrival and any(
-            t.handle.steps.has_open_step for t in self.tables
-        ):
-            raise InvalidConfig(
-                "synchronize between backward and step in eager mode, whose blocks are applied as "
-                "they come; call step() first"
-            )
-
-    def _pull_all(self) -> None:
-        """All parameters and buffers as they are now, while nobody takes a step."""
-        for table in self.tables:
-            table.begin_refresh()
-        pulled = [buffers for buffers in self.buffers if buffers.is_pulled]
-        for buffers in pulled:
-            buffers.begin_pull()
-        for table in self.tables:
-            table.finish_refresh()
-        with uninterrupted():
-            for table in self.tables:
-                table.write_parameters()
-        for buffers in pulled:
-            buffers.finish()
 
     def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
         """New tables take the clocks that the others had for rounds.
@@ -268,10 +238,16 @@ class TrainedModel:
         """A backward pass runs: the next `step` is one of its own.
 
         Raises:
-            InvalidConfig: the step before would write its reduced gradients over it.
+            InvalidConfig: the step before would write its reduced gradients over it; or other
+                workers, which are in a `synchronize`, would see it.
         """
         if self._joined_at >= 0 and self._brought is None:
             self._brought = self._edited()
+        if self._common.is_interrupted and self.options.applies_on_arrival:
+            raise InvalidConfig(
+                "a backward pass in eager mode, whose blocks are applied as they come, before a "
+                "synchronize() that was interrupted has ended; call synchronize() until it returns"
+            )
         if self._sealed is None:
             return
         if self.inner is not None and not self.adds:
@@ -360,10 +336,8 @@ class TrainedModel:
         """One step; how it ended on each table that is awake, nothing if it was skipped."""
         self.end_step()
         self._times.computed(1 + max((table.handle.clock for table in self.tables), default=0))
-        for table in self.tables:
-            table.settle()
-        for buffers in self.buffers:
-            buffers.settle()
+        self._common.go_on()
+        self._settle()
         for table in self.tables:
             table.check_dtype()
         self._take_edits()

@@ -105,6 +105,62 @@ def test_sums_that_workers_apply_themselves_are_the_same_anyway(clients: list[ps
         assert torch.equal(found[1], torch.full((2, FEATURES), -4.0 * 111))
 
 
+def test_a_step_after_one_that_expired_ends_it_first_and_counts_once(
+    clients: list[ps.Client],
+) -> None:
+    """Else the others would have that step of the first worker, or lack it, as it happens."""
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "expired", consistency="asp")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    for rank in range(WORKERS):
+        step(optimizers[rank], models[rank], 10.0**rank)
+    optimizers[0].zero_grad()
+    models[0](torch.ones(1, FEATURES)).sum().backward()  # it has left, and stays what it is
+    with pytest.raises(ps.WaitExpired):
+        optimizers[0].synchronize(0.1)
+
+    def meet(rank: int) -> float:
+        if rank == 0:
+            optimizers[0].step()
+            return 0.0
+        optimizers[rank].synchronize()
+        return float(models[rank].weight.detach().min())
+
+    assert together([partial(meet, rank) for rank in range(WORKERS)]) == [0.0, -111.0, -111.0]
+    together([optimizer.synchronize for optimizer in optimizers])
+    for model in models:
+        assert torch.equal(model.weight, torch.full((2, FEATURES), -112.0))
+
+
+def test_what_changes_after_one_that_expired_is_not_written_over(clients: list[ps.Client]) -> None:
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "changed later")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    with pytest.raises(ps.WaitExpired):
+        optimizers[0].synchronize(0.1)
+    models[0].weight.data.fill_(5.0)
+
+    def meet(rank: int) -> str:
+        try:
+            optimizers[rank].synchronize()
+        except ps.EditRefused as error:
+            return error.message
+        return ""
+
+    told = together([partial(meet, rank) for rank in range(WORKERS)])
+    assert "'weight'" in told[0]
+    assert told[1:] == ["", ""]
+    assert float(models[0].weight.detach().min()) == 5.0
+
+
 def test_nobody_steps_on_before_all_have_pulled(clients: list[ps.Client]) -> None:
     """The second worker makes the calls by hand, and takes its time between them."""
     models = [zeroed() for _ in clients]
