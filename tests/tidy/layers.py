@@ -165,6 +165,7 @@ EDGE_MODULES = {
     "ps_worker.collective_link",
     "ps_worker.collectives",
     "ps_worker.config",
+    "ps_worker.common_model",
     "ps_worker.connection",
     "ps_worker.consistent_pulls",
     "ps_worker.device_copies",
