@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _STARTS = ("starts",)
+_RESTORES = ("starts-restores",)
 _RECORDS = "scheduler/store/records.py"
 
 JOURNAL_MUTANTS = (
@@ -80,5 +81,31 @@ JOURNAL_MUTANTS = (
         "if table.proposed is not None and not table.proposed.is_decided  # CH-2",
         "if table.proposed is not None  # CH-2",
         _STARTS,
+    ),
+    Mutant(
+        "what was written of the cluster before a restore stays",
+        "S18",
+        _RECORDS,
+        "            if len(before) != len(found) or before.keys() != found.keys():\n",
+        "            if False:\n",
+        _RESTORES,
+    ),
+    Mutant(
+        "settings are written once",
+        "S18",
+        _RECORDS,
+        "                if before.get(number) is not value:\n",
+        "                is_kept = kind == 'settings' and before\n"
+        "                if before.get(number) is not value and not is_kept:\n",
+        _RESTORES,
+    ),
+    Mutant(
+        "which timelines were replaced is forgotten at a start",
+        "S18",
+        _RECORDS,
+        '    settings = from_json(ClusterSettings, bodies["settings"])\n',
+        '    settings = from_json(ClusterSettings, bodies["settings"])\n'
+        "    settings = dataclasses.replace(settings, replaced_timelines=frozenset())\n",
+        _RESTORES,
     ),
 )

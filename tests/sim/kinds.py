@@ -21,6 +21,7 @@ from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
+from tests.sim.test_restores_kept import KeptRestoreSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import Simulation
@@ -48,6 +49,7 @@ KINDS: dict[str, type[Simulation]] = {
     "departures-logs": DepartureLogSimulation,
     "departures-replacements": DepartureReplacementSimulation,
     "departures-restores": DepartureRestoreSimulation,
+    "starts-restores": KeptRestoreSimulation,
 }
 
 SHARES = {
@@ -72,5 +74,6 @@ SHARES = {
     "departures-logs": 10,
     "departures-replacements": 10,
     "departures-restores": 10,
+    "starts-restores": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -259,10 +259,18 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         if now_s < self._restores_s or waits:
             self.world.after(AGAIN_S, self._may_restore)
             return
+        self._restore(is_open=is_open)
+
+    def _restore(self, *, is_open: bool) -> None:
+        """Now."""
         self.world.counts["restored beside an open change"] += is_open
         self.world.counts["restored a second time"] += self.number > 1
         self.is_past = True
-        self.following = Restoration(self)
+        self.following = self.restoration()
+
+    def restoration(self) -> Restoration:
+        """The time until there is a cluster again."""
+        return Restoration(self)
 
     def restored(self, began: Restoration) -> RestoredSimulation:
         """The timeline that follows, to which enough nodes have come."""
@@ -390,6 +398,7 @@ class Restoration:
         self.world.say(f"RESTORED from {self.saved.number}, elsewhere: {self.is_elsewhere}")
         self.settings = self._elsewhere() if self.is_elsewhere else self._in_place()
         self.scheduler = Cluster(self.settings, self.world.now_s)
+        self._changed()
         self.servers: dict[NodeId, tuple[Session, Address]] = {}
         self.workers: list[Session] = []
         self.following: RestoredSimulation | None = None
@@ -463,6 +472,7 @@ class Restoration:
                 return
             asking = self.before.asking_server()
             session = self.scheduler.register(asking, self.world.now_s).reply
+            self._changed()
             self._check_new(session)
             self.servers[session.node_id] = session, address
             address.sessions = Sessions(session, self.settings.token_key)
@@ -474,6 +484,7 @@ class Restoration:
         asking = self.before.asking(0, Role.WORKER)
         asking = replace(asking, registration_id=self.world.draw.randbytes(16))
         session = self.scheduler.register(asking, self.world.now_s).reply
+        self._changed()
         self._check_new(session)
         self.workers.append(session)
         self._beat(session)
@@ -493,6 +504,9 @@ class Restoration:
                 self.scheduler.heartbeat(session, self.world.now_s)
             self.world.after(BEAT_S / 2, lambda: self._beat(session))
 
+    def _changed(self) -> None:
+        """The scheduler has decided something."""
+
     def _look(self) -> None:
         """Whether all have come."""
         now_s, wanted = self.world.now_s, self.settings.server_count
@@ -500,7 +514,8 @@ class Restoration:
             waiting, self._waiting = self._waiting, []
             for action in waiting:
                 action()
-            self.scheduler.tick(now_s)
+            if self.scheduler.tick(now_s).transitions:
+                self._changed()
         after_s = now_s - max(self._began_s, self._away_until_s)
         if after_s > PATIENCE_S and len(self.servers) < wanted:
             self._start_others()

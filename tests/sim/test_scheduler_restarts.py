@@ -66,8 +66,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.fates = random.Random(f"fates of {seed}")
         self._fatal, self._writes_s = self.fates.choice(FATAL), self.fates.choice(WRITES_S)
-        self._untold = Untold()
-        self._records: dict[str, bytes] = {}
+        self._untold, self._records = self._journal()
         self._told_view: ClusterView | None = None
         self._writing: records.Delta | None = None
         self._unanswered: list[tuple[int, Callable[[], None]]] = []
@@ -81,6 +80,10 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._untold.decided((), is_news=True)
         self._put(self._take())
         self._tell_all(self._untold.written())
+
+    def _journal(self) -> tuple[Untold, dict[str, bytes]]:
+        """What is not durable yet, and what is, when it begins."""
+        return Untold(), {}
 
     # --- what is durable, and told
 
@@ -165,14 +168,16 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
                 self._tell(server, self._told_view)
 
     def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
-        def arrive() -> None:
-            start_number = self._start_number
-            decision = self.scheduler.register(asking, self.world.now_s)
-            self._publish(decision.transitions)
-            if start_number == self._start_number:  # else nobody answers
-                self._answered(asking, decision.reply, comes)
+        self._reach(lambda: self._asked_to_admit(asking, comes))
 
-        self._reach(arrive)
+    def _asked_to_admit(
+        self, asking: Registration, comes: Callable[[Decision[Session]], None]
+    ) -> None:
+        start_number = self._start_number
+        decision = self.scheduler.register(asking, self.world.now_s)
+        self._publish(decision.transitions)
+        if start_number == self._start_number:  # else nobody answers
+            self._answered(asking, decision.reply, comes)
 
     def _answered(
         self, asking: Registration, session: Session, comes: Callable[[Decision[Session]], None]

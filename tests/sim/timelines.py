@@ -87,6 +87,7 @@ class Saver(Checkpointer):
         self._every_s = self.draw.choice((0.7, 2.0, 4.0))
         self._timeline = simulation
         self._blocks: dict[int, dict[tuple[str, int], SavedBlock]] = {}
+        self._tables: dict[int, dict[str, RestoredTable]] = {}
         self.complete: list[Saved] = []
 
     def happened(self, transition: Transition) -> None:
@@ -100,12 +101,18 @@ class Saver(Checkpointer):
         if not self._timeline.is_past:
             super()._complete(number)
 
-    def _made(self, number: int) -> Saved:
-        tables = {}
+    def decided(self, number: int) -> None:
+        """It is complete, which is not told yet; another may be cut before it is."""
+        tables = self._tables[number] = {}
         for table in self.simulation.scheduler.view.tables:
             assert table.cut is not None
             clock = table.cut.after_clock
             tables[table.spec.name] = RestoredTable(table.spec, table.consistency, clock)
+
+    def _made(self, number: int) -> Saved:
+        if number not in self._tables:  # it is told at once
+            self.decided(number)
+        tables = self._tables.pop(number)
         return Saved(number, Restored(f"sim/{number}", tables), self._blocks[number])
 
     def _answered(
