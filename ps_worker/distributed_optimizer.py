@@ -26,7 +26,7 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
@@ -38,6 +38,7 @@ from ps_core.errors import InvalidConfig
 from ps_worker import succession
 from ps_worker.buffers import BufferTable, buffer_layouts
 from ps_worker.client import Client
+from ps_worker.data_parallel import check_reduces_alone
 from ps_worker.flat_layout import Parameters, named_group, named_groups, table_layouts
 from ps_worker.imported_model import check_known
 from ps_worker.local_optimizer import inner_optimizer
@@ -162,9 +163,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._loss: float | None = None
         self._is_made = False
+        self._has_stepped = False
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
+        self._check_reduces_alone(groups)
         if self._model.adds and self._options.is_eager:
             raise InvalidConfig(
                 "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
@@ -259,7 +262,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
                 round: what came before it counts).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
-                switch that is the table's for good was changed.
+                switch that is the table's for good was changed; or the model is in torch's
+                DistributedDataParallel, too, which reduces the gradients among the workers.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a worker that joins others. The step was not taken; what was
@@ -269,6 +273,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 pass in between; so it is after Ctrl-C. `zero_grad` waits for it too. Parameters
                 that the script changes meanwhile are an edit of the step after it.
         """
+        if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
+            self._check_reduces_alone(self.param_groups)
+            self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
             self._client.save_points.reach(is_explicit=False)
@@ -477,6 +484,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hooks.clear()
 
     # --- at the start
+
+    def _check_reduces_alone(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        parameters = (parameter for group in groups for parameter in group["params"])
+        check_reduces_alone(parameters, self._client.world_size)
 
     def _share(self, inner: torch.optim.Optimizer) -> None:
         self.param_groups = inner.param_groups

@@ -141,6 +141,37 @@ def test_a_step_that_is_asked_for_again_is_the_same_step(
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    """The other worker ends its step on the first table only, and on the second when told."""
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+
+    def made(rank: int) -> ps.DistributedOptimizer:
+        model = models[rank]
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        return ps.DistributedOptimizer(
+            two[rank], groups, ps.SGD(lr=1.0), module=model, name="halves", reduction="sum"
+        )
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(made, 1)
+        first = made(0)
+        handles = [table.handle for table in other.result()._tables]
+    models[0](torch.ones(1, 4)).sum().backward()
+    for handle in handles:
+        with pytest.raises(ps.WaitExpired, match=f"'{handle.name}'"):
+            first.step()
+        two[1].begin_step(handle).seal(skip=True)
+    ended(first.step)
+    assert first.clock == 1
+    assert torch.equal(models[0].weight.detach(), torch.full((1, 4), -1.0))
+    assert torch.equal(models[0].bias.detach(), torch.full((1,), -1.0))
+
+
 def test_zero_grad_waits_for_a_step_that_has_not_ended(two: tuple[ps.Client, ps.Client]) -> None:
     models = [seeded(Branched), seeded(Branched)]
     (x,) = batches(1)

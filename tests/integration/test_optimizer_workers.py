@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +236,22 @@ def test_buffers_of_asynchronous_workers_are_those_of_rank_zero(workers: Workers
     for result in workers.run(jobs.pulled, name="async-buffers", make=jobs.normed):
         for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked", "seen"):
             assert torch.equal(result[name], last[name]), name
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["module", "wrapped later"])
+def test_a_model_in_data_parallel_with_other_processes_is_refused(
+    workers: Workers, tmp_path: Path, is_late: bool
+) -> None:
+    """As frameworks do it that torchrun has started: its gradients would be reduced twice."""
+    found = workers.run(
+        jobs.train_in_data_parallel,
+        name=f"data parallel {is_late}",
+        file=str(tmp_path / "meeting"),
+        is_late=is_late,
+    )
+    for told, clock in found:
+        assert told.startswith(
+            f"the model is in DistributedDataParallel with {WORKERS} processes, and this is one of"
+        )
+        assert "remove RANK, WORLD_SIZE and LOCAL_RANK" in told
+        assert clock == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import ps_worker as ps
 from tests.integration.training_models import BLOCK, Branched, batches, seeded, values
@@ -167,3 +168,35 @@ def pulled(client: ps.Client, name: str, make: Callable[[], nn.Module]) -> Value
     model = make()
     ps.pull_model(client, model, name, consistent=False)
     return values(model)
+
+
+def train_in_data_parallel(
+    client: ps.Client, name: str, file: str, *, is_late: bool
+) -> tuple[str, int]:
+    """What a model that is in DistributedDataParallel is refused with, and the clock then.
+
+    Args:
+        client: the worker's.
+        name: the optimizer's.
+        file: where the processes meet.
+        is_late: it is wrapped when the optimizer has been made, as frameworks do it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=client.rank, world_size=client.world_size
+    )
+    optimizer: Any = None
+    try:
+        model = nn.Linear(3, 1)
+        if is_late:
+            optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name=name)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if not is_late:
+            optimizer = ps.DistributedOptimizer(client, wrapped, ps.SGD(lr=0.1), name=name)
+        wrapped(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    except ps.InvalidConfig as error:
+        return error.message, 0 if optimizer is None else optimizer.clock
+    finally:
+        distributed.destroy_process_group()
+    return "", optimizer.clock
