@@ -12,6 +12,7 @@ from ps_core.part_report import PartReport
 from ps_runtime import logs
 from ps_runtime.checkpoint_calls import join_checkpoint, report_part
 from ps_runtime.scheduler_link import SchedulerLink
+from ps_worker.save_points import Question
 
 
 class CheckpointLink:
@@ -37,34 +38,21 @@ class CheckpointLink:
 
         self._post(self._start, join())
 
-    def stay_for_checkpoint(
+    def ask_about_checkpoint(
         self,
+        question: Question,
         number: int,
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
         answered: Callable[[bool], None],
     ) -> None:
-        """Say that the script waits; `answered` is called on the loop."""
-
-        async def stay() -> None:
-            place = self._link, number, clocks, has_state
-            answered((await join_checkpoint(*place, stays=True)).must_step)
-
-        self._post(self._start, stay())
-
-    def ask_for_waiting(
-        self,
-        number: int,
-        clocks: Mapping[TableId, int],
-        *,
-        has_state: bool,
-        answered: Callable[[bool], None],
-    ) -> None:
-        """Say where this worker is, and ask whether another waits; as above."""
+        """Say where this worker is, and ask; `answered` is called on the loop."""
+        stays = question is Question.MUST_STEP
 
         async def ask() -> None:
-            answered((await join_checkpoint(self._link, number, clocks, has_state)).is_awaited)
+            heard = await join_checkpoint(self._link, number, clocks, has_state, stays=stays)
+            answered(heard.must_step if stays else heard.is_awaited)
 
         self._post(self._start, ask())
 

@@ -35,6 +35,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,6 +70,13 @@ class HasState(Protocol):
         ...
 
 
+class Question(Enum):
+    """What a worker asks the scheduler about a checkpoint, now and then."""
+
+    MUST_STEP = "its script waits: must it take a step first, which another has taken?"
+    IS_AWAITED = "does the script of another worker wait for it?"
+
+
 class Scheduler(Protocol):
     """What save points say to the scheduler; any thread."""
 
@@ -78,29 +86,17 @@ class Scheduler(Protocol):
         """Say where this worker is."""
         ...
 
-    def stay_for_checkpoint(
+    def ask_about_checkpoint(
         self,
+        question: Question,
         number: int,
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
         answered: Callable[[bool], None],
     ) -> None:
-        """Say that this worker's script waits at these clocks; `answered` is called with whether it
-        has to take a step first, which another has taken. It may never be called.
-        """
-        ...
-
-    def ask_for_waiting(
-        self,
-        number: int,
-        clocks: Mapping[TableId, int],
-        *,
-        has_state: bool,
-        answered: Callable[[bool], None],
-    ) -> None:
-        """Say where this worker is; `answered` is called with whether another worker's script waits
-        for this checkpoint. It may never be called.
+        """Say that this worker is at these clocks, and ask; `answered` is called with the answer.
+        It may never be called.
         """
         ...
 
@@ -150,11 +146,9 @@ class SavePoints:
         self._saved = 0  # the newest that was written, or lost
         self._had = 0  # the newest that the script has asked for
         self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
-        self._must_step = 0  # the newest checkpoint that waits for a step of this worker
-        self._stay_said_s = 0.0
+        self._yes = dict.fromkeys(Question, 0)  # the newest checkpoint of which that was so
+        self._asked_s = dict.fromkeys(Question, 0.0)  # when that was asked
         self._stays_since_s = 0.0
-        self._awaited = 0  # the newest checkpoint that another worker's script waits for
-        self._awaited_asked_s = 0.0
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
@@ -350,24 +344,30 @@ class SavePoints:
         asked now and then, while there is such a step, and told that this one stays.
         """
         is_ahead = self._step_ahead() is not None
-        if is_ahead and self._must_step == self._asked:
+        if is_ahead and self._yes[Question.MUST_STEP] == self._asked:
             return True
         is_long = self._is_under_way and now_s() >= self._stays_since_s + _LOOK_S
-        if (is_ahead or is_long) and now_s() >= self._stay_said_s + _LOOK_S:
-            self._stay_said_s = now_s()
+        if is_ahead or is_long:
             clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
-            self._scheduler.stay_for_checkpoint(
-                self._asked,
-                clocks,
-                has_state=bool(self._attached),
-                answered=partial(self._stay_answered, self._asked),
-            )
+            self._ask(Question.MUST_STEP, clocks)
         return False
 
-    def _stay_answered(self, number: int, must_step: bool) -> None:
+    def _ask(self, question: Question, clocks: Mapping[TableId, int]) -> None:
+        if now_s() < self._asked_s[question] + _LOOK_S:
+            return
+        self._asked_s[question] = now_s()
+        self._scheduler.ask_about_checkpoint(
+            question,
+            self._asked,
+            clocks,
+            has_state=bool(self._attached),
+            answered=partial(self._answered, question, self._asked),
+        )
+
+    def _answered(self, question: Question, number: int, is_so: bool) -> None:
         with self._changed:
-            if must_step:
-                self._must_step = max(self._must_step, number)
+            if is_so:
+                self._yes[question] = max(self._yes[question], number)
                 self._changed.notify_all()
 
     @property
@@ -384,7 +384,7 @@ class SavePoints:
         """
         until_s = now_s() + within_s
         with self._changed:
-            self._awaited_asked_s = now_s()
+            self._asked_s[Question.IS_AWAITED] = now_s()
             while not self._is_awaited():
                 left_s = until_s - now_s()
                 if is_over() or self._is_closed or left_s <= 0:
@@ -399,23 +399,10 @@ class SavePoints:
         """
         if not self._is_under_way or self._saved == self._asked:
             return False
-        if self._awaited == self._asked:
+        if self._yes[Question.IS_AWAITED] == self._asked:
             return True
-        if now_s() >= self._awaited_asked_s + _LOOK_S:
-            self._awaited_asked_s = now_s()
-            self._scheduler.ask_for_waiting(
-                self._asked,
-                self._next_clocks(),
-                has_state=bool(self._attached),
-                answered=partial(self._waiting_answered, self._asked),
-            )
+        self._ask(Question.IS_AWAITED, self._next_clocks())
         return False
-
-    def _waiting_answered(self, number: int, is_awaited: bool) -> None:
-        with self._changed:
-            if is_awaited:
-                self._awaited = max(self._awaited, number)
-                self._changed.notify_all()
 
     def had(self, number: int) -> None:
         """The script has this one, which it asked for."""

@@ -14,7 +14,7 @@ from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_worker.save_points import SavePoints
+from ps_worker.save_points import Question, SavePoints
 from ps_worker.table_handle import TableHandle
 
 A, B = TableId(1), TableId(2)
@@ -88,8 +88,9 @@ class Worker:
             self.joined.append((number, dict(clocks), has_state))
             self.heard.notify_all()
 
-    def stay_for_checkpoint(
+    def ask_about_checkpoint(
         self,
+        question: Question,
         number: int,
         clocks: Mapping[TableId, int],
         *,
@@ -97,24 +98,13 @@ class Worker:
         answered: Callable[[bool], None],
     ) -> None:
         """The answer is given on another thread, as by the loop."""
+        stays = question is Question.MUST_STEP
         with self.heard:
-            self.stayed.append((number, dict(clocks), has_state))
+            said = self.stayed if stays else self.asked
+            said.append((number, dict(clocks), has_state))
             self.heard.notify_all()
-        threading.Thread(target=answered, args=(self.must_step,)).start()
-
-    def ask_for_waiting(
-        self,
-        number: int,
-        clocks: Mapping[TableId, int],
-        *,
-        has_state: bool,
-        answered: Callable[[bool], None],
-    ) -> None:
-        """As above."""
-        with self.heard:
-            self.asked.append((number, dict(clocks), has_state))
-            self.heard.notify_all()
-        threading.Thread(target=answered, args=(self.is_awaited,)).start()
+        is_so = self.must_step if stays else self.is_awaited
+        threading.Thread(target=answered, args=(is_so,)).start()
 
     def report_part(self, number: int, part: PartReport) -> None:
         with self.heard:
