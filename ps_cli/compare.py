@@ -287,10 +287,10 @@ def _judged(ending: Ending, records: Sequence[WorkerRecord], mode: str) -> tuple
 def _outcome(run: Run) -> str:
     figures = run.figures
     if run.state != FINISHED:
-        return f"{run.state}: {run.message}"
+        return run.message if run.message.startswith(run.state) else f"{run.state}: {run.message}"
     measures = "".join(f", {name} {measure_text(value)}" for name, value in figures.quality.items())
     remark = f"; {run.message}" if run.message else ""
-    return f"{figures.step_count} steps in {figures.time_s:.1f} s{measures}{remark}"
+    return f"{figures.step_count} steps in {figures.time_s:.1f} s, all workers{measures}{remark}"
 
 
 def _rows(comparison: Comparison, runs: Sequence[Run]) -> list[ModeRow]:

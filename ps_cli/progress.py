@@ -97,6 +97,11 @@ def _sample(status: scheduler_pb2.NodeStatus, now_s: float) -> WorkerSample:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """As in "1 server", "2 servers"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def still_awaited(
     response: scheduler_pb2.GetClusterStatusResponse, server_count: int, worker_count: int
 ) -> str:
@@ -107,7 +112,7 @@ def still_awaited(
     servers = sum(n.node.role == types_pb2.NODE_ROLE_SERVER for n in response.nodes)
     ranks = {n.node.rank for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER}
     missing = (("server", server_count - servers), ("worker", worker_count - len(ranks)))
-    parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in missing if count > 0]
+    parts = [counted(count, kind) for kind, count in missing if count > 0]
     return f"waits for {' and '.join(parts)} to join" if parts else ""
 
 

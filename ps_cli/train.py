@@ -18,6 +18,7 @@ from ps_cli.output import Output
 from ps_cli.progress import (
     RateWindow,
     WorkerRow,
+    counted,
     early_ends,
     live_view,
     plain_lines,
@@ -270,9 +271,11 @@ class TrainRun:
             started = await asyncio.to_thread(start_scheduler, launcher, shape)
             await asyncio.to_thread(start_servers, launcher, shape, started.address)
             kept.scheduler = started.address
+            workers = counted(settings.worker_count, "worker")
+            servers = counted(settings.server_count, "server")
             self._output.say(
-                f"scheduler at {kept.scheduler}; starting {settings.worker_count} workers "
-                f"on {settings.server_count} servers, which import torch first"
+                f"scheduler at {kept.scheduler}; starting {workers} on {servers}, which import "
+                "torch first"
             )
         self._scheduler = kept.scheduler
         script = (str(settings.script), *settings.arguments)
