@@ -30,6 +30,9 @@ MB = 1e6
 ALONE = ("plain", "tuned")
 """Ways of `benchmarks.training`, which imports torch and is a process of its own."""
 
+_ACTIONS = ("steps", "transfer", "detection")
+"""What is timed on a cluster."""
+
 _CEILING_NAMES = {
     "local_step_s": "alone, default Adam",
     "local_fused_step_s": "alone, fused Adam",
@@ -94,7 +97,7 @@ def train(settings: BenchSettings) -> dict[str, object]:
                 "servers": 1,
                 "parameter_count": runs.parameter_count,
                 "bytes_per_step": 2 * ELEMENT_BYTES * runs.parameter_count,
-                **_figures(medians[f"{way} steps"], medians[f"{way} transfer"], ceilings),
+                **_figures({each: medians[f"{way} {each}"] for each in _ACTIONS}, ceilings),
             }
             for way in asked
         ],
@@ -111,11 +114,7 @@ def _start(stack: contextlib.ExitStack, asked: tuple[str, ...], shape: tuple[str
         "local_fused_step_s": _timed(by_way["plain"], "fused steps"),
         "local_tuned_step_s": _timed(by_way["tuned"], "fused steps"),
         "bare_step_s": _timed(by_way["tuned"], "bare steps"),
-        **{
-            f"{way} {action}": _timed(by_way[way], action)
-            for way in asked
-            for action in ("steps", "transfer")
-        },
+        **{f"{way} {action}": _timed(by_way[way], action) for way in asked for action in _ACTIONS},
     }
     return _Runs(timed, by_way, int(by_way["plain"].do("parameters").result))
 
@@ -130,8 +129,9 @@ def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
         yield stack.enter_context(Child("benchmarks.training", way, scheduler, *shape))
 
 
-def _figures(step_s: float, transfer_s: float, ceilings: dict[str, float]) -> dict[str, float]:
+def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str, float]:
     """How a step on the cluster stands beside one alone, and what of the transfer is hidden."""
+    step_s, transfer_s, detection_s = (taken_s[action] for action in _ACTIONS)
     exposed_s = step_s - ceilings["bare_step_s"]
     return {
         "step_s": rounded(step_s),
@@ -140,6 +140,8 @@ def _figures(step_s: float, transfer_s: float, ceilings: dict[str, float]) -> di
         "of_local_tuned": rounded(ceilings["local_tuned_step_s"] / step_s),
         "transfer_s": rounded(transfer_s),
         "exposed_s": rounded(exposed_s),
+        "detection_s": rounded(detection_s),
+        "detection_share": rounded(detection_s / step_s),
         "hidden": rounded(min(1.0, max(0.0, 1.0 - exposed_s / transfer_s))),
     }
 
@@ -163,11 +165,12 @@ def train_view(document: dict[str, Any]) -> RenderableType:
     for key, name in _CEILING_NAMES.items():
         steps.add_row(name, f"{document['ceilings'][key]:.4f}")
     transfer = TextTable(
-        title="train: what of the transfer is hidden",
-        caption="exposed: s beyond forward and backward; hidden: the rest of the transfer",
+        title="train: what of the transfer is hidden, and what looking for edits takes",
+        caption="exposed: s beyond forward and backward; hidden: the rest of the transfer; edits: "
+        "the part of a step that looks for parameters which the script has changed",
     )
     transfer.add_column("", no_wrap=True)
-    for heading in ("MB a step", "transfer s", "exposed s", "hidden"):
+    for heading in ("MB", "transfer s", "exposed s", "hidden", "edits"):
         transfer.add_column(heading, justify="right")
     for row in document["rows"]:
         name = f"{row['lane']} ({row['asked_lane']}), 1 worker, 1 server"
@@ -182,5 +185,6 @@ def train_view(document: dict[str, Any]) -> RenderableType:
             f"{row['transfer_s']:.4f}",
             f"{row['exposed_s']:.4f}",
             f"{row['hidden']:.0%}",
+            f"{row['detection_share']:.2%}",
         )
     return Group(steps, transfer)

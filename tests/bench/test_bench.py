@@ -168,6 +168,9 @@ def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
         assert row["of_local"] == pytest.approx(ceilings["local_step_s"] / row["step_s"], rel=0.01)
         assert row["transfer_s"] > 0
         assert 0 <= row["hidden"] <= 1
+        assert row["detection_s"] > 0
+        share = row["detection_s"] / row["step_s"]
+        assert row["detection_share"] == pytest.approx(share, rel=0.05)
 
 
 def test_optimizers_stand_beside_torch_in_a_file(tmp_path: Path) -> None:
