@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
 
     def made(rank: int) -> ps.DistributedOptimizer:
         model = models[rank]
-        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
         return ps.DistributedOptimizer(
             two[rank], groups, ps.SGD(lr=1.0), module=model, name="halves", reduction="sum"
         )

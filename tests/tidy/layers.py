@@ -169,6 +169,7 @@ EDGE_MODULES = {
     "ps_worker.connection",
     "ps_worker.consistent_pulls",
     "ps_worker.device_copies",
+    "ps_worker.data_parallel",
     "ps_worker.distributed_optimizer",
     "ps_worker.distributed_sampler",
     "ps_worker.edits",
