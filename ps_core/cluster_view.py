@@ -17,6 +17,7 @@ from functools import cached_property
 
 from ps_core.change import Checkpoint
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
+from ps_core.runs import Run
 from ps_core.tables import Table
 
 _NEVER = AssignmentEpoch(0)
@@ -56,19 +57,19 @@ class Session:
     role: Role
     rank: int = 0
     token: bytes = b""
+    run: str = ""
 
     def signed(self, token_key: bytes) -> bytes:
         """The token that proves this identity: HMAC-SHA256 over its fields (docs/PROTOCOL.md)."""
-        text = "|".join(
-            (
-                self.cluster_id,
-                self.timeline.hex(),
-                str(self.node_id),
-                str(self.incarnation),
-                self.role.value,
-                str(self.rank),
-            )
+        fields = (
+            self.cluster_id,
+            self.timeline.hex(),
+            str(self.node_id),
+            str(self.incarnation),
+            self.role.value,
+            str(self.rank),
         )
+        text = "|".join((*fields, self.run) if self.run else fields)
         return hmac.new(token_key, text.encode(), hashlib.sha256).digest()
 
     def is_genuine(self, token_key: bytes) -> bool:
@@ -88,6 +89,8 @@ class Node:
     state: NodeState
     silence_ms: int = 0
     """The silence after which it was declared GONE, or given up as LEFT."""
+    run: str = ""
+    """Workers and readers: the run that it is of."""
 
     @property
     def gone_words(self) -> str:
@@ -169,7 +172,9 @@ class BackupWish:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster at one moment. Nodes by id, ranges by id, tables by id."""
+    """The cluster at one moment. Nodes by id, ranges by id, tables by id. `worker_count` is of the
+    run without a name, `runs` are the others.
+    """
 
     view_number: int
     cluster_id: str
@@ -181,6 +186,34 @@ class ClusterView:
     finished: bool = False
     checkpoint: Checkpoint | None = None
     restored_from: str = ""
+    runs: tuple[Run, ...] = ()
+
+    def of_run(self, name: str) -> ClusterView:
+        """The cluster as a run sees it: its own workers, readers and tables, and all servers and
+        ranges. Checkpoints are of the run without a name.
+        """
+        if not (self.runs or name):
+            return self  # which is the only one
+        found = self._by_run.get(name)
+        if found is None:
+            found = self._by_run[name] = replace(
+                self,
+                worker_count=self.worker_count_of(name),
+                nodes=tuple(n for n in self.nodes if n.role is Role.SERVER or n.run == name),
+                tables=tuple(table for table in self.tables if table.run == name),
+                checkpoint=None if name else self.checkpoint,
+                restored_from="" if name else self.restored_from,
+                runs=(),
+            )
+        return found
+
+    @cached_property
+    def _by_run(self) -> dict[str, ClusterView]:
+        return {}
+
+    def worker_count_of(self, name: str) -> int:
+        """The number of workers that opens clock 1 of a run's tables."""
+        return next((run.worker_count for run in self.runs if run.name == name), self.worker_count)
 
     def reusing(self, before: ClusterView) -> ClusterView:
         """The same, with the tables of an older view where they are equal: what is known of these

@@ -35,6 +35,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "GetClusterStatus": _EVERYBODY,
     "CreateTable": _WORKERS,
     "ReportKeptValues": frozenset({Role.OPERATOR}),
+    "EndRun": frozenset({Role.OPERATOR}),
     "SetConsistency": _CHANGING,
     "PromiseChange": _SERVERS,
     "SetBackups": _SERVERS,

@@ -468,7 +468,7 @@ class Segment:
 class Table:
     """A table as the cluster knows it: its number, its place in the key space, its spec as it was
     created, its newest change, the one that the servers are asked for, of each rank that was given
-    anew who has it, its newest cut, and at which clock it was restored, if it was.
+    anew who has it, its newest cut, at which clock it was restored, if it was, and whose run it is.
     """
 
     table_id: TableId
@@ -479,6 +479,17 @@ class Table:
     joins: tuple[Join, ...] = ()
     cut: TableCut | None = None
     restored_clock: int | None = None
+    run: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its run and its name: no other table of the cluster has both."""
+        return self.run, self.spec.name
+
+    @property
+    def title(self) -> str:
+        """Its name, for whoever sees the tables of all runs."""
+        return f"{self.run}:{self.spec.name}" if self.run else self.spec.name
 
     @property
     def consistency(self) -> Consistency:

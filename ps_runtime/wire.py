@@ -34,6 +34,7 @@ from ps_core.keys import (
     Slot,
     TableId,
 )
+from ps_core.runs import Run
 from ps_core.tables import (
     Codec,
     DType,
@@ -190,6 +191,7 @@ def session_to_proto(session: Session) -> types_pb2.SessionIdentity:
         role=role_to_proto(session.role),
         rank=session.rank,
         session_token=session.token,
+        run=session.run,
     )
 
 
@@ -207,6 +209,7 @@ def session_from_proto(message: types_pb2.SessionIdentity) -> Session:
         role=role_from_proto(message.role, "session.role"),
         rank=message.rank,
         token=message.session_token,
+        run=message.run,
     )
 
 
@@ -374,6 +377,7 @@ def table_to_proto(table: Table) -> types_pb2.Table:
         joins=[join_to_proto(join) for join in table.joins],
         cut=None if table.cut is None else cut_to_proto(table.cut),
         restored_clock=table.restored_clock,
+        run=table.run,
     )
 
 
@@ -392,6 +396,7 @@ def table_from_proto(message: types_pb2.Table) -> Table:
         joins=tuple(join_from_proto(join) for join in message.joins),
         cut=cut_from_proto(message.cut) if message.HasField("cut") else None,
         restored_clock=message.restored_clock if message.HasField("restored_clock") else None,
+        run=message.run,
     )
 
 
@@ -405,6 +410,7 @@ def node_to_proto(node: Node) -> types_pb2.Node:
         address=node.address,
         state=_STATES[node.state],
         silence_ms=node.silence_ms,
+        run=node.run,
     )
 
 
@@ -422,6 +428,7 @@ def node_from_proto(message: types_pb2.Node) -> Node:
         address=message.address,
         state=_known(_STATE_OF, message.state, "node.state"),
         silence_ms=message.silence_ms,
+        run=message.run,
     )
 
 
@@ -486,6 +493,16 @@ def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
     )
 
 
+def run_to_proto(run: Run) -> types_pb2.Run:
+    """A run that has a name."""
+    return types_pb2.Run(name=run.name, worker_count=run.worker_count, ended=run.has_ended)
+
+
+def run_from_proto(message: types_pb2.Run) -> Run:
+    """A run that has a name."""
+    return Run(message.name, message.worker_count, message.ended)
+
+
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
     """The whole view."""
     return types_pb2.ClusterView(
@@ -499,6 +516,7 @@ def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
         finished=view.finished,
         checkpoint=None if view.checkpoint is None else checkpoint_to_proto(view.checkpoint),
         restored_from=view.restored_from,
+        runs=[run_to_proto(run) for run in view.runs],
     )
 
 
@@ -520,4 +538,5 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
         finished=message.finished,
         checkpoint=checkpoint_from_proto(message.checkpoint) if has_checkpoint else None,
         restored_from=message.restored_from,
+        runs=tuple(run_from_proto(run) for run in message.runs),
     )

@@ -29,11 +29,12 @@ class Place(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Who sent an entry, and on which stream."""
+    """Who sent an entry, of which run, and on which stream."""
 
     incarnation: Incarnation
     rank: int
     origin: int
+    run: str = ""
 
 
 class SealTerms(NamedTuple):
@@ -109,7 +110,8 @@ EntryEvent = PushEvent | SealEvent | ScaleEvent | WithdrawEvent
 
 class PullEvent(NamedTuple):
     """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
-    `consistent`. `rank`: the worker's. `cut_id`: the cut that it is the end of, if any.
+    `consistent`. `rank`: the worker's. `cut_id`: the cut that it is the end of, if any. `run`: the
+    caller's.
     """
 
     place: Place
@@ -120,6 +122,7 @@ class PullEvent(NamedTuple):
     deadline_s: float
     cut_id: tuple[Incarnation, int] | None = None
     rank: int = 0
+    run: str = ""
 
 
 class ReplyTo(NamedTuple):

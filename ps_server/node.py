@@ -330,6 +330,7 @@ class ParameterNode:
     def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
         """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
         self.works.finish()
+        self.machine.check_run(table_id, session.run)
         return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
 
     @decides
@@ -359,6 +360,7 @@ class ParameterNode:
             deadline_s,
             cut_id,
             read.session.rank,
+            read.session.run,
         )
         now_s = self.now()
         self.carry_out(self.machine.pull(event, now_s))
@@ -394,7 +396,10 @@ class ParameterNode:
         is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
         deadline_s = self.now() + limits.CHECKPOINT_CUT_S
         cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
-        event = PullEvent(place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, 0)
+        run = self.machine.table(key[0]).run
+        event = PullEvent(
+            place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, run=run
+        )
         yield from self._carrying_out(self.machine.pull(event, self.now()))
         return is_torn
 

@@ -10,6 +10,7 @@ Invariants:
     SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
     SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
     SM-5  Nothing happens to a part that is suspended.
+    SM-6  A part hears of nobody who is of another run than its table.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -37,6 +38,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
+from ps_core.runs import words
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
 from ps_server.events import (
@@ -93,7 +95,8 @@ class ServerMachine:
 
     def __init__(self, node_id: NodeId, worker_count: int) -> None:
         self._node_id = node_id
-        self._worker_count = worker_count
+        self._worker_count = worker_count  # of the run without a name
+        self._worker_counts: dict[str, int] = {}  # of the others
         self._epochs: dict[RangeId, AssignmentEpoch] = {}
         self._primaries: dict[RangeId, NodeId | None] = {}
         self._tables: dict[TableId, Table] = {}
@@ -132,6 +135,7 @@ class ServerMachine:
             r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
         }
         self._tables = view.tables_by_id
+        self._worker_counts = {run.name: run.worker_count for run in view.runs}
         self._is_open = any(table.proposed is not None for table in view.tables)
         added: list[PartAdded] = []
         for table in view.tables:
@@ -196,7 +200,8 @@ class ServerMachine:
     def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
         room = self._rooms.setdefault(table.table_id, TableRoom(table))
         versions = self._ready.pop((table.table_id, range_id), None)
-        part = RangeMachine(table, range_id, blocks, self._worker_count, room, versions)
+        worker_count = self._worker_counts.get(table.run, self._worker_count)
+        part = RangeMachine(table, range_id, blocks, worker_count, room, versions)
         adopted = self._adopted.pop((table.table_id, range_id), None)
         if adopted is not None:
             restore(adopted[0], part.state, adopted[1])
@@ -218,18 +223,21 @@ class ServerMachine:
         added, self._new_parts = self._new_parts, []
         for part in added:
             for node in self._ended.values():
-                effects += part.ended(node, now_s)
+                if node.run == part.state.table.run:  # SM-6
+                    effects += part.ended(node, now_s)
                 yield
         for node in workers:
             if node.incarnation in self._ended:
                 continue
             self._ended[node.incarnation] = node
             for part in self._parts.values():
-                effects += part.ended(node, now_s)
+                if node.run == part.state.table.run:  # SM-6
+                    effects += part.ended(node, now_s)
                 yield
-            for room in self._rooms.values():
-                room.forget(node)
-                room.credits(effects)
+            for table_id, room in self._rooms.items():
+                if node.run == self._tables[table_id].run:  # SM-6
+                    room.forget(node)
+                    room.credits(effects)
                 yield
         yield from self._noting_times()
         return effects
@@ -375,6 +383,18 @@ class ServerMachine:
         if incarnation in self._ended:
             raise Fenced(self._ended[incarnation].fence_words)
 
+    def check_run(self, table_id: TableId, run: str) -> None:
+        """Refuse whoever is of another run than the table (SM-6).
+
+        Raises:
+            TableNotFound: it is, or there is no such table.
+        """
+        owner = self.table(table_id).run
+        if owner != run:
+            raise TableNotFound(
+                f"there is no table {table_id} in {words(run)}: it is of {words(owner)}"
+            )
+
     # --- what workers say
 
     def table(self, table_id: TableId) -> Table:
@@ -425,6 +445,7 @@ class ServerMachine:
         """An entry arrived."""
         try:
             self._check_not_ended(event.sender.incarnation)
+            self.check_run(event.place.table_id, event.sender.run)
             part = self.part(event.place)
         except PushpullError as error:
             return [self._refusal(event, error)]
@@ -502,6 +523,7 @@ class ServerMachine:
         """A read of one range arrived."""
         try:
             self._check_not_ended(event.incarnation)
+            self.check_run(event.place.table_id, event.run)
             part = self.part(event.place)
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(

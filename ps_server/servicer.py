@@ -227,7 +227,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
         node, session = self._node, stream.session
-        sender = Sender(session.incarnation, session.rank, stream.origin)
+        sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
         try:
             async for message in messages:
                 await node.turns.breathe()

@@ -118,7 +118,7 @@ class EntryStream:
 
     def give_up(self, range_ids: Collection[RangeId], error: PushpullError) -> None:
         """Another server answers for these ranges: what is owed of them is asked there again."""
-        sender = Sender(self.session.incarnation, 0, self.origin)
+        sender = Sender(self.session.incarnation, 0, self.origin, self.session.run)
         for entry in [entry for entry in self.pending if entry[1] in range_ids]:
             self.reply(ReplyTo(sender, ReplyKind.ERROR, *entry, error=error))
 

@@ -40,6 +40,7 @@ class ConnectOptions(TypedDict, total=False):
     role: str
     rank: int | None
     world_size: int
+    run: str
     cluster_id: str
     connect_deadline_s: float
     request_deadline_s: float
@@ -65,6 +66,8 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             Kubernetes, and where there is none the lowest free one.
         world_size (int, 0): the workers that the job has: a cluster that is for another number
             refuses this one at once. 0: the job's if the rank is the job's, else it is not known.
+        run (str, ''): the name of the run that this is of, with ranks and tables of its own
+            (docs/RUNS.md); empty: the run without a name.
         cluster_id (str, ''): the cluster that is meant; empty: whichever answers.
         connect_deadline_s (float, 60.0): how long to go on trying to reach the cluster.
         request_deadline_s (float, 300.0): how long a push, a pull or a wait may take.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ps_core import limits
+from ps_core import limits, runs
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.config import add_flags, check_choice, resolve
@@ -48,6 +48,13 @@ class WorkerConfig:
         metadata={
             "help": "the workers that the job has: a cluster that is for another number refuses "
             "this one at once; 0: not known"
+        },
+    )
+    run: str = field(
+        default="",
+        metadata={
+            "help": "the name of the run that this is of, with ranks and tables of its own; empty: "
+            "the run without a name"
         },
     )
     cluster_id: str = field(
@@ -122,6 +129,7 @@ class WorkerConfig:
         if self.launch_id and not _LAUNCH_ID.fullmatch(self.launch_id):
             raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
         check_choice("role", self.role, ROLES)
+        runs.check_name(self.run)
         for name in ("rank", "world_size"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**31:

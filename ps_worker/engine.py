@@ -118,6 +118,7 @@ class Engine:
             cluster_id=config.cluster_id,
             launch_id=bytes.fromhex(config.launch_id),
             world_size=config.world_size,
+            run=config.run,
         )
         link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
         try:

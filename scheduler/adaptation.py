@@ -196,11 +196,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The bound of a table should be where `consistency` has it."""
+    """The bound of a run's table should be where `consistency` has it."""
 
     table_name: str
     consistency: Consistency
     reason: str
+    run: str = ""
 
 
 @dataclass(slots=True)
@@ -305,7 +306,7 @@ class Adaptation:
         if verdict.staleness == setting.staleness:
             return []
         moved = replace(setting, staleness=verdict.staleness)
-        return [Move(table.spec.name, moved, verdict.reason)]
+        return [Move(table.spec.name, moved, verdict.reason, table.run)]
 
     def _both(self, watched: _Watched, role: Role) -> list[NodeId]:
         """The nodes that are known from the beginning of the period until now."""

@@ -34,7 +34,7 @@ class AdaptiveTables:
     def observe(self, view: ClusterView) -> None:
         """The cluster has changed."""
         self._adaptation.observe(view)
-        tables = {table.spec.name: table for table in self._adaptation.tables}
+        tables = {table.title: table for table in self._adaptation.tables}
         for name, table in tables.items():
             self._metrics.staleness_bound.labels(table=name).set(table.consistency.staleness)
         for name in self._shown - tables.keys():
@@ -49,7 +49,7 @@ class AdaptiveTables:
     def wishes(self, now_s: float) -> list[Wish]:
         """The moves to be made now."""
         return [
-            Wish(move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason)
+            Wish(move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason, move.run)
             for move in self._adaptation.look(now_s)
         ]
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from ps_core import limits
+from ps_core import limits, runs
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded, Recovering
 from ps_core.keys import NodeId
-from ps_core.tables import OptimizerKind
+from ps_core.runs import Run
+from ps_core.tables import OptimizerKind, Table
 from scheduler import update_offers
 from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
 
@@ -96,6 +97,9 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
     if request.role is Role.SERVER:
         _check_address(request.address)
         _check_fingerprint(request.kernel_fingerprint)
+    runs.check_name(request.run)
+    if request.run and request.role is Role.SERVER:
+        raise InvalidConfig(f"run is '{request.run}'; a server is of no run, and serves all")
     if request.role is not Role.WORKER and request.requested_rank is not None:
         raise InvalidConfig(
             f"requested_rank is {request.requested_rank}; a {request.role.value} has no rank"
@@ -170,7 +174,8 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
         InvalidConfig: another request had the id.
     """
     for name in (
-        "role", "address", "requested_rank", "kernel_fingerprint", "custom_updates", "update_log",
+        "role", "run", "address", "requested_rank", "kernel_fingerprint", "custom_updates",
+        "update_log",
     ):  # fmt: skip
         came, was = getattr(request, name), getattr(first, name)
         if came != was:
@@ -249,12 +254,40 @@ def _ask_again(reason: str, heard: Heard) -> Recovering:
     return Recovering(reason, retry_after_ms=max(1, round(heard.interval_s * 1000)))
 
 
+def run_of(request: Registration, state: ClusterState, settings: ClusterSettings) -> Run:
+    """The run that a worker is of, or begins: then of as many as its job has, if that is known."""
+    begun = Run(request.run, request.world_size or settings.worker_count)
+    known = state.runs.get(request.run)
+    return known or (begun if request.run else Run("", settings.worker_count))
+
+
+def check_run(request: Registration, state: ClusterState) -> None:
+    """Refuse who comes to a run that an operator has ended, or that is not there.
+
+    Raises:
+        InvalidConfig: saying which.
+    """
+    run = state.runs.get(request.run)
+    if request.role is Role.WORKER and run is not None and run.has_ended:
+        raise InvalidConfig(over_words(run.name, "an operator ended it"))
+    if request.role is Role.READER and request.run and run is None:
+        known = ", ".join(f"'{name}'" for name in list(state.runs)[:_LISTED_COUNT]) or "none"
+        raise InvalidConfig(
+            f"there is no run '{request.run}' to read; the runs of the cluster: {known}"
+        )
+
+
+def over_words(run: str, why: str) -> str:
+    """Why nobody joins a run any more, and what to do."""
+    return f"run '{run}' is over: {why}; give the new run another name (--run, PUSHPULL_RUN)"
+
+
 def choose_rank(
-    request: Registration, settings: ClusterSettings, state: ClusterState, heard: Heard
+    request: Registration, cluster: ClusterSettings, state: ClusterState, heard: Heard
 ) -> int:
-    """The rank of a new worker: the one that it asks for; else, of those that the cluster was
-    started for, the lowest that was never given, or the lowest of one that is gone; else the lowest
-    free one beyond these.
+    """The rank of a new worker in its run: the one that it asks for; else, of those that the run is
+    for, the lowest that was never given, or the lowest of one that is gone; else the lowest free
+    one beyond these.
 
     Raises:
         InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
@@ -262,7 +295,14 @@ def choose_rank(
             has another number of workers.
         Recovering: whoever has it may be dead, and the caller waits.
     """
-    holders = state.workers_by_rank()
+    run = run_of(request, state, cluster)
+    settings = cluster.of_run(run)
+    if settings.rank_count > limits.MAX_NODE_COUNT // 2:
+        raise InvalidConfig(
+            f"run '{run.name}' would have {settings.rank_count} workers; expected at most "
+            f"{limits.MAX_NODE_COUNT // 2}"
+        )
+    holders = state.workers_by_rank(run.name)
     describe = heard.describe
     _check_world_size(request, settings, holders.values())
     rank = request.requested_rank
@@ -277,18 +317,18 @@ def choose_rank(
         )
         rank = next(chain(fresh, gone, beyond), None)
         if rank is None:
-            taken = _all_taken(settings, holders, describe)
+            taken = _all_taken(run, settings, holders, describe)
             _check_all_live(request, settings, holders.values(), taken, heard)
             raise InvalidConfig(taken)
     if not 0 <= rank < settings.rank_count:
         raise InvalidConfig(
-            f"requested_rank is {rank}; {_sizes(settings)}, ranks 0 to {settings.rank_count - 1}: "
-            f"ask for one of these, or for none, or start the cluster with more (--workers, "
-            f"--max-workers)"
+            f"requested_rank is {rank}; {_sizes(settings, run.name)}, ranks 0 to "
+            f"{settings.rank_count - 1}: ask for one of these, or for none, or start "
+            "the cluster with more (--workers, --max-workers)"
         )
     holder, is_further = holders.get(rank), rank >= settings.worker_count
     if is_further:
-        _check_may_come_late(state)
+        _check_may_come_late(state.tables_of(run.name))
     if holder is None or holder.state is NodeState.GONE:
         return rank
     if is_further and not holder.state.is_member:
@@ -296,7 +336,8 @@ def choose_rank(
     if not holder.state.is_member:
         raise InvalidConfig(
             f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
-            "again, that of one that is gone is"
+            "again, that of one that is gone is. A new run needs a name of its own (--run, "
+            "PUSHPULL_RUN)"
         )
     taken = f"rank {rank} is taken by {describe(holder)}"
     _check_all_live(request, settings, (holder,), taken, heard)
@@ -314,8 +355,8 @@ def _check_world_size(
         return
     if all(holder.state.is_member for holder in holders):
         raise InvalidConfig(
-            f"the job has {count} workers (world_size); {_sizes(settings)}: start its scheduler "
-            f"with --workers {count}, or as many workers as it waits for"
+            f"the job has {count} workers (world_size); {_sizes(settings, request.run)}: "
+            f"{_size_remedy(request.run, count)}, or as many workers as it waits for"
         )
 
 
@@ -335,9 +376,9 @@ def _check_all_live(
         raise _ask_again(f"{taken}; {given}", heard)
 
 
-def _check_may_come_late(state: ClusterState) -> None:
+def _check_may_come_late(tables: Iterable[Table]) -> None:
     """Refuse a further worker where the workers hold what it would need to begin."""
-    for table in state.tables.values():
+    for table in tables:
         if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             raise InvalidConfig(
                 f"a worker beyond those that the cluster was started for; table "
@@ -346,14 +387,23 @@ def _check_may_come_late(state: ClusterState) -> None:
             )
 
 
-def _sizes(settings: ClusterSettings) -> str:
+def _size_remedy(run: str, count: int) -> str:
+    other = "give the run of this job another name"
+    return other if run else f"start its scheduler with --workers {count}"
+
+
+def _sizes(settings: ClusterSettings, run: str) -> str:
     more = ""
     if settings.rank_count > settings.worker_count:
         more = f" and takes up to {settings.rank_count}"
+    if run:
+        return f"run '{run}' was begun for {settings.worker_count} workers{more}"
     return f"the cluster was started for {settings.worker_count} workers{more}"
 
 
-def _all_taken(settings: ClusterSettings, holders: dict[int, Node], describe: Describe) -> str:
+def _all_taken(
+    run: Run, settings: ClusterSettings, holders: dict[int, Node], describe: Describe
+) -> str:
     listed = [
         f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]
     ]
@@ -361,7 +411,8 @@ def _all_taken(settings: ClusterSettings, holders: dict[int, Node], describe: De
     if count > _LISTED_COUNT:
         listed.append(f"and {count - _LISTED_COUNT} more")
     limit = "was started for" if count == settings.worker_count else "takes (max_workers)"
+    whole = f"run '{run.name}'" if run.name else "the cluster"
     return (
-        f"a worker beyond the {count} that the cluster {limit}: every rank is "
+        f"a worker beyond the {count} that {whole} {limit}: every rank is "
         f"given, {', '.join(listed)}"
     )

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ps_core.change import Change, ChangeOutcome, Join, TableCut
-from ps_core.cluster_view import Node, Role
+from ps_core.cluster_view import Node
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
@@ -54,7 +54,7 @@ MAX_AFTER_CLOCK = 2**53 - 1
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Someone wants this consistency for a table, not before the clock after `after_clock`, and
-    waits for it until `deadline_s`; `reason` is for the log.
+    waits for it until `deadline_s`; `reason` is for the log, `run` is the table's.
     """
 
     table_name: str
@@ -62,6 +62,7 @@ class Wish:
     after_clock: int
     deadline_s: float
     reason: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Changes:
             InvalidConfig: its optimizer, or the number of workers, does not allow it.
             Overloaded: the view has no room for it.
         """
-        table = self._table(wish.table_name)
+        table = self._table(wish.run, wish.table_name)
         if not 0 <= wish.after_clock <= MAX_AFTER_CLOCK:
             raise InvalidConfig(
                 f"after_clock is {wish.after_clock}; expected 0 to {MAX_AFTER_CLOCK}"
@@ -144,7 +145,7 @@ class Changes:
         """Propose that the bound of a table moves to where the wish has it; nothing if it is there,
         the table's setting has other bounds, another change is not settled or the view is full.
         """
-        table = self._table(wish.table_name)
+        table = self._table(wish.run, wish.table_name)
         has_bounds = table.consistency.begun == wish.consistency.begun
         if table.proposed is not None or not has_bounds or table.consistency == wish.consistency:
             return []
@@ -160,24 +161,25 @@ class Changes:
 
     # --- workers that join
 
-    def join_bytes(self, rank: int) -> int:
+    def join_bytes(self, run: str, rank: int) -> int:
         """What a worker that joins with this rank takes of the view, beside its node."""
-        tables = self._state.tables.values()
-        needed_bytes = sum(self.needed_bytes(table) for table in tables)
-        return needed_bytes + view_size.JOIN_BYTES * len(self._without_room(rank))
+        needed_bytes = sum(self.needed_bytes(table) for table in self._state.tables_of(run))
+        return needed_bytes + view_size.JOIN_BYTES * len(self._without_room(run, rank))
 
-    def _without_room(self, rank: int) -> list[TableId]:
-        """The tables that nobody has joined with this rank, nor was to."""
-        rooms, tables = self._state.join_rooms, self._state.tables.values()
+    def _without_room(self, run: str, rank: int) -> list[TableId]:
+        """The tables of a run that nobody has joined with this rank, nor was to."""
+        rooms, tables = self._state.join_rooms, self._state.tables_of(run)
         return [t.table_id for t in tables if (t.table_id, rank) not in rooms]
 
-    def join(self, join: Join) -> None:
-        """This worker is to have its rank in every table, whoever had it or was due to."""
+    def join(self, run: str, join: Join) -> None:
+        """This worker is to have its rank in every table of its run, whoever had it or was due
+        to.
+        """
         state = self._state
-        for table_id in self._without_room(join.rank):
+        for table_id in self._without_room(run, join.rank):
             state.view_bytes += view_size.JOIN_BYTES
             state.join_rooms.add((table_id, join.rank))
-        for table in state.tables.values():
+        for table in state.tables_of(run):
             due = state.joins_due.setdefault(table.table_id, [])
             due[:] = [*(other for other in due if other.rank != join.rank), join]
 
@@ -186,14 +188,14 @@ class Changes:
         for due in self._state.joins_due.values():
             due[:] = [join for join in due if join.incarnation != node.incarnation]
 
-    def joined_before(self, worker_count: int) -> tuple[Join, ...]:
-        """Who has the ranks that were given anew, and those beyond the first, in a table that is
-        made now.
+    def joined_before(self, run: str, worker_count: int) -> tuple[Join, ...]:
+        """Who has the ranks that were given anew, and those beyond the first, in a table of the run
+        that is made now.
         """
         first: dict[int, Node] = {}
-        for node in self._state.nodes_of(Role.WORKER):
+        for node in self._state.workers_of(run):
             first.setdefault(node.rank, node)
-        newest = self._state.workers_by_rank()
+        newest = self._state.workers_by_rank(run)
         return tuple(
             Join(rank, node.incarnation)
             for rank, node in sorted(newest.items())
@@ -216,7 +218,9 @@ class Changes:
         for table in list(self._state.tables.values()):
             due = self._state.joins_due.get(table.table_id)
             if due and table.proposed is None:
-                wish = Wish(table.spec.name, table.consistency, 0, now_s + patience_s)
+                wish = Wish(
+                    table.spec.name, table.consistency, 0, now_s + patience_s, run=table.run
+                )
                 proposed += self._propose(table, wish, now_s, due[0])[1]
         return proposed
 
@@ -243,7 +247,7 @@ class Changes:
         self, table: Table, checkpoint: int, deadline_s: float, now_s: float
     ) -> list[Transition]:
         """Propose to cut a table that has no proposal, for a checkpoint."""
-        wish = Wish(table.spec.name, table.consistency, 0, deadline_s)
+        wish = Wish(table.spec.name, table.consistency, 0, deadline_s, run=table.run)
         return self._propose(table, wish, now_s, checkpoint=checkpoint)[1]
 
     def held_for(self, checkpoint: int) -> dict[TableId, int | None]:
@@ -298,13 +302,13 @@ class Changes:
             [ChangeProposed(proposed, change, wish.reason)],
         )
 
-    def outcome(self, table_name: str, number: int, now_s: float) -> Outcome:
+    def outcome(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
         """What has become of a proposal.
 
         Raises:
             TableNotFound: there is no such table.
         """
-        table = self._table(table_name)
+        table = self._table(run, table_name)
         if table.proposed is not None and table.proposed.number == number:
             return Pending(self._reason(table, table.proposed, now_s), number)
         if table.change is not None and table.change.number >= number:
@@ -387,14 +391,15 @@ class Changes:
         del self._state.proposals[table.table_id]
         return ChangeWithdrawn(self._put(replace(table, proposed=None)), reason)
 
-    def _table(self, name: str) -> Table:
-        table = self._state.tables.get(name)
+    def _table(self, run: str, name: str) -> Table:
+        table = self._state.tables.get((run, name))
         if table is None:
-            raise TableNotFound(f"there is no table '{name[:200]}'")
+            where = f" in run '{run}'" if run else ""
+            raise TableNotFound(f"there is no table '{name[:200]}'{where}")
         return table
 
     def _put(self, table: Table) -> Table:
-        self._state.tables[table.spec.name] = table
+        self._state.tables[table.key] = table
         return table
 
     def _reason(self, table: Table, change: Change, now_s: float) -> str:
@@ -419,10 +424,10 @@ def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[J
     beyond the first, if it is a member and has not joined.
     """
     first: dict[int, Node] = {}
-    for node in state.nodes_of(Role.WORKER):
+    for node in state.workers_of(table.run):
         first.setdefault(node.rank, node)
     joined = {join.incarnation for join in table.joins}
-    newest = sorted(state.workers_by_rank().values(), key=lambda node: node.node_id)
+    newest = sorted(state.workers_by_rank(table.run).values(), key=lambda node: node.node_id)
     return [
         Join(node.rank, node.incarnation)
         for node in newest

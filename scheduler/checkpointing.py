@@ -50,7 +50,7 @@ from scheduler.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.checkpoints import LEAVING
+from scheduler.checkpoints import LEAVING, UNNAMED
 from scheduler.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Transition
 
@@ -181,7 +181,8 @@ class Checkpointing:
         policy, url = self._policy, self._cluster.settings.checkpoint_url
         if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
             return
-        if not self._cluster.view.tables or self._cluster.view.checkpoint is not None:
+        view = self._cluster.view.of_run(UNNAMED)
+        if not view.tables or view.checkpoint is not None:
             return
         if self._last_s is None:  # training begins
             self._last_s = now_s
@@ -205,7 +206,7 @@ class Checkpointing:
         """
         restored = self._cluster.settings.restored
         tables = restored.tables.values() if restored is not None else ()
-        cuts = (table.cut for table in self._cluster.view.tables)
+        cuts = (table.cut for table in self._cluster.view.of_run(UNNAMED).tables)
         clocks = [*(table.clock for table in tables), *(cut.after_clock for cut in cuts if cut)]
         return max(clocks, default=0)
 
@@ -322,7 +323,9 @@ class Checkpointing:
         problem = ""
         cluster = self._cluster
         try:
-            manifest = manifest_of(cluster.settings, attempt, cluster.view.world_size)
+            manifest = manifest_of(
+                cluster.settings, attempt, cluster.view.of_run(UNNAMED).world_size
+            )
             manifest, directory = await asyncio.to_thread(
                 lambda: _completed(attempt, manifest, self.left_url)
             )

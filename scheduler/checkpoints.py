@@ -10,6 +10,7 @@
     proposed | cut --not in time, a range has another primary, a server cannot write--> failed
 
 Rules:
+    - A checkpoint is of the run without a name: its tables are cut, its workers are asked.
     - There is one checkpoint at a time. Whoever wants one while it is proposed has this one; later,
       the next.
     - Of `checkpoint_full_every` complete ones in a row the first is full. The others refer to the
@@ -64,6 +65,9 @@ _REMEMBERED_COUNT = 100
 
 LEAVING = 0
 """In the place of a checkpoint's number: what a worker wrote when it left."""
+
+UNNAMED = ""
+"""The run that checkpoints are of: the one without a name."""
 
 CHECKPOINTS_FEATURE = "checkpoints"
 """What a worker says at its registration that answers views with a checkpoint."""
@@ -120,10 +124,10 @@ class Checkpoints:
         attempt = Attempt(number, url, reason, self._base(), cut_by_s, written_by_s)
         state.checkpoint = attempt
         transitions: list[Transition] = []
-        for table in list(state.tables.values()):
+        for table in state.tables_of(UNNAMED):
             transitions += self._changes.propose_cut(table, number, cut_by_s, now_s)
             attempt.tables.append(table.table_id)
-        for worker in state.nodes_of(Role.WORKER):
+        for worker in state.workers_of(UNNAMED):
             if _answers(state, worker):
                 attempt.awaited.add(worker.node_id)
             elif worker.state is NodeState.SILENT:
@@ -132,7 +136,7 @@ class Checkpoints:
 
     def _obstacle(self) -> str:
         """Why none can be proposed at present; empty: one can."""
-        tables = self._state.tables.values()
+        tables = self._state.tables_of(UNNAMED)
         busy = next((table for table in tables if table.proposed is not None), None)
         if busy is not None:
             return f"a change of table '{busy.spec.name}' is not settled"
@@ -143,7 +147,7 @@ class Checkpoints:
     def join(self, node: Node, number: int, place: WorkerPlace) -> list[Transition]:
         """A worker goes no further than these clocks until the cut is settled."""
         attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number or attempt.is_cut:
+        if attempt is None or attempt.number != number or attempt.is_cut or node.run != UNNAMED:
             return []
         attempt.awaited.discard(node.node_id)
         attempt.workers[node.node_id] = place
@@ -154,7 +158,8 @@ class Checkpoints:
     ) -> list[Transition]:
         """A worker's script waits for it, and takes no step meanwhile."""
         attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number or attempt.is_written:
+        is_its = attempt is not None and attempt.number == number and node.run == UNNAMED
+        if attempt is None or not is_its or attempt.is_written:
             return []
         attempt.staying[node.node_id] = dict(clocks)
         if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
@@ -175,9 +180,7 @@ class Checkpoints:
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
         """Whether it is after a step that nobody takes."""
-        workers = {
-            node.node_id for node in self._state.nodes_of(Role.WORKER) if node.state.is_member
-        }
+        workers = {node.node_id for node in self._state.workers_of(UNNAMED) if node.state.is_member}
         staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
         if len(staying) < len(workers):
             return False
@@ -225,7 +228,7 @@ class Checkpoints:
         """
         _check_names(part)
         attempt = self._state.checkpoint
-        if number == LEAVING and node.role is Role.WORKER and node.rank is not None:
+        if number == LEAVING and node.role is Role.WORKER and node.run == UNNAMED:
             self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
         if attempt is None or attempt.number != number or attempt.is_written:
             return []
@@ -330,7 +333,7 @@ class Checkpoints:
 
     def _left(self, attempt: Attempt) -> dict[int, PartReport]:
         """What those have in it that have left, and wrote nothing for it themselves."""
-        holders, parts = self._state.workers_by_rank(), attempt.parts
+        holders, parts = self._state.workers_by_rank(UNNAMED), attempt.parts
         own = {
             place.rank
             for node_id, place in attempt.workers.items()

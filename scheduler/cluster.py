@@ -41,7 +41,7 @@ from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
-from scheduler import update_offers, view_size
+from scheduler import admission, update_offers, view_size
 from scheduler.admission import LAUNCH_ID_BYTES
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
 from scheduler.checkpoint_state import WorkerPlace
@@ -149,6 +149,7 @@ class Cluster:
                 finished=state.finished,
                 checkpoint=self._checkpoints.under_way,
                 restored_from="" if self.settings.restored is None else self.settings.restored.url,
+                runs=tuple(state.runs.values()),
             )
         return self._view
 
@@ -207,16 +208,18 @@ class Cluster:
         """
         known = self._members.registered(request)
         if request.role is Role.OPERATOR:
-            return Decision(self._members.session(OPERATOR))
+            return Decision(self._members.session(replace(OPERATOR, run=request.run)))
         if known is not None:
             heard = self._members.hear(known, now_s)
             return Decision(self._members.session(known), self._changed(*heard))
         node = self._members.candidate(request, now_s)
+        run = admission.run_of(request, self._state, self.settings)
         is_late = node.role is Role.WORKER and (
-            node.rank >= self.settings.worker_count or node.rank in self._state.workers_by_rank()
+            node.rank >= run.worker_count or node.rank in self._state.workers_by_rank(run.name)
         )
         needed_bytes = view_size.node_bytes(node)
-        needed_bytes += self._changes.join_bytes(node.rank) if is_late else 0
+        needed_bytes += view_size.run_bytes(run) if run.name not in self._state.runs else 0
+        needed_bytes += self._changes.join_bytes(run.name, node.rank) if is_late else 0
         room_bytes = self._room_bytes()
         if needed_bytes > room_bytes:
             raise Overloaded(
@@ -228,7 +231,7 @@ class Cluster:
         if node.role is Role.SERVER:  # its first view says which ranges it is to be brought
             transitions += self._configured()
         if is_late:
-            self._changes.join(Join(node.rank, node.incarnation))
+            self._changes.join(run.name, Join(node.rank, node.incarnation))
             transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
         return Decision(self._members.session(node), self._changed(*transitions))
 
@@ -336,6 +339,39 @@ class Cluster:
         count = sum(isinstance(each, NodeLeft | WorkerGone) for each in ended)
         return Decision(count, self._changed(*ended))
 
+    def check_runs_are_over(self) -> None:
+        """Refuse to begin anew while a run that has a name is trained: its tables would go, too.
+
+        Raises:
+            InvalidConfig: naming the runs.
+        """
+        names = [name for name in self._state.runs if not self._members.are_done(name)]
+        if names:
+            raise InvalidConfig(
+                f"a restore begins the whole cluster anew, and run '{names[0]}' "
+                f"{f'and {len(names) - 1} more are' if names[1:] else 'is'} not over: wait for its "
+                f"workers, or end it (pushpull runs end {names[0]})"
+            )
+
+    def end_run(self, session: Session, name: str) -> Decision[int]:
+        """End a run; the reply is how many workers were members of it.
+
+        Raises:
+            InvalidConfig: there is no run of that name.
+            NotPermitted: the caller is no operator.
+            Fenced: the caller is of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        self.caller(session, "EndRun")
+        run = self._state.runs.get(name)
+        if run is None:
+            known = ", ".join(f"'{each}'" for each in self._state.runs) or "none that has a name"
+            raise InvalidConfig(f"there is no run '{name[:100]}'; the runs of the cluster: {known}")
+        if run.has_ended:
+            return Decision(0)
+        ended = self._members.end_run(name)
+        return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
+
     def caller(self, session: Session, method: str) -> Node:
         """Who calls a method of the contract, which it may.
 
@@ -366,13 +402,14 @@ class Cluster:
         spec = update_offers.completed(
             spec.validated(), self._state, lambda server: self._members.describe(server, now_s)
         )
-        existing = self._tables.find(spec)
+        existing = self._tables.find(spec, session.run)
         if existing is not None:
             return Decision(Created(existing, self._state.view_number))
         self._tables.check_replicable(spec)
-        joins = self._changes.joined_before(self.settings.worker_count)
-        check_workers(spec.name, spec.consistency, self.view.world_size)
-        made, created = self._tables.create(spec, joins, now_s)
+        view = self.view.of_run(session.run)
+        joins = self._changes.joined_before(session.run, view.worker_count)
+        check_workers(spec.name, spec.consistency, view.world_size)
+        made, created = self._tables.create(spec, session.run, joins, now_s)
         transitions = self._changed(*created)
         if isinstance(made, str):
             return Decision(Parked(made))
@@ -391,16 +428,17 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         self.caller(session, "SetConsistency")
-        found, transitions = self._changes.wish(wish, self.view.world_size, now_s)
+        world_size = self.view.of_run(session.run).world_size
+        found, transitions = self._changes.wish(replace(wish, run=session.run), world_size, now_s)
         return Decision(found, self._changed(*transitions))
 
     def move_bound(self, wish: Wish, now_s: float) -> Decision[None]:
         """Begin to move the bound of a table whose bound moves, if nothing else is under way."""
         return Decision(None, self._changed(*self._changes.move(wish, now_s)))
 
-    def change(self, table_name: str, number: int, now_s: float) -> Outcome:
-        """What has become of a change that was proposed."""
-        return self._changes.outcome(table_name, number, now_s)
+    def change(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
+        """What has become of a change of a run's table that was proposed."""
+        return self._changes.outcome(table_name, number, now_s, run)
 
     def promise_change(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ps_core import limits
 from ps_core.change import Change, Join
@@ -22,6 +22,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
 from ps_core.imported import Imported
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.checkpoint_state import (
@@ -195,6 +196,13 @@ class ClusterSettings:
         """Ranks are below it."""
         return self.max_workers or self.worker_count
 
+    def of_run(self, run: Run) -> ClusterSettings:
+        """The settings that the workers of a run go by."""
+        if not run.name:
+            return self
+        most = max(self.max_workers, run.worker_count)
+        return replace(self, worker_count=run.worker_count, max_workers=most)
+
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
@@ -236,6 +244,7 @@ class Registration:
     memory: ServerMemory = ServerMemory()
     launch_id: bytes = field(default=b"", repr=False)
     world_size: int = 0
+    run: str = ""
 
     def shares_log(self, other: Registration) -> bool:
         """Whether both keep the same update log: one of them has ended, since it has one lock."""
@@ -269,7 +278,8 @@ class Proposal:
 
 @dataclass(slots=True)
 class ClusterState:
-    """Membership, tables and ownership. Dictionaries are in order of creation.
+    """Membership, tables and ownership. Dictionaries are in order of creation. `tables` are by run
+    and name, `runs` are those that have a name.
 
     `range_bytes` is what each range holds, absent where nothing; `range_memory_bytes` what each
     holder of it may take for that; `view_bytes` is what the nodes and
@@ -283,7 +293,8 @@ class ClusterState:
     next_ordinal: int = 0
     members: dict[NodeId, Member] = field(default_factory=dict)
     node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[tuple[str, str], Table] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
     range_bytes: dict[RangeId, int] = field(default_factory=dict)
     range_memory_bytes: dict[RangeId, int] = field(default_factory=dict)
     change_counts: dict[TableId, int] = field(default_factory=dict)
@@ -322,9 +333,21 @@ class ClusterState:
         """The servers that hold anything of any range, or are to."""
         return frozenset(node_id for r in self.ranges for node_id in r.holders)
 
-    def workers_by_rank(self) -> dict[int, Node]:
-        """The newest worker of each rank that was given."""
-        return {node.rank: node for node in self.nodes_of(Role.WORKER)}  # in order of their ids
+    def workers_by_rank(self, run: str) -> dict[int, Node]:
+        """The newest worker of each rank that a run has given."""
+        return {node.rank: node for node in self.workers_of(run)}  # in order of their ids
+
+    def workers_of(self, run: str) -> list[Node]:
+        """The workers of a run, by id."""
+        return [node for node in self.nodes_of(Role.WORKER) if node.run == run]
+
+    def tables_of(self, run: str) -> list[Table]:
+        """The tables of a run."""
+        return [table for table in self.tables.values() if table.run == run]
+
+    def worker_count_of(self, run: str, settings: ClusterSettings) -> int:
+        """The number of workers that opens clock 1 of a run's tables."""
+        return self.runs[run].worker_count if run in self.runs else settings.worker_count
 
     def nodes_of(self, role: Role) -> list[Node]:
         """The nodes of one role, by id."""
@@ -476,6 +499,20 @@ class ChangeWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class RunBegun:
+    """The first worker of a run came."""
+
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """An operator ended a run."""
+
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFinished:
     """All workers have left or are gone, and the cluster was told to end then."""
 
@@ -501,6 +538,8 @@ Transition = (
     | CheckpointMade
     | CheckpointBegunAgain
     | CheckpointFailed
+    | RunBegun
+    | RunEnded
     | ClusterFinished
 )
 """One thing that changed."""

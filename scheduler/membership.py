@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
-from ps_core.errors import Fenced, ForeignCluster, Unauthenticated
+from ps_core.errors import Fenced, ForeignCluster, InvalidConfig, Unauthenticated
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import Incarnation, NodeId
 from scheduler import admission, view_size
@@ -44,6 +44,8 @@ from scheduler.cluster_state import (
     NodeRegistered,
     NodeSilent,
     Registration,
+    RunBegun,
+    RunEnded,
     Transition,
     WorkerGone,
 )
@@ -99,6 +101,7 @@ class Membership:
     def describe(self, node: Node, now_s: float) -> str:
         """Who a node is and when it was last heard."""
         rank = f", rank {node.rank}" if node.role is Role.WORKER else ""
+        rank += f" of run '{node.run}'" if node.run else ""
         address = f" at {node.address}" if node.address else ""
         heard = ""
         quiet_s = self._detector.quiet_s(node.node_id, now_s)
@@ -119,6 +122,7 @@ class Membership:
             incarnation=node.incarnation,
             role=node.role,
             rank=node.rank,
+            run=node.run,
         )
         return replace(session, token=session.signed(self._settings.token_key))
 
@@ -210,8 +214,11 @@ class Membership:
             interval_s=self._settings.heartbeat_interval_s,
         )
         admission.check_place(request, state, heard)
+        admission.check_run(request, state)
         rank = 0
         if request.role is Role.WORKER:
+            if request.run and self.are_done(request.run):
+                raise InvalidConfig(admission.over_words(request.run, "all its workers have left"))
             rank = admission.choose_rank(request, self._settings, state, heard)
         return Node(
             node_id=NodeId(state.next_node_id),
@@ -220,6 +227,7 @@ class Membership:
             rank=rank,
             address=request.address if request.role is Role.SERVER else "",
             state=NodeState.ALIVE,
+            run=request.run,
         )
 
     def add(self, node: Node, request: Registration, now_s: float) -> list[Transition]:
@@ -233,7 +241,27 @@ class Membership:
         self._detector.heard(node.node_id, now_s)
         alive = [n for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
         state.has_formed |= len(alive) >= self._settings.server_count
-        return [NodeRegistered(node)]
+        return [*self._begin_run(node, request), NodeRegistered(node)]
+
+    def _begin_run(self, node: Node, request: Registration) -> list[Transition]:
+        """The first worker of a name begins its run."""
+        if node.role is not Role.WORKER or not node.run or node.run in self._state.runs:
+            return []
+        run = admission.run_of(request, self._state, self._settings)
+        self._state.runs[run.name] = run
+        self._state.view_bytes += view_size.run_bytes(run)
+        return [RunBegun(run)]
+
+    def end_run(self, name: str) -> list[Transition]:
+        """An operator ends a run: its workers are members no more, and nobody joins it."""
+        run = replace(self._state.runs[name], has_ended=True)
+        self._state.runs[name] = run
+        transitions: list[Transition] = [RunEnded(run)]
+        for node in self._state.workers_of(name):
+            self._may_return.pop(node.node_id, None)
+            if node.state.is_member:
+                transitions += self._leave(node, f"run '{name}' was ended")
+        return transitions
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:
         """A member has given a sign of life."""
@@ -348,12 +376,24 @@ class Membership:
 
     @property
     def workers_are_done(self) -> bool:
-        """Whether all workers have come, and none is left; who ended in the middle may be followed
-        by another for as long as a silent one is waited for.
+        """Whether all workers of all runs have come, and none is left. The run without a name
+        counts where there is no other, or once somebody has come to it.
         """
-        workers = self._state.workers_by_rank()
-        have_come = all(rank in workers for rank in range(self._settings.worker_count))
-        return have_come and not any(
+        runs = list(self._state.runs)
+        if not runs or self._state.workers_of(""):
+            runs.append("")
+        return all(self.are_done(name) for name in runs)
+
+    def are_done(self, run: str) -> bool:
+        """Whether all workers of a run have come, and none is left; who ended in the middle may be
+        followed by another for as long as a silent one is waited for.
+        """
+        known, workers = self._state.runs.get(run), self._state.workers_by_rank(run)
+        if run and known is None:
+            return False
+        count = self._state.worker_count_of(run, self._settings)
+        have_come = all(rank in workers for rank in range(count))
+        return (have_come or (known is not None and known.has_ended)) and not any(
             worker.state.is_member or worker.node_id in self._may_return
             for worker in workers.values()
         )

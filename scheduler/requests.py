@@ -54,6 +54,7 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
         launch_id=request.launch_id,
         world_size=request.world_size,
+        run=request.run,
     )
 
 

@@ -218,7 +218,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         settings = self._cluster.settings
         return scheduler_pb2.RegisterNodeResponse(
             session=wire.session_to_proto(session),
-            worker_count=settings.worker_count,
+            worker_count=self._cluster.view.worker_count_of(session.run),
             heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
             lease_ms=round(settings.lease_s * 1000),
             token_key=settings.token_key if session.role is Role.SERVER else b"",
@@ -226,7 +226,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             replica_count=settings.replica_count,
             min_in_sync=settings.min_in_sync,
             range_count=settings.range_count,
-            left_url=self.checkpointing.left_url,
+            left_url="" if session.run else self.checkpointing.left_url,
             checkpoint_url=settings.checkpoint_url if session.role is Role.SERVER else "",
         )
 
@@ -245,7 +245,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
         if session.role is not Role.OPERATOR:  # which is no node
             self._adaptive.heard(session.node_id, request.progress, clock.now_s())
-            self.checkpointing.heard(session.node_id, request.progress)
+            if not session.run:
+                self.checkpointing.heard(session.node_id, request.progress)
             self._last_said[session.node_id] = request
         self._metrics.heartbeats.labels(role=session.role.value).inc()
         return scheduler_pb2.HeartbeatResponse(view_number=number)
@@ -299,7 +300,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._served.caller(session, "WatchCluster")  # it is none there
             if self._view.view_number > sent_number:
                 sent_number = self._view.view_number
-                yield scheduler_pb2.WatchClusterResponse(view=self._view_message)
+                yield scheduler_pb2.WatchClusterResponse(view=self._view_for(session))
                 continue  # the view may have changed while this one was written
             if self._is_closed or not self._has(session):
                 return
@@ -367,7 +368,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Makes a checkpoint; parks until it is complete."""
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
         async with self._answering():
-            self._caller(request.session, "CreateCheckpoint")
+            _check_unnamed(self._caller(request.session, "CreateCheckpoint"), "a checkpoint")
             made = await self.checkpointing.create(request, deadline_s)
         return scheduler_pb2.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
@@ -382,18 +383,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """
         async with self._answering():
             cluster = self._cluster
-            role = self._caller(request.session, "RestoreCheckpoint").role
-            if request.empty and role is not Role.OPERATOR:
+            session = self._caller(request.session, "RestoreCheckpoint")
+            if request.empty and session.role is not Role.OPERATOR:
                 raise NotPermitted(
                     f"to begin anew with nothing is an operator's to ask; the caller's role is "
-                    f"{role.value}"
+                    f"{session.role.value}"
                 )
+            _check_unnamed(session, "a restore")
+            cluster.check_runs_are_over()
             restored = None
             if not request.empty:
                 url = request.url or cluster.settings.checkpoint_url
                 restored = await asyncio.to_thread(self._restored_from, url)
             cluster = self._cluster
             self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
+            cluster.check_runs_are_over()
             clock_before = self.checkpointing.clock
             timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
             settings = cluster.in_new_timeline(restored, timeline, key)
@@ -493,12 +497,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         lease_ms = round(self._cluster.settings.lease_s * 1000)
         return scheduler_pb2.ReportKeptValuesResponse(again_ms=lease_ms)
 
+    @translated
+    async def EndRun(
+        self, request: scheduler_pb2.EndRunRequest, context: Context
+    ) -> scheduler_pb2.EndRunResponse:
+        """Ends a run."""
+        async with self._answering():
+            session = self._caller(request.session, "EndRun")
+            ended_count = self._carry_out(self._cluster.end_run(session, request.run))
+        return scheduler_pb2.EndRunResponse(ended_count=ended_count)
+
     async def _created(
         self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
     ) -> Created:
         """What became of the request by `deadline_s`, which is a moment of the clock."""
         session = self._caller(request.session, "CreateTable")
-        spec = await spec_of(request.spec, self._cluster.view.tables)
+        spec = await spec_of(request.spec, self._cluster.view.of_run(session.run).tables)
         is_told = False
         while True:
             changed = self._changed
@@ -537,7 +551,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         while True:
             changed = self._changed
             found: Outcome = (
-                self._cluster.change(wish.table_name, number, clock.now_s())
+                self._cluster.change(wish.table_name, number, clock.now_s(), session.run)
                 if number
                 else self._carry_out(self._cluster.set_consistency(session, wish, clock.now_s()))
             )
@@ -585,11 +599,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._metrics.failovers.inc(len(transition.range_ids))
             self.checkpointing.published(transition, clock.now_s())
         self._view_message = wire.view_to_proto(view)
+        self._run_messages: dict[str, types_pb2.ClusterView] = {}
         self._adaptive.observe(view)
         for node_id in self._last_said.keys() - view.nodes_by_id.keys():
             del self._last_said[node_id]
         self._measure()
         self._wake()
+
+    def _view_for(self, session: Session) -> types_pb2.ClusterView:
+        """The newest view as a caller is to see it: its run's; a server sees all."""
+        if session.role is Role.SERVER or self._view.of_run(session.run) is self._view:
+            return self._view_message
+        found = self._run_messages.get(session.run)
+        if found is None:
+            found = wire.view_to_proto(self._view.of_run(session.run))
+            self._run_messages[session.run] = found
+        return found
 
     def _has(self, session: Session) -> bool:
         """Whether a caller who was a member is one, as far as it is told."""
@@ -637,6 +662,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 def _nothing() -> None:
     """What whoever does not care does about how the cluster stands."""
+
+
+def _check_unnamed(session: Session, what: str) -> None:
+    """Refuse what is of the run without a name.
+
+    Raises:
+        InvalidConfig: the caller is of another.
+    """
+    if session.run:
+        raise InvalidConfig(
+            f"{what} is of the run without a name, and the caller is of run '{session.run}'; write "
+            "its parameters down with client.pull_model, or train it without a run's name"
+        )
 
 
 def _answer_within_s(remaining_s: float | None) -> float:

@@ -60,13 +60,13 @@ class Tables:
         self._state = state
         self._ownership = ownership
 
-    def find(self, spec: TableSpec) -> Table | None:
-        """The identical table, if there is one.
+    def find(self, spec: TableSpec, run: str) -> Table | None:
+        """The identical table of a run, if there is one.
 
         Raises:
             TableExists: one of that name differs; the message names the first field that does.
         """
-        existing = self._state.tables.get(spec.name)
+        existing = self._state.tables.get((run, spec.name))
         if existing is None:
             return None
         difference = first_difference(existing.spec, spec)
@@ -99,24 +99,27 @@ class Tables:
             )
 
     def create(
-        self, spec: TableSpec, joins: tuple[Join, ...], now_s: float
+        self, spec: TableSpec, run: str, joins: tuple[Join, ...], now_s: float
     ) -> tuple[Table | str, list[Transition]]:
         """Create a table, or say for whom that has to wait.
 
         Args:
-            spec: validated; no table has its name.
+            spec: validated; no table of the run has its name.
+            run: whose it is.
             joins: who has the ranks that were given anew, or are beyond the first.
             now_s: the time.
 
         Raises:
             InvalidConfig: the cluster has no room for it, or its servers have no memory.
         """
-        state, restored = self._state, self._restored(spec)
+        # What the cluster starts from is a checkpoint of the run without a name.
+        state, restored = self._state, None if run else self._restored(spec)
         table_id = TableId(len(state.tables) + 1)
-        table = Table(table_id, state.next_ordinal, spec, joins=joins)
+        table = Table(table_id, state.next_ordinal, spec, joins=joins, run=run)
         if restored is not None:
             table = restored_as(table, restored)
         needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
+        needed_bytes += view_size.of_run_bytes(run)
         needed_bytes += 0 if table.change is None else view_size.CHANGE_BYTES
         self._check_room(spec, needed_bytes)
         self._check_reach(table)
@@ -125,7 +128,7 @@ class Tables:
         if reason:
             return f"table '{spec.name}' waits for {reason}", []
         placed = self._placed(table, added_bytes)
-        state.tables[spec.name] = table
+        state.tables[table.key] = table
         state.view_bytes += needed_bytes
         if table.change is not None:
             state.change_counts[table_id] = table.change.number

@@ -29,6 +29,8 @@ from scheduler.cluster_state import (
     RangesFailedOver,
     RangesLost,
     RangesPlaced,
+    RunBegun,
+    RunEnded,
     TableCreated,
     Transition,
     WorkerGone,
@@ -52,7 +54,7 @@ def log_transition(transition: Transition) -> None:
         case TableCreated(table):
             logs.info(
                 "table_created",
-                table=table.spec.name,
+                table=table.title,
                 table_id=table.table_id,
                 elements=table.spec.element_count,
                 blocks=table.block_count,
@@ -83,7 +85,7 @@ def log_transition(transition: Transition) -> None:
         case ChangeCommitted(table, change):
             logs.info("change_committed", **_change(table, change))
         case ChangeWithdrawn(table, reason):
-            logs.warning("change_withdrawn", table=table.spec.name, reason=reason)
+            logs.warning("change_withdrawn", table=table.title, reason=reason)
         case CheckpointCut(number, clocks):
             newest = max(clocks.values(), default=0)
             logs.info("checkpoint_cut", number=number, tables=len(clocks), clock=newest)
@@ -95,6 +97,10 @@ def log_transition(transition: Transition) -> None:
             logs.info("checkpoint_begun_again", number=number, again=again)
         case CheckpointFailed(number, url, reason):
             logs.warning("checkpoint_failed", number=number, url=url, reason=reason)
+        case RunBegun(run):
+            logs.info("run_begun", run=run.name, workers=run.worker_count)
+        case RunEnded(run):
+            logs.info("run_ended", run=run.name, reason="an operator ended it")
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
@@ -115,7 +121,7 @@ def _shares(counts: Counts) -> str:
 
 
 def _change(table: Table, change: Change) -> dict[str, object]:
-    fields: dict[str, object] = {"table": table.spec.name, "number": change.number}
+    fields: dict[str, object] = {"table": table.title, "number": change.number}
     fields["after_clock"] = change.after_clock
     if change.checkpoint:
         return fields | {"checkpoint": change.checkpoint}
@@ -131,6 +137,8 @@ def _named(node: Node) -> dict[str, object]:
     fields: dict[str, object] = {"role": node.role.value, "node_id": node.node_id}
     if node.role.value == "worker":
         fields["rank"] = node.rank
+    if node.run:
+        fields["run"] = node.run
     if node.address:
         fields["address"] = node.address
     return fields

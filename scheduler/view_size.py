@@ -16,6 +16,7 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.remembered import Remembered
+from ps_core.runs import Run
 from ps_core.tables import TableSpec
 from scheduler.cluster_state import ClusterSettings, ClusterState
 
@@ -65,7 +66,17 @@ def table_bytes(spec: TableSpec) -> int:
 
 def node_bytes(node: Node) -> int:
     """The most bytes that a node takes of a view."""
-    return 7 * _FIELD_BYTES + len(node.address.encode())
+    return 7 * _FIELD_BYTES + len(node.address.encode()) + of_run_bytes(node.run)
+
+
+def of_run_bytes(run: str) -> int:
+    """What it takes to say of a node or a table that it is of a run."""
+    return _LENGTH_BYTES + len(run.encode()) if run else 0
+
+
+def run_bytes(run: Run) -> int:
+    """The most bytes that a run takes of a view, beside its nodes and tables."""
+    return 4 * _FIELD_BYTES + len(run.name.encode())
 
 
 def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:

@@ -215,7 +215,7 @@ def _read(records: Mapping[str, bytes]) -> Kept:
         state.left_parts[rank] = from_json(LeftPart, body)
     _read_ranges(bodies, settings, state)
     _read_tables(bodies, state)
-    _derive(state, settings.worker_count)
+    _derive(state, settings)
     return Kept(settings, state, returning_s)
 
 
@@ -252,14 +252,14 @@ def _read_tables(bodies: Mapping[str, Any], state: ClusterState) -> None:
             name: from_json(_TABLE_HINTS[name], value) for name, value in body["table"].items()
         }
         table = Table(spec=from_json(TableSpec, specs[table_id]), **fields)
-        state.tables[table.spec.name] = table
+        state.tables[table.key] = table
         if body["change_count"]:
             state.change_counts[table.table_id] = body["change_count"]
         if table.proposed is not None:  # who promised it is not kept
             state.proposals[table.table_id] = Proposal(frozenset(), 0.0)
 
 
-def _derive(state: ClusterState, worker_count: int) -> None:
+def _derive(state: ClusterState, settings: ClusterSettings) -> None:
     """What follows from members and tables."""
     range_count = len(state.ranges)
     for table in state.tables.values():
@@ -268,13 +268,15 @@ def _derive(state: ClusterState, worker_count: int) -> None:
         for range_id, needed in server_memory.needed_by_range(table, range_count).items():
             held = state.range_memory_bytes
             held[range_id] = held.get(range_id, 0) + needed.total
-        due = joins_due_of(state, table, worker_count)
+        due = joins_due_of(state, table, state.worker_count_of(table.run, settings))
         if due:
             state.joins_due[table.table_id] = due
         state.join_rooms |= {(table.table_id, each.rank) for each in (*table.joins, *due)}
     state.view_bytes = (
         sum(view_size.node_bytes(member.node) for member in state.members.values())
         + sum(view_size.table_bytes(table.spec) for table in state.tables.values())
+        + sum(view_size.of_run_bytes(table.run) for table in state.tables.values())
+        + sum(view_size.run_bytes(run) for run in state.runs.values())
         + view_size.JOIN_BYTES * len(state.join_rooms)
         + view_size.CHANGE_BYTES * len(state.change_counts)
     )

@@ -53,9 +53,9 @@ JOURNAL_MUTANTS = (
         "a table has no first clock for who joined it",
         "S18",
         _RECORDS,
-        "        state.tables[table.spec.name] = table\n",
+        "        state.tables[table.key] = table\n",
         "        table = Table(**{**vars(table), 'joins': ()})\n"
-        "        state.tables[table.spec.name] = table\n",
+        "        state.tables[table.key] = table\n",
         _STARTS,
     ),
     Mutant(

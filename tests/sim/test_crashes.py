@@ -93,7 +93,7 @@ class CrashSimulation(ScheduledSimulation):
     def _replace(self) -> None:
         """Another worker takes the victim's rank, and trains from where the others are."""
         rank = self.victim.rank
-        is_free = self.scheduler._state.workers_by_rank()[rank].state is NodeState.GONE
+        is_free = self.scheduler._state.workers_by_rank("")[rank].state is NodeState.GONE
         if is_free and self._may_come(rank):
             worker = self._come("successor", self.world.draw.choice((None, rank)))
             assert worker.rank == rank or rank >= WORKERS

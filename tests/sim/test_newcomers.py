@@ -48,7 +48,7 @@ class NewcomerSimulation(CrashSimulation):
 
     def _grow(self, number: int) -> None:
         """Another worker comes, if there is a place for it."""
-        holders = self.scheduler._state.workers_by_rank()
+        holders = self.scheduler._state.workers_by_rank("")
         gone = [r for r, node in holders.items() if r < WORKERS and node.state.value == "gone"]
         taken = {r for r, node in holders.items() if node.state.is_member}
         free = [r for r in range(WORKERS, MAX_WORKERS) if r not in taken]

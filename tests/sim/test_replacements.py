@@ -229,7 +229,7 @@ class ReplacementSimulation(FailoverSimulation):
 
     def _replace(self, rank: int) -> None:
         """Another worker takes the rank, unless nobody trains any more."""
-        holder = self.scheduler._state.workers_by_rank()[rank]
+        holder = self.scheduler._state.workers_by_rank("")[rank]
         if holder.state is not NodeState.GONE or self._is_over():
             return
         if rank == 0 and not self._has_initial_values():  # it would have to give them

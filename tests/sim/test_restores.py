@@ -215,7 +215,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
 
     def _replace(self, rank: int) -> None:
         """Another worker takes the rank, as soon as somebody can give it."""
-        holder = self.scheduler._state.workers_by_rank()[rank]
+        holder = self.scheduler._state.workers_by_rank("")[rank]
         if self.is_past or holder.state is not NodeState.GONE:
             return
         if not self.is_there:

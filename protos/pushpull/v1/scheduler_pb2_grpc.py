@@ -110,6 +110,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.FromString,
                 _registered_method=True)
+        self.EndRun = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/EndRun',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -242,6 +247,14 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndRun(self, request, context):
+        """Operators only: ends a run that has a name (docs/RUNS.md). The memberships of its workers end, and nobody joins it
+        any more; its tables stay, to be read. Idempotent. INVALID_ARGUMENT where there is no such run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -319,6 +332,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ReportKeptValues,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.SerializeToString,
+            ),
+            'EndRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRun,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -727,6 +745,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/ReportKeptValues',
             pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.ReportKeptValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/EndRun',
+            pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -169,7 +169,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., clock: _Optional[int] = ..., is_foreign: _Optional[bool] = ...) -> None: ...
 
 class SessionIdentity(_message.Message):
-    __slots__ = ("cluster_id", "timeline", "node_id", "incarnation", "role", "rank", "session_token")
+    __slots__ = ("cluster_id", "timeline", "node_id", "incarnation", "role", "rank", "session_token", "run")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class SessionIdentity(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     timeline: bytes
     node_id: int
@@ -184,7 +185,8 @@ class SessionIdentity(_message.Message):
     role: NodeRole
     rank: int
     session_token: bytes
-    def __init__(self, cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+    run: str
+    def __init__(self, cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., session_token: _Optional[bytes] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Hyperparameter(_message.Message):
     __slots__ = ("name", "value")
@@ -347,7 +349,7 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored_clock")
+    __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored_clock", "run")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +358,7 @@ class Table(_message.Message):
     JOINS_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     RESTORED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     first_ordinal: int
     spec: TableSpec
@@ -364,7 +367,8 @@ class Table(_message.Message):
     joins: _containers.RepeatedCompositeFieldContainer[WorkerJoin]
     cut: TableCut
     restored_clock: int
-    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ..., cut: _Optional[_Union[TableCut, _Mapping]] = ..., restored_clock: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, table_id: _Optional[int] = ..., first_ordinal: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., change: _Optional[_Union[ScheduledChange, _Mapping]] = ..., proposed: _Optional[_Union[ScheduledChange, _Mapping]] = ..., joins: _Optional[_Iterable[_Union[WorkerJoin, _Mapping]]] = ..., cut: _Optional[_Union[TableCut, _Mapping]] = ..., restored_clock: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class TableCut(_message.Message):
     __slots__ = ("checkpoint", "after_clock")
@@ -437,7 +441,7 @@ class RangeAssignment(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., joining_node_ids: _Optional[_Iterable[int]] = ..., initial_holder_node_ids: _Optional[_Iterable[int]] = ..., lost: _Optional[bool] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state", "silence_ms")
+    __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state", "silence_ms", "run")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +449,7 @@ class Node(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     incarnation: int
     role: NodeRole
@@ -452,10 +457,21 @@ class Node(_message.Message):
     address: str
     state: NodeState
     silence_ms: int
-    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("name", "worker_count", "ended")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    worker_count: int
+    ended: bool
+    def __init__(self, name: _Optional[str] = ..., worker_count: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint", "restored_from")
+    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint", "restored_from", "runs")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +482,7 @@ class ClusterView(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FROM_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     cluster_id: str
     worker_count: int
@@ -476,4 +493,5 @@ class ClusterView(_message.Message):
     finished: bool
     checkpoint: Checkpoint
     restored_from: str
-    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., restored_from: _Optional[str] = ...) -> None: ...
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., restored_from: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,89 @@
+"""Runs of one standing cluster, with real processes: nothing is started again between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import ps_worker as ps
+
+SIZE = 300
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ps.local_cluster(servers=2, workers=2) as cluster:
+        yield cluster.address
+
+
+def trained(address: str, run: str, rank: int, rate: float = 1.0) -> list[float]:
+    """What a worker of a run of two sees of its table, which is 'model' in each run, step by step.
+
+    Each step adds 2 * rate; the workers meet after the last one.
+    """
+    with ps.connect(address, run=run, rank=rank, world_size=2, request_deadline_s=60) as client:
+        table = client.create_table("model", SIZE, optimizer=ps.SGD(lr=rate), reduction="sum")
+        seen = []
+        for _ in range(STEPS):
+            (value,) = set(client.push_pull(table, np.full(SIZE, -1.0, np.float32)).tolist())
+            seen.append(value)
+        client.barrier()
+        return seen
+
+
+def both(address: str, run: str, rate: float) -> list[list[float]]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(partial(trained, address, run, rate=rate), range(2)))
+
+
+def expected(rate: float) -> list[list[float]]:
+    return [[2.0 * rate * clock for clock in range(1, STEPS + 1)]] * 2
+
+
+def test_a_second_run_trains_when_the_first_has_ended(address: str) -> None:
+    assert both(address, "first", 1.0) == expected(1.0)
+    assert both(address, "second", 2.0) == expected(2.0)
+
+
+def test_two_runs_train_at_once_and_do_not_meet(address: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(partial(both, address), ("left", "right"), (1.0, 2.0))
+    assert (one, other) == (expected(1.0), expected(2.0))
+    for run, rate in (("left", 1.0), ("right", 2.0)):
+        with ps.connect(address, role="reader", run=run) as reader:
+            assert set(reader.pull(reader.table("model")).tolist()) == {2.0 * rate * STEPS}
+
+
+def test_a_model_of_another_run_begins_with_its_own_values(address: str) -> None:
+    """The initial values are rank 0's of the run that asks."""
+    found = []
+    for value, run in ((1.5, "model-1"), (2.5, "model-2")):
+        module = torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.constant_(module.weight, value)
+        with ps.connect(address, run=run, world_size=1) as client:
+            optimizer = ps.DistributedOptimizer(client, module, ps.SGD(lr=0.5))
+            module(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        found.append(set(module.weight.flatten().tolist()))
+    assert found == [{1.0}, {2.0}]
+
+
+def test_a_run_that_is_over_is_refused_with_the_remedy(address: str) -> None:
+    with ps.connect(address, run="once", world_size=1):
+        pass
+    with pytest.raises(ps.InvalidConfig, match=r"run 'once' is over.*--run, PUSHPULL_RUN"):
+        ps.connect(address, run="once", world_size=1)
+
+
+def test_the_run_without_a_name_is_there_as_ever(address: str) -> None:
+    with (
+        ps.connect(address, run="", rank=0) as first,
+        ps.connect(address, run="beside", world_size=1) as beside,
+    ):
+        assert (first.rank, first.world_size, beside.rank, beside.world_size) == (0, 2, 0, 1)

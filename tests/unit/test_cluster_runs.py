@@ -1,0 +1,254 @@
+"""Runs of one cluster, at the scheduler's machine (SEMANTICS S19)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ps_core.cluster_view import Role, Session
+from ps_core.consistency import parsed
+from ps_core.errors import Fenced, InvalidConfig, TableExists, TableNotFound
+from ps_core.runs import Run
+from ps_runtime import wire
+from scheduler import view_size
+from scheduler.changes import Wish
+from scheduler.cluster import Created
+from tests.unit.cluster_harness import SPEC, Harness, refused
+
+
+class Runs(Harness):
+    """A cluster with its two servers, and workers of runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.servers = [self.join(Role.SERVER) for _ in range(2)]
+
+    def worker(self, run: str = "", **fields: Any) -> Session:
+        return self.join(Role.WORKER, run=run, **fields)
+
+    def table(self, session: Session) -> Created:
+        made = self.create(session)
+        assert isinstance(made, Created)
+        return made
+
+    def end(self, run: str) -> int:
+        decision = self.cluster.end_run(self.join(Role.OPERATOR), run)
+        self.transitions += decision.transitions
+        return decision.reply
+
+
+def test_a_run_begins_with_rank_0_when_the_one_before_has_ended() -> None:
+    cluster = Runs()
+    before = [cluster.worker("a") for _ in range(2)]
+    for worker in before:
+        cluster.leave(worker)
+    after = [cluster.worker("b") for _ in range(2)]
+    assert [worker.rank for worker in (*before, *after)] == [0, 1, 0, 1]
+    assert len({worker.incarnation for worker in (*before, *after)}) == 4
+
+
+def test_two_runs_have_ranks_and_tables_of_their_own_at_once() -> None:
+    cluster = Runs()
+    a, b, unnamed = cluster.worker("a"), cluster.worker("b"), cluster.worker()
+    tables = [cluster.table(worker).table for worker in (a, b, unnamed)]
+    assert [worker.rank for worker in (a, b, unnamed)] == [0, 0, 0]
+    assert len({table.table_id for table in tables}) == 3
+    assert [table.key for table in tables] == [("a", "model"), ("b", "model"), ("", "model")]
+    assert [table.joins for table in tables] == [(), (), ()], "nobody joined what another trains"
+    assert cluster.table(cluster.worker("b")).table == tables[1]
+
+
+def test_a_run_sees_its_own_workers_and_tables_and_all_servers() -> None:
+    cluster = Runs()
+    a, b, unnamed = cluster.worker("a", world_size=3), cluster.worker("b"), cluster.worker()
+    for worker in (a, b, unnamed):
+        cluster.table(worker)
+    view = cluster.cluster.view
+    own = {"a": a, "b": b, "": unnamed}
+    for run, worker in own.items():
+        seen = view.of_run(run)
+        ids = {node.node_id for node in seen.nodes}
+        assert ids == {each.node_id for each in (*cluster.servers, worker)}
+        assert [table.run for table in seen.tables] == [run]
+        assert (seen.ranges, seen.view_number) == (view.ranges, view.view_number)
+    assert [view.of_run(run).worker_count for run in ("a", "b", "")] == [3, 2, 2]
+    assert wire.view_from_proto(wire.view_to_proto(view)) == view
+
+
+def test_a_cluster_without_runs_is_what_it_was() -> None:
+    cluster = Runs()
+    cluster.table(cluster.worker())
+    view = cluster.cluster.view
+    assert view.of_run("") is view
+    message = wire.view_to_proto(view)
+    assert not message.runs
+    assert not any(each.run for each in (*message.nodes, *message.tables))
+
+
+def test_a_run_has_as_many_workers_as_its_first_one_says() -> None:
+    cluster = Runs()
+    ranks = [cluster.worker("a", world_size=3).rank for _ in range(3)]
+    assert ranks == [0, 1, 2]
+    refused(
+        InvalidConfig,
+        "beyond the 3 that run 'a'",
+        by=lambda: cluster.worker("a", world_size=3),
+        of=cluster,
+    )
+    refused(
+        InvalidConfig,
+        "run 'a' was begun for 3",
+        by=lambda: cluster.worker("a", world_size=2),
+        of=cluster,
+    )
+
+
+def test_one_that_is_gone_is_replaced_in_its_run_alone() -> None:
+    cluster = Runs()
+    a = [cluster.worker("a") for _ in range(2)]
+    b = [cluster.worker("b") for _ in range(2)]
+    tables = [cluster.table(worker).table for worker in (a[0], b[0])]
+    cluster.pass_time(31, *cluster.servers, *a, b[0])
+    assert [cluster.node(each).state.value for each in (*a, *b)] == ["alive"] * 3 + ["gone"]
+    newest = cluster.worker("b")
+    assert newest.rank == 1
+    proposed = {t.run: t.proposed for t in cluster.cluster.view.tables}
+    assert proposed["a"] is None, "nobody joins the table of another run"
+    assert proposed["b"] is not None
+    assert proposed["b"].join is not None
+    assert proposed["b"].join.incarnation == newest.incarnation
+    assert [table.run for table in tables] == ["a", "b"]
+
+
+def test_a_table_that_comes_after_another_runs_replacement_has_no_join() -> None:
+    cluster = Runs()
+    b = [cluster.worker("b") for _ in range(2)]
+    cluster.pass_time(31, *cluster.servers, b[0])
+    cluster.worker("b")
+    assert cluster.table(cluster.worker("a")).table.joins == ()
+    assert len(cluster.table(b[0]).table.joins) == 1
+
+
+def test_a_setting_is_changed_in_the_callers_run_alone() -> None:
+    cluster = Runs()
+    a, b = cluster.worker("a"), cluster.worker("b")
+    for worker in (a, b):
+        cluster.table(worker)
+    wish = Wish("model", parsed("asp"), 0, cluster.now_s + 9)
+    cluster.cluster.set_consistency(b, wish, cluster.now_s)
+    assert [t.proposed is None for t in cluster.cluster.view.tables] == [True, False]
+    other = replace(wish, table_name="absent")
+    refused(
+        TableNotFound,
+        "run 'b'",
+        by=lambda: cluster.cluster.set_consistency(b, other, cluster.now_s),
+        of=cluster,
+    )
+
+
+def test_the_same_name_means_another_table_in_another_run() -> None:
+    cluster = Runs()
+    a, b = cluster.worker("a"), cluster.worker("b")
+    cluster.table(a)
+    other = replace(SPEC, element_count=77)
+    assert isinstance(cluster.create(b, other), Created)
+    refused(TableExists, "element_count", by=lambda: cluster.create(a, other), of=cluster)
+
+
+def test_nobody_joins_a_run_that_is_over() -> None:
+    cluster = Runs()
+    for worker in [cluster.worker("a") for _ in range(2)]:
+        cluster.leave(worker)
+    refused(
+        InvalidConfig, "run 'a' is over", "another name", by=lambda: cluster.worker("a"), of=cluster
+    )
+    cluster.join(Role.READER, run="a")
+    refused(
+        InvalidConfig,
+        "no run 'z'",
+        "'a'",
+        by=lambda: cluster.join(Role.READER, run="z"),
+        of=cluster,
+    )
+
+
+def test_an_operator_ends_a_run_and_no_other() -> None:
+    cluster = Runs()
+    a, b = [cluster.worker("a") for _ in range(2)], cluster.worker("b")
+    cluster.table(a[0])
+    assert cluster.end("a") == 2
+    assert cluster.end("a") == 0
+    refused(Fenced, "left", by=lambda: cluster.beat(a[0]), of=cluster)
+    cluster.beat(b)
+    refused(InvalidConfig, "ended it", by=lambda: cluster.worker("a"), of=cluster)
+    refused(InvalidConfig, "no run 'z'", "'a', 'b'", by=lambda: cluster.end("z"), of=cluster)
+    assert [t.run for t in cluster.cluster.view.tables] == ["a"], "they can be read"
+
+
+def test_the_cluster_ends_with_its_runs_where_it_is_told_to() -> None:
+    cluster = Runs(stop_when_done=True, worker_count=1)
+    a, b = cluster.worker("a"), cluster.worker("b")
+    cluster.leave(a)
+    assert not cluster.is_finished()
+    cluster.leave(b)
+    assert cluster.is_finished()
+
+
+def test_a_restore_is_refused_while_a_run_is_trained() -> None:
+    cluster = Runs()
+    worker = cluster.worker("a", world_size=1)
+    refused(
+        InvalidConfig,
+        "run 'a' is not over",
+        "pushpull runs end a",
+        by=cluster.cluster.check_runs_are_over,
+        of=cluster,
+    )
+    cluster.leave(worker)
+    cluster.cluster.check_runs_are_over()
+
+
+def test_a_checkpoint_asks_and_cuts_the_run_without_a_name_alone() -> None:
+    cluster = Runs(checkpoint_url="/nowhere")
+    features = ("checkpoints",)
+    a, unnamed = cluster.worker("a", features=features), cluster.worker(features=features)
+    for worker in (a, unnamed):
+        cluster.table(worker)
+    cluster.cluster.begin_checkpoint("asked for", cluster.now_s)
+    proposed = {table.run: table.proposed for table in cluster.cluster.view.tables}
+    assert proposed["a"] is None
+    assert proposed[""] is not None
+    assert cluster.cluster.view.of_run("a").checkpoint is None
+    assert "rank 0," in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert "run 'a'" not in cluster.cluster.checkpoint_reason(cluster.now_s)
+
+
+def test_a_scheduler_that_is_started_again_has_the_runs() -> None:
+    cluster = Runs()
+    a, b = cluster.worker("a", world_size=3), cluster.worker("b")
+    for worker in (a, b):
+        cluster.table(worker)
+    cluster.end("b")
+    before = cluster.cluster.view
+    cluster.start_again()
+    after = cluster.cluster.view
+    assert after.runs == before.runs == (Run("a", 3), Run("b", 2, has_ended=True))
+    assert after.tables == before.tables
+    assert cluster.worker("a").rank == 1
+    refused(InvalidConfig, "ended it", by=lambda: cluster.worker("b"), of=cluster)
+
+
+def test_the_view_is_as_large_as_was_reckoned() -> None:
+    cluster = Runs()
+    name = "n" * 63
+    for worker in (cluster.worker(name), cluster.worker("b")):
+        cluster.table(worker)
+    room = view_size.room_bytes(cluster.cluster.settings, cluster.cluster.kept(0.0).state)
+    size = wire.view_to_proto(cluster.cluster.view).ByteSize()
+    assert size <= view_size.MAX_VIEW_BYTES - room
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    cluster = Runs()
+    for name in ("a b", "-a", "a/", "n" * 64, "ä"):
+        refused(InvalidConfig, "run is", by=lambda run=name: cluster.worker(run), of=cluster)  # type: ignore[misc]
