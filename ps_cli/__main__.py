@@ -21,10 +21,17 @@ from ps_cli.output import FILE_WIDTH, Output
 from ps_cli.replay_options import ReplayOptions
 from ps_cli.reported import guarded, reported
 from ps_cli.roles import BecomesRole
-from ps_cli.scheduler_query import first_status, server_answers
+from ps_cli.runs import runs_app
+from ps_cli.scheduler_query import addresses_of, first_status, server_answers
 from ps_cli.status_document import status_document
 from ps_cli.status_view import status_view
-from ps_cli.tables import SchedulerAddress, list_tables, matching_tables, set_consistency
+from ps_cli.tables import (
+    SchedulerAddress,
+    Wanted,
+    list_tables,
+    matching_tables,
+    set_consistency,
+)
 from ps_cli.train import ALL_KINDS, TrainRun, TrainSettings
 from ps_cli.train_options import TrainOptions
 from ps_cli.up import UpSettings, run_up
@@ -164,11 +171,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print it for a program.")] = False,
 ) -> None:
     """Show a cluster's roles, ranges, tables, workers with their clocks, and who waits for whom."""
-    guarded(lambda _: _show_status(_addresses(scheduler), as_json))
-
-
-def _addresses(scheduler: str) -> list[str]:
-    return [address.strip() for address in scheduler.split(",") if address.strip()]
+    guarded(lambda _: _show_status(addresses_of(scheduler), as_json))
 
 
 async def _show_status(addresses: list[str], as_json: bool) -> int:
@@ -188,12 +191,13 @@ tables_app = typer.Typer(
 )
 app.add_typer(tables_app, name="tables")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(runs_app, name="runs")
 
 
 @tables_app.command(name="list")
 def tables_list(scheduler: SchedulerAddress = "") -> None:
     """List a cluster's tables, each with its optimizer and its consistency."""
-    guarded(lambda output: list_tables(_addresses(scheduler), output))
+    guarded(lambda output: list_tables(addresses_of(scheduler), output))
 
 
 @tables_app.command(name="set")
@@ -205,6 +209,10 @@ def tables_set(
         str, typer.Argument(help="bsp, bsp:backup=1, ssp:4, asp, asp:divide, asp:reject=8, ...")
     ],
     scheduler: SchedulerAddress = "",
+    run: Annotated[
+        str,
+        typer.Option(envvar="PUSHPULL_RUN", help="The run whose table it is; empty: unnamed."),
+    ] = "",
     after_clock: Annotated[
         int,
         typer.Option(min=0, help="Not before the clock after this one; 0: as soon as can be."),
@@ -223,9 +231,9 @@ def tables_set(
     """
 
     def change(output: Output) -> int:
-        names = asyncio.run(matching_tables(_addresses(scheduler), table))
+        names = asyncio.run(matching_tables(addresses_of(scheduler), table, run))
         return set_consistency(
-            scheduler, names, consistency, output, after_clock=after_clock, timeout_s=timeout
+            scheduler, names, Wanted(consistency, after_clock, timeout, run), output
         )
 
     reported(change)

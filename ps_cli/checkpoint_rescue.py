@@ -29,10 +29,14 @@ def rescue(kept: Path, out: Path, output: Output) -> int:
         PushpullError: a range cannot be read; the message names it.
     """
     session, view = kept_values.read(kept)
-    tables = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
+    found = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
+    tables = [table for table in found if not table.run]
     blocks = asyncio.run(_read(session, view, tables))
     count = write_tables(out, tables, lambda table, block: blocks[table.spec.name, block])
     output.say(f"{out}: {count} tensors of {len(tables)} tables, without optimizer state")
+    others = sorted({table.run for table in found if table.run})
+    if others:
+        output.say(f"not in it: tables of runs that have a name ({', '.join(others)})")
     return 0
 
 

@@ -23,6 +23,7 @@ from ps_cli.replay_plot import plot_of
 from ps_cli.replay_view import Row, document_of, view_of
 from ps_cli.tensor_file import replaced, write_tables
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
+from ps_core.runs import words
 from ps_core.tables import Table
 from ps_server.replay import (
     History,
@@ -128,6 +129,12 @@ def _chosen(run: RunLog, pattern: str) -> list[Table]:
     if not found:
         there = ", ".join(f"'{name}'" for name in run.tables) or "no table"
         raise TableNotFound(f"no table with parameters is '{pattern}'; the log has {there}")
+    runs = sorted({words(table.run) for table in found})
+    if len(runs) > 1:
+        raise InvalidConfig(
+            f"'{pattern}' fits tables of {' and of '.join(runs)}; expected those of one run, such "
+            "as --table 'nightly:*' for the run 'nightly'"
+        )
     return found
 
 

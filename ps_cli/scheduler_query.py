@@ -1,15 +1,15 @@
 """The calls that the command line makes, as an operator: the scheduler's status and the servers',
-the end of a process that it has started, and that a cluster begins anew.
+the end of a process that it has started, the end of a run, and that a cluster begins anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 
@@ -25,6 +25,8 @@ from pushpull.v1 import (
     scheduler_pb2_grpc,
     types_pb2,
 )
+
+AnswerT = TypeVar("AnswerT")
 
 QUERY_DEADLINE_S = 5.0
 """A status that takes longer is of no use to the person who waits."""
@@ -86,6 +88,22 @@ class SchedulerQuery:
         request = scheduler_pb2.RestoreCheckpointRequest(session=session, empty=True)
         await answer_of(self._stub.RestoreCheckpoint(request, timeout=QUERY_DEADLINE_S))
 
+    async def end_run(self, run: str) -> int:
+        """End a run; how many workers were members of it.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            InvalidConfig: there is no such run.
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.EndRunRequest(session=session, run=run)
+        answer: scheduler_pb2.EndRunResponse = await answer_of(
+            self._stub.EndRun(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer.ended_count
+
     async def _ask(
         self, session: types_pb2.SessionIdentity
     ) -> scheduler_pb2.GetClusterStatusResponse:
@@ -119,10 +137,40 @@ class ClusterAnswer:
     session: types_pb2.SessionIdentity
 
 
+def addresses_of(scheduler: str) -> list[str]:
+    """The addresses in an option of the command line."""
+    return [address.strip() for address in scheduler.split(",") if address.strip()]
+
+
 async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
     """The status from the first scheduler of the list that answers.
 
     Blocking: up to `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`.
+    """
+
+    async def ask(query: SchedulerQuery) -> ClusterAnswer:
+        response = await query.status()
+        return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
+
+    return await _first(addresses, ask)
+
+
+async def end_run(addresses: Sequence[str], run: str) -> int:
+    """End a run at the first scheduler of the list that answers; how many workers were in it.
+
+    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`, InvalidConfig also where there is no such run.
+    """
+    return await _first(addresses, lambda query: query.end_run(run))
+
+
+async def _first(
+    addresses: Sequence[str], ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
+) -> AnswerT:
+    """What the first scheduler of the list says that answers.
 
     Raises:
         InvalidConfig: the list is empty, an address is none, or the join secret cannot be one.
@@ -139,8 +187,7 @@ async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
     for address in addresses:
         try:
             async with SchedulerQuery(address) as query:
-                response = await query.status()
-                return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
+                return await ask(query)
         except (Unauthenticated, InvalidConfig):
             raise
         except PushpullError as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypedDict
 
+from ps_cli.runs import RunEntry, run_entries
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import PushpullError
 from ps_core.tables import Table
@@ -32,6 +33,7 @@ class NodeEntry(TypedDict):
     node_id: int
     incarnation: int
     role: str
+    run: str
     rank: int | None
     address: str
     state: str
@@ -123,17 +125,19 @@ class KeptEntry(TypedDict):
 
 class StatusDocument(TypedDict):
     """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
-    with the workers that came beyond these. `ranges_by_in_sync` has the numbers of ranges, of those
-    that hold anything, by how many living replicas hold all that is committed;
-    `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is where one is
-    being made, `checkpoints` what became of those before (null where there are to be none),
-    `restored_from` the one that the cluster was started from.
+    with the workers that came beyond these, both of the run without a name; `runs` are the others.
+    Of their tables and clocks the names begin with the run's, "run:table". `ranges_by_in_sync` has
+    the numbers of ranges, of those that hold anything, by how many living replicas hold all that is
+    committed; `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is
+    where one is being made, `checkpoints` what became of those before (null where there are to be
+    none), `restored_from` the one that the cluster was started from.
     """
 
     cluster_id: str
     view_number: int
     worker_count: int
     world_size: int
+    runs: list[RunEntry]
     server_count: int
     is_finished: bool
     checkpoint: str | None
@@ -181,7 +185,8 @@ def status_document(
         cluster_id=view.cluster_id,
         view_number=view.view_number,
         worker_count=view.worker_count,
-        world_size=view.world_size,
+        world_size=view.of_run("").world_size,
+        runs=[entry for entry in run_entries(view) if entry["name"]],
         server_count=view.server_count,
         is_finished=view.finished,
         checkpoint=None if view.checkpoint is None else view.checkpoint.url,
@@ -248,11 +253,12 @@ def spans(numbers: Iterable[int]) -> list[str]:
 
 def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
     node, said = node_from_proto(status.node), status.progress
-    names = {int(table.table_id): table.spec.name for table in view.tables}
+    names = {int(table.table_id): table.title for table in view.tables}
     return NodeEntry(
         node_id=node.node_id,
         incarnation=node.incarnation,
         role=node.role.value,
+        run=node.run,
         rank=node.rank if node.role is Role.WORKER else None,
         address=node.address,
         state=node.state.value,
@@ -304,7 +310,7 @@ def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: 
     is_known = knows_all and bool(own)
     return TableEntry(
         table_id=table.table_id,
-        name=spec.name,
+        name=table.title,
         dtype=spec.dtype.value,
         element_count=spec.element_count,
         block_count=table.block_count,
@@ -327,12 +333,13 @@ def _worker_waits(response: scheduler_pb2.GetClusterStatusResponse) -> list[Wait
             continue
         node = node_from_proto(status.node)
         where = f"worker {node.rank}" if node.role is Role.WORKER else f"node {node.node_id}"
+        where += f" of run '{node.run}'" if node.run else ""
         found.append(WaitEntry(where=where, table=None, waits_for=status.progress.waiting_for))
     return found
 
 
 def _range_waits(answers: Mapping[int, ServerAnswer], view: ClusterView) -> list[WaitEntry]:
-    names = {int(table.table_id): table.spec.name for table in view.tables}
+    names = {int(table.table_id): table.title for table in view.tables}
     return [
         WaitEntry(
             where=f"server {node_id}, range {entry.range_id}",

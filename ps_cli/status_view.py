@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ps_cli.progress import duration
+from ps_cli.runs import run_line
 from ps_cli.status_document import (
     CheckpointsEntry,
     KeptEntry,
@@ -60,7 +61,7 @@ def size(byte_count: int | None) -> str:
 
 
 def _head(document: StatusDocument) -> Text:
-    alive = [node for node in document["nodes"] if node["state"] == "alive"]
+    alive = [node for node in document["nodes"] if node["state"] == "alive" and not node["run"]]
     counts = {role: sum(node["role"] == role for node in alive) for role in ("server", "worker")}
     text = Text.assemble(
         ("cluster ", "bold"),
@@ -78,6 +79,8 @@ def _head(document: StatusDocument) -> Text:
         text.append(f"\nmaking checkpoint {document['checkpoint']}")
     if document["is_finished"]:
         text.append("  finished", style="green")
+    for run in document["runs"]:
+        text.append(f"\n{run_line(run)}")
     if document["degraded_range_count"]:
         text.append(f"\n{_degraded(document)}", style="yellow")
     if document["unserved_ranges"]:

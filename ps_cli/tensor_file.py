@@ -50,7 +50,7 @@ def write_tables(out: Path, tables: Iterable[Table], read: Read) -> int:
     entries: list[Entry] = []
     owners: dict[str, str] = {}
     for table in ordered:
-        dtype, name = _STORED[table.spec.dtype], table.spec.name
+        dtype, name = _STORED[table.spec.dtype], table.title
         for tensor in table.spec.tensors:
             other = owners.setdefault(tensor.name, name)
             if other != name:

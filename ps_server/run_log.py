@@ -150,7 +150,7 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
             if event is not None:
                 events.setdefault(event_range, []).append(event)
         for table in log.tables.values():
-            run.tables.setdefault(table.spec.name, table)
+            run.tables.setdefault(table.title, table)
     keyed: list[_Keyed] = []
     for range_id in sorted(events):
         keyed += _Chain(run, range_id).read(sorted(events[range_id], key=lambda e: e[:3]))

@@ -33,6 +33,7 @@ from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.errors import Fenced, ForeignCluster, InvalidConfig, Unauthenticated
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import Incarnation, NodeId
+from ps_core.runs import words
 from scheduler import admission, view_size
 from scheduler.cluster_state import (
     ClusterFinished,
@@ -141,9 +142,16 @@ class Membership:
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"
             )
-        if not member.node.state.is_member:
-            raise Fenced(member.node.fence_words)
-        return member.node
+        node = member.node
+        run = self._state.runs.get(node.run)
+        if node.state is NodeState.LEFT and run is not None and run.has_ended:
+            raise Fenced(
+                f"{words(run.name)} was ended by an operator, and node {node.node_id} with it: end "
+                "this process"
+            )
+        if not node.state.is_member:
+            raise Fenced(node.fence_words)
+        return node
 
     def has(self, session: Session) -> bool:
         """Whether a caller that was a member is one still."""

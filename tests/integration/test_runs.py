@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,8 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import ps_worker as ps
+from ps_cli.__main__ import app
 
 SIZE = 300
 STEPS = 4
@@ -87,3 +90,31 @@ def test_the_run_without_a_name_is_there_as_ever(address: str) -> None:
         ps.connect(address, run="beside", world_size=1) as beside,
     ):
         assert (first.rank, first.world_size, beside.rank, beside.world_size) == (0, 2, 0, 1)
+
+
+def command(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_an_operator_lists_the_runs_and_ends_one(address: str) -> None:
+    at = ("--scheduler", address)
+    with (
+        ps.connect(address, run="stays", world_size=2, rank=0),
+        pytest.raises(ps.Fenced, match="run 'ended' was ended by an operator"),
+        ps.connect(address, run="ended", world_size=1) as worker,
+    ):
+        worker.create_table("model", SIZE, optimizer=ps.SGD(lr=1.0))
+        listed = command("runs", "list", *at).splitlines()
+        assert "run 'ended': running, 1 of 1 workers, 1 tables" in listed
+        assert "run 'stays': waiting, 1 of 2 workers, 0 tables" in listed
+        assert "ended:model" in command("status", *at)
+        ended = command("runs", "end", "ended", *at)
+        assert "run 'ended' has ended; 1 workers were in it" in ended
+        worker.create_table("later", SIZE, optimizer=ps.SGD(lr=1.0))
+    entries = json.loads(command("runs", "list", "--json", *at))
+    states = {entry["name"]: entry["state"] for entry in entries}
+    assert (states["ended"], states["stays"]) == ("over", "waiting")
+    absent = CliRunner().invoke(app, ["runs", "end", "absent", *at])
+    assert (absent.exit_code, "no run 'absent'" in absent.output) == (2, True)

@@ -7,9 +7,10 @@ from typing import Any
 
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
-from ps_core.errors import Fenced, InvalidConfig, TableExists, TableNotFound
+from ps_core.errors import Fenced, InvalidConfig, TableExists, TableNotFound, Unauthenticated
 from ps_core.runs import Run
 from ps_runtime import wire
+from pushpull.v1 import types_pb2
 from scheduler import view_size
 from scheduler.changes import Wish
 from scheduler.cluster import Created
@@ -178,7 +179,7 @@ def test_an_operator_ends_a_run_and_no_other() -> None:
     cluster.table(a[0])
     assert cluster.end("a") == 2
     assert cluster.end("a") == 0
-    refused(Fenced, "left", by=lambda: cluster.beat(a[0]), of=cluster)
+    refused(Fenced, "'a' was ended", by=lambda: cluster.beat(a[0]), of=cluster)
     cluster.beat(b)
     refused(InvalidConfig, "ended it", by=lambda: cluster.worker("a"), of=cluster)
     refused(InvalidConfig, "no run 'z'", "'a', 'b'", by=lambda: cluster.end("z"), of=cluster)
@@ -238,6 +239,24 @@ def test_a_scheduler_that_is_started_again_has_the_runs() -> None:
     refused(InvalidConfig, "ended it", by=lambda: cluster.worker("b"), of=cluster)
 
 
+def test_nobody_joins_anew_when_the_scheduler_is_started_again() -> None:
+    cluster = Runs()
+    workers = [cluster.worker("a", world_size=3) for _ in range(3)]
+    cluster.table(workers[0])
+    cluster.start_again()
+    cluster.pass_time(1, *cluster.servers, *workers)
+    assert cluster.cluster.view.tables[0].proposed is None
+
+
+def test_a_session_is_good_for_its_own_run_alone() -> None:
+    cluster = Runs()
+    a = cluster.worker("a")
+    cluster.worker("b")
+    for run in ("b", ""):
+        forged = replace(a, run=run)
+        refused(Unauthenticated, "token", by=lambda it=forged: cluster.beat(it), of=cluster)  # type: ignore[misc]
+
+
 def test_the_view_is_as_large_as_was_reckoned() -> None:
     cluster = Runs()
     name = "n" * 63
@@ -246,6 +265,11 @@ def test_the_view_is_as_large_as_was_reckoned() -> None:
     room = view_size.room_bytes(cluster.cluster.settings, cluster.cluster.kept(0.0).state)
     size = wire.view_to_proto(cluster.cluster.view).ByteSize()
     assert size <= view_size.MAX_VIEW_BYTES - room
+    alone = types_pb2.Node(run=name).ByteSize()
+    assert alone <= view_size.of_run_bytes(name)
+    assert wire.run_to_proto(Run(name, 2**31 - 1, True)).ByteSize() + 4 <= view_size.run_bytes(
+        Run(name, 1)
+    )
 
 
 def test_a_name_that_is_none_is_refused() -> None:
