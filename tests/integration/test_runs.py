@@ -100,21 +100,23 @@ def command(*arguments: str) -> str:
 
 def test_an_operator_lists_the_runs_and_ends_one(address: str) -> None:
     at = ("--scheduler", address)
-    with (
-        ps.connect(address, run="stays", world_size=2, rank=0),
-        pytest.raises(ps.Fenced, match="run 'ended' was ended by an operator"),
-        ps.connect(address, run="ended", world_size=1) as worker,
-    ):
+    with ps.connect(address, run="stays", world_size=2, rank=0):
+        with pytest.raises(ps.Fenced, match="run 'ended' was ended by an operator"):
+            end_a_run(at)
+        entries = json.loads(command("runs", "list", "--json", *at))
+    states = {entry["name"]: entry["state"] for entry in entries}
+    assert (states["ended"], states["stays"]) == ("over", "waiting")
+    absent = CliRunner().invoke(app, ["runs", "end", "absent", *at])
+    assert (absent.exit_code, "no run 'absent'" in absent.output) == (2, True)
+
+
+def end_a_run(at: tuple[str, str]) -> None:
+    """End a run in which a worker trains; it is told at its next call."""
+    with ps.connect(at[1], run="ended", world_size=1) as worker:
         worker.create_table("model", SIZE, optimizer=ps.SGD(lr=1.0))
         listed = command("runs", "list", *at).splitlines()
         assert "run 'ended': running, 1 of 1 workers, 1 tables" in listed
         assert "run 'stays': waiting, 1 of 2 workers, 0 tables" in listed
         assert "ended:model" in command("status", *at)
-        ended = command("runs", "end", "ended", *at)
-        assert "run 'ended' has ended; 1 workers were in it" in ended
+        assert "run 'ended' has ended; 1 workers were in it" in command("runs", "end", "ended", *at)
         worker.create_table("later", SIZE, optimizer=ps.SGD(lr=1.0))
-    entries = json.loads(command("runs", "list", "--json", *at))
-    states = {entry["name"]: entry["state"] for entry in entries}
-    assert (states["ended"], states["stays"]) == ("over", "waiting")
-    absent = CliRunner().invoke(app, ["runs", "end", "absent", *at])
-    assert (absent.exit_code, "no run 'absent'" in absent.output) == (2, True)

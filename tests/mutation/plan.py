@@ -14,7 +14,12 @@ _VECTORS = "tests/unit/test_published_vectors.py"
 
 TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.change": ("tests/unit/test_cluster_view.py", "tests/unit/test_manifest_places.py"),
-    "ps_core.cluster_view": ("tests/unit/test_cluster_view.py", _WORDS, _VECTORS),
+    "ps_core.cluster_view": (
+        "tests/unit/test_cluster_view.py",
+        "tests/unit/test_cluster_runs.py",
+        _WORDS,
+        _VECTORS,
+    ),
     "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.collective": ("tests/unit/test_collective.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
@@ -31,6 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.part_report": ("tests/unit/test_manifest_places.py",),
     "ps_core.remembered": ("tests/unit/test_table_requests.py",),
     "ps_core.rights": ("tests/unit/test_joining.py",),
+    "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.stamps": ("tests/unit/test_stamps.py",),
     "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (

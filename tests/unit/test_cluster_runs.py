@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig, TableExists, TableNotFound, Unauthenticated
-from ps_core.runs import Run
+from ps_core.runs import MAX_NAME_BYTES, Run, check_name, words
 from ps_runtime import wire
 from pushpull.v1 import types_pb2
 from scheduler import view_size
@@ -273,6 +275,13 @@ def test_the_view_is_as_large_as_was_reckoned() -> None:
 
 
 def test_a_name_that_is_none_is_refused() -> None:
+    for name in ("a b", "-a", "a-", "a/", "n" * 64, "ä", "."):
+        with pytest.raises(InvalidConfig, match="run is .*at most 63 letters"):
+            check_name(name)
+    for name in ("", "a", "7", "a.b_c-9", "n" * 63):
+        check_name(name)
     cluster = Runs()
-    for name in ("a b", "-a", "a/", "n" * 64, "ä"):
-        refused(InvalidConfig, "run is", by=lambda run=name: cluster.worker(run), of=cluster)  # type: ignore[misc]
+    refused(InvalidConfig, "run is", by=lambda: cluster.worker("a b"), of=cluster)
+    assert words("a") == "run 'a'"
+    assert words("") == "the run without a name"
+    assert MAX_NAME_BYTES == 63
