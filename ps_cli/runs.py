@@ -12,7 +12,7 @@ from ps_cli.output import Output
 from ps_cli.reported import reported
 from ps_cli.scheduler_query import addresses_of, end_run, first_status
 from ps_cli.tables import SchedulerAddress
-from ps_core.cluster_view import ClusterView, Role
+from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.runs import words
 from ps_runtime import wire
 
@@ -40,23 +40,23 @@ def run_entries(view: ClusterView) -> list[RunEntry]:
     return [_entry(view, name, ended.get(name, False)) for name in (*used, *ended)]
 
 
-def _workers(view: ClusterView, run: str) -> dict[int, bool]:
-    """The ranks that a run has given, and whether their newest worker is a member."""
+def _workers(view: ClusterView, run: str) -> dict[int, NodeState]:
+    """The ranks that a run has given, and how their newest worker is."""
     nodes = view.of_run(run).nodes
-    return {node.rank: node.state.is_member for node in nodes if node.role is Role.WORKER}
+    return {node.rank: node.state for node in nodes if node.role is Role.WORKER}
 
 
 def _entry(view: ClusterView, name: str, has_ended: bool) -> RunEntry:
     own, workers = view.of_run(name), _workers(view, name)
     have_come = all(rank in workers for rank in range(own.worker_count))
     state = "running" if have_come else "waiting"
-    if has_ended or (have_come and not any(workers.values())):
+    if has_ended or (have_come and all(each is NodeState.LEFT for each in workers.values())):
         state = "over"
     return RunEntry(
         name=name,
         state=state,
         worker_count=own.worker_count,
-        alive_count=sum(workers.values()),
+        alive_count=sum(each.is_member for each in workers.values()),
         table_count=len(own.tables),
     )
 

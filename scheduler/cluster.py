@@ -345,7 +345,7 @@ class Cluster:
         Raises:
             InvalidConfig: naming the runs.
         """
-        names = [name for name in self._state.runs if not self._members.are_done(name)]
+        names = [name for name in self._state.runs if not self._members.is_over(name)]
         if names:
             raise InvalidConfig(
                 f"a restore begins the whole cluster anew, and run '{names[0]}' "

@@ -225,7 +225,7 @@ class Membership:
         admission.check_run(request, state)
         rank = 0
         if request.role is Role.WORKER:
-            if request.run and self.are_done(request.run):
+            if request.run and self.is_over(request.run):
                 raise InvalidConfig(admission.over_words(request.run, "all its workers have left"))
             rank = admission.choose_rank(request, self._settings, state, heard)
         return Node(
@@ -391,6 +391,17 @@ class Membership:
         if not runs or self._state.workers_of(""):
             runs.append("")
         return all(self.are_done(name) for name in runs)
+
+    def is_over(self, run: str) -> bool:
+        """Whether nobody joins a run any more: all its workers have come and left, or it was ended.
+        One that is gone may be replaced, even if it was the last.
+        """
+        known = self._state.runs.get(run)
+        if known is None or known.has_ended:
+            return known is not None
+        workers = self._state.workers_by_rank(run)
+        have_come = all(rank in workers for rank in range(known.worker_count))
+        return have_come and all(each.state is NodeState.LEFT for each in workers.values())
 
     def are_done(self, run: str) -> bool:
         """Whether all workers of a run have come, and none is left; who ended in the middle may be

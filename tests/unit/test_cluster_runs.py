@@ -85,7 +85,8 @@ def test_a_cluster_without_runs_is_what_it_was() -> None:
     assert view.of_run("") is view
     message = wire.view_to_proto(view)
     assert not message.runs
-    assert not any(each.run for each in (*message.nodes, *message.tables))
+    assert not any(node.run for node in message.nodes)
+    assert not any(table.run for table in message.tables)
 
 
 def test_a_run_has_as_many_workers_as_its_first_one_says() -> None:
@@ -173,6 +174,14 @@ def test_nobody_joins_a_run_that_is_over() -> None:
         by=lambda: cluster.join(Role.READER, run="z"),
         of=cluster,
     )
+
+
+def test_a_run_whose_workers_are_all_gone_is_not_over() -> None:
+    cluster = Runs()
+    for _ in range(2):
+        cluster.worker("a")
+    cluster.pass_time(31, *cluster.servers)
+    assert [cluster.worker("a").rank for _ in range(2)] == [0, 1]
 
 
 def test_an_operator_ends_a_run_and_no_other() -> None:
@@ -276,7 +285,7 @@ def test_the_view_is_as_large_as_was_reckoned() -> None:
 
 def test_a_name_that_is_none_is_refused() -> None:
     for name in ("a b", "-a", "a-", "a/", "n" * 64, "ä", "."):
-        with pytest.raises(InvalidConfig, match="run is .*at most 63 letters"):
+        with pytest.raises(InvalidConfig, match=r"run is .*at most 63 letters"):
             check_name(name)
     for name in ("", "a", "7", "a.b_c-9", "n" * 63):
         check_name(name)
