@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import PushpullError
@@ -86,7 +87,10 @@ class Place:
         view = self.cluster.cluster.view.of_run(self.name)
         nodes = [node for node in view.nodes if node.role is Role.WORKER]
         index = {node.incarnation: number for number, node in enumerate(nodes)}
-        joined = lambda join: None if join is None else (join.rank, index[join.incarnation])  # noqa: E731
+
+        def joined(join: Join | None) -> tuple[int, int] | None:
+            return None if join is None else (join.rank, index[join.incarnation])
+
         return (
             [(node.rank, node.state) for node in nodes],
             (view.worker_count, view.world_size, view.awaited_ranks),
