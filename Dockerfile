@@ -1,26 +1,42 @@
 # One image for every role: `pushpull scheduler`, `pushpull server`, `pushpull worker SCRIPT`.
+# `--target scheduler` has what a scheduler and the command line need, and no torch.
+# Your own script: FROM pushpull:0.1.0, COPY train.py ./ (docs/KUBERNETES.md).
+# To pin the base for good, name it by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${PYTHON_IMAGE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml constraints.txt ./
+# The same two files as everywhere else. What is not a dependency changes nothing of these lists.
+RUN python -c "import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+needed = project['dependencies']; heavy = ('torch', 'numpy', 'safetensors'); \
+light = [each for each in needed if re.match('[a-z-]*', each)[0] not in heavy]; \
+open('light.txt', 'w').write('\n'.join(light)); open('all.txt', 'w').write('\n'.join(needed))" \
+ && rm pyproject.toml && touch --date=@0 ./*
+
+FROM ${PYTHON_IMAGE} AS light
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /build
+COPY --from=requirements /requirements ./
+RUN python -m venv --without-pip /opt/pushpull \
+ && python -m pip --python /opt/pushpull/bin/python install -c constraints.txt -r light.txt
+
+FROM light AS dependencies
 # Where pip looks for torch, and for torch alone, beside its own index: the CPU build is a tenth of
 # the CUDA one. Empty takes what pip's own index has.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-WORKDIR /build
-# Dependencies first, from the same two files as everywhere else: a change of code keeps this layer.
-COPY pyproject.toml constraints.txt ./
-RUN python -m venv --without-pip /opt/pushpull \
- && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print('\n'.join(project['dependencies'] + project['optional-dependencies']['examples']))" >requirements.txt \
- && install="python -m pip --python /opt/pushpull/bin/python install -c constraints.txt" \
+RUN install="python -m pip --python /opt/pushpull/bin/python install -c constraints.txt" \
  && $install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
- && $install -r requirements.txt \
- # What only a compiler or the packages' own tests would use is half of the size.
+ && $install -r all.txt \
+ # Programs, headers and tests that only a compiler or the packages' own tests would use.
  && cd /opt/pushpull/lib/python3*/site-packages \
- && rm -rf torch/include torch/share torch/test sympy/*/tests sympy/*/*/tests scipy/*/tests \
-    scipy/*/*/tests sklearn/tests sklearn/*/tests networkx/*/tests networkx/*/*/tests \
+ && rm -rf torch/include torch/share torch/test sympy/*/tests sympy/*/*/tests numpy/*/tests \
+    networkx/*/tests networkx/*/*/tests \
+ && find torch/bin -type f ! -name torch_shm_manager -delete \
  && find . -name '*.a' -delete
-COPY README.md ./
+
+FROM light AS code
+COPY pyproject.toml README.md ./
 COPY benchmarks benchmarks
 COPY protos protos
 COPY ps_cli ps_cli
@@ -29,18 +45,60 @@ COPY ps_runtime ps_runtime
 COPY ps_server ps_server
 COPY ps_worker ps_worker
 COPY scheduler scheduler
+# Each package in a folder of its own, to be laid over the dependencies as a layer of its own: a change
+# of code is a push of its package. A package that did not change is the same to the byte.
 RUN python -m pip wheel --no-deps --wheel-dir dist . \
- && python -m pip --python /opt/pushpull/bin/python install --no-deps dist/*.whl
+ && python -m pip --python /opt/pushpull/bin/python install --no-deps --no-compile --root /code dist/*.whl \
+ && python -m compileall -q --invalidation-mode unchecked-hash -s /code /code \
+ && cd /code/opt/pushpull/lib/python3*/site-packages \
+ && for package in pushpull ps_core ps_runtime scheduler ps_cli benchmarks ps_worker ps_server; do \
+      mkdir -p "/layers/$package$(pwd | cut -c 6-)" && mv "$package" "/layers/$package$(pwd | cut -c 6-)"; \
+    done \
+ && mv /code /layers/rest \
+ && find /layers -exec touch --no-dereference --date=@0 {} +
 
-FROM ${PYTHON_IMAGE}
+FROM ${PYTHON_IMAGE} AS base
 RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull \
  # Where volumes may be mounted: a new one takes over whose this is.
  && install --directory --owner=pushpull --group=pushpull /checkpoints /update-log /journal \
  && install --directory --owner=pushpull --group=pushpull --mode=0700 /run/pushpull
-COPY --from=build /opt/pushpull /opt/pushpull
-COPY examples /srv/pushpull/examples
 ENV PATH=/opt/pushpull/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /srv/pushpull
 # A number, so that Kubernetes can check runAsNonRoot without reading the image's /etc/passwd.
 USER 10001:10001
 CMD ["pushpull", "--help"]
+# A role that serves /healthz says where in this variable; anything else in the image has none.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "-c", "\
+import os, urllib.request; port = os.environ.get('PUSHPULL_HTTP_LISTEN', '').rpartition(':')[2]; \
+port and urllib.request.urlopen(f'http://127.0.0.1:{port}/healthz', timeout=4)"]
+
+FROM base AS scheduler
+COPY --from=light /opt/pushpull /opt/pushpull
+COPY --from=code /layers/pushpull /
+COPY --from=code /layers/ps_core /
+COPY --from=code /layers/ps_runtime /
+COPY --from=code /layers/scheduler /
+COPY --from=code /layers/ps_cli /
+COPY --from=code /layers/benchmarks /
+COPY --from=code /layers/ps_worker /
+COPY --from=code /layers/ps_server /
+COPY --from=code /layers/rest /
+LABEL org.opencontainers.image.title="pushpull scheduler" \
+      org.opencontainers.image.description="A scheduler of the parameter server pushpull, without torch" \
+      org.opencontainers.image.version="0.1.0"
+
+FROM base
+COPY --from=dependencies /opt/pushpull /opt/pushpull
+COPY examples /srv/pushpull/examples
+COPY --from=code /layers/pushpull /
+COPY --from=code /layers/ps_core /
+COPY --from=code /layers/ps_runtime /
+COPY --from=code /layers/scheduler /
+COPY --from=code /layers/ps_cli /
+COPY --from=code /layers/benchmarks /
+COPY --from=code /layers/ps_worker /
+COPY --from=code /layers/ps_server /
+COPY --from=code /layers/rest /
+LABEL org.opencontainers.image.title="pushpull" \
+      org.opencontainers.image.description="A parameter server for PyTorch: scheduler, servers, workers" \
+      org.opencontainers.image.version="0.1.0"

@@ -1,4 +1,4 @@
-"""A convolutional network on scikit-learn's handwritten digits, trained by any number of workers.
+"""A convolutional network on handwritten digits, trained by any number of workers.
 
     pushpull train examples/digits_cnn.py --workers 2 --servers 2
     pushpull compare examples/digits_cnn.py --modes bsp,ssp:4,asp   # what consistency costs
@@ -8,19 +8,24 @@
 
 Each worker trains on its own share of the images; the servers apply Adam to the mean of their
 gradients. Rank 0 prints the accuracy on images that nobody trained on: above 97 %.
+
+The images are in digits.csv.gz: "Optical Recognition of Handwritten Digits" of E. Alpaydin and
+C. Kaynak, UCI Machine Learning Repository (CC BY 4.0), in the form in which scikit-learn has them.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import pushpull as ps
 
+DIGITS = Path(__file__).with_name("digits.csv.gz")
 TEST_IMAGE_COUNT = 360
 PIXEL_MAX = 16.0
 
@@ -41,9 +46,9 @@ class Images:
 
 def load(seed: int) -> tuple[Images, Images]:
     """Images to train on and images to test with: the same split for everybody with this seed."""
-    digits = load_digits()
-    pixels = torch.tensor(digits.images / PIXEL_MAX, dtype=torch.float32).unsqueeze(1)
-    images = Images(pixels, torch.tensor(digits.target, dtype=torch.int64))
+    table = np.loadtxt(DIGITS, delimiter=",")  # a line is an image of 8 x 8 pixels, and its digit
+    pixels = torch.tensor(table[:, :-1] / PIXEL_MAX, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    images = Images(pixels, torch.tensor(table[:, -1], dtype=torch.int64))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     return images.take(order[TEST_IMAGE_COUNT:]), images.take(order[:TEST_IMAGE_COUNT])
 
@@ -112,7 +117,8 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
     done = 0
     if isinstance(optimizer, ps.DistributedOptimizer) and client is not None:
         client.attach_state("schedule", schedule)
-        done = optimizer.clock  # above 0 where the run goes on from a checkpoint
+        # Above 0 where the run goes on from a checkpoint, or this worker for one that is gone.
+        done = optimizer.clock
     # All workers take the same number of steps: what remains of a share comes up in another epoch.
     step_count = len(training) // world_size // arguments.batch_size
     shuffle = torch.Generator().manual_seed(arguments.seed + 1 + rank)
@@ -122,6 +128,8 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
         skipped = min(done, step_count)
         done -= skipped
         if skipped == step_count:
+            if client is not None and client.is_newcomer:
+                schedule.step()  # a checkpoint would have had it
             continue
         batches = batches[skipped:]
         loss = train_epoch(model, optimizer, batches, client, step_count * arguments.epochs)

@@ -27,6 +27,7 @@ from ps_runtime.turns import TurnMeter
 
 _LATENCY_BUCKETS_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    60.0, 120.0, 300.0,
 )  # fmt: skip
 _STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 

@@ -84,6 +84,7 @@ def _name(flags: Mapping[str, object]) -> str:
 def _run(script: Path) -> int:
     """Run the script; leave the cluster if it ended well, else say that it ended in the middle."""
     status = _FAILED
+    logs.info("script_begins", script=script)
     try:
         runpy.run_path(str(script), run_name="__main__")
         status = 0
@@ -94,7 +95,9 @@ def _run(script: Path) -> int:
     except BaseException as failure:  # noqa: BLE001 - whatever ends a script is shown as Python does
         _show(failure, script)
     has_closed = _close(f"the script ended with {status}" if status else "")
-    return status if has_closed or status else _FAILED
+    status = status if has_closed or status else _FAILED
+    logs.info("script_ended", script=script, status=status)
+    return status
 
 
 def _close(failed_by: str) -> bool:

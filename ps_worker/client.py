@@ -106,12 +106,15 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         place = job_place(options, os.environ)
         if place is not None:
             logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
-        return Client(worker_config({"scheduler": scheduler, **options}))
+        client = Client(worker_config({"scheduler": scheduler, **options}))
     except PushpullError as refusal:
         if place is not None and isinstance(refusal, InvalidConfig):
             refusal = InvalidConfig(f"{refusal.message}; this process is {place}")
         # What goes on within is no help to who asked, and would hide the reason.
         raise refusal.with_traceback(None) from None
+    if not client.is_reader:
+        logs.info("worker_joined", rank=client.rank, workers=client.world_size)
+    return client
 
 
 class Client(CollectiveVerbs):

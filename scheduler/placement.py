@@ -21,10 +21,9 @@ What it deliberately does not do: know nodes, tables' names or epochs, or look a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-
-import numpy as np
-import numpy.typing as npt
+from functools import lru_cache
 
 from ps_core import limits
 from ps_core.errors import check
@@ -45,18 +44,35 @@ def range_count_for(server_count: int) -> int:
 
 def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
     """The range that holds most blocks of a table, and how many."""
-    counts = np.bincount(_ranges_of_blocks(table, range_count), minlength=range_count)
-    fullest = int(counts.argmax())
-    return RangeId(fullest), int(counts[fullest])
+    counts = _blocks_by_range(table, range_count)
+    fullest = min(counts, key=lambda range_id: (-counts[range_id], range_id))
+    return fullest, counts[fullest]
 
 
-def _ranges_of_blocks(table: Table, range_count: int) -> npt.NDArray[np.int64]:
-    """Vectorised: a table may have a million blocks, and the scheduler has one thread."""
-    step = slot_of_ordinal(1)
-    first = slot_of_ordinal(table.first_ordinal)
-    slots = (first + np.arange(table.block_count, dtype=np.int64) * step) % limits.SLOT_COUNT
-    ranges: npt.NDArray[np.int64] = ((slots + 1) * range_count - 1) // limits.SLOT_COUNT
-    return ranges
+@lru_cache(maxsize=4)
+def _ranges_by_ordinal(range_count: int) -> list[RangeId]:
+    """The range of each ordinal below `limits.SLOT_COUNT`, after which they come in the same order
+    again.
+    """
+    slots = (slot_of_ordinal(ordinal) for ordinal in range(limits.SLOT_COUNT))
+    return [RangeId(((slot + 1) * range_count - 1) // limits.SLOT_COUNT) for slot in slots]
+
+
+def _blocks_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
+    """How many blocks of a table each range holds, in the order of ranges; none holds 0.
+
+    Counted by the standard library's own loop: a table may have a million blocks, and the
+    scheduler has one thread.
+    """
+    ranges = _ranges_by_ordinal(range_count)
+    rounds, rest = divmod(table.block_count, len(ranges))
+    begin = table.first_ordinal % len(ranges)
+    counts = Counter(ranges[begin : begin + rest])
+    counts.update(ranges[: max(0, begin + rest - len(ranges))])
+    if rounds:
+        for range_id, count in Counter(ranges).items():
+            counts[range_id] += rounds * count
+    return {range_id: counts[range_id] for range_id in sorted(counts)}
 
 
 def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
@@ -65,14 +81,18 @@ def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
     Counted as the servers store them: float32 (float64 for float64 tables), blocks padded to
     `limits.BLOCK_ALIGNMENT_ELEMENTS`.
     """
-    ranges = _ranges_of_blocks(table, range_count)
     element_bytes = table.spec.accumulator_element_bytes
-    counts = np.bincount(ranges, minlength=range_count)
-    held_bytes = counts * (table.spec.block_elements * element_bytes)
+    block_bytes = table.spec.block_elements * element_bytes
+    held_bytes = {
+        range_id: count * block_bytes
+        for range_id, count in _blocks_by_range(table, range_count).items()
+    }
     alignment = limits.BLOCK_ALIGNMENT_ELEMENTS
     last_elements = -(-table.block_length(table.block_count - 1) // alignment) * alignment
-    held_bytes[ranges[-1]] -= (table.spec.block_elements - last_elements) * element_bytes
-    return {RangeId(int(index)): int(held_bytes[index]) for index in np.flatnonzero(counts)}
+    ranges = _ranges_by_ordinal(range_count)
+    last = ranges[(table.first_ordinal + table.block_count - 1) % len(ranges)]
+    held_bytes[last] -= block_bytes - last_elements * element_bytes
+    return held_bytes
 
 
 def place(

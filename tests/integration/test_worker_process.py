@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,14 +96,19 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
 
 
 def test_a_script_that_ends_normally_leaves(cluster: ps.LocalCluster, scripts: Scripts) -> None:
-    short = scripts.start(TRAINS, "2", "--lr=1", cluster=cluster, PUSHPULL_RANK="1")
+    short = scripts.start(
+        TRAINS, "2", "--lr=1", cluster=cluster, PUSHPULL_RANK="1", PUSHPULL_LOG_LEVEL="info"
+    )
     with ps.connect(cluster.address, rank=0, request_deadline_s=DEADLINE_S) as client:
         table = client.create_table("w", 10, optimizer=ps.SGD(lr=1.0))
         for clock in range(1, 6):  # uneven data: the script's end does not end this one
             found = client.push_pull(table, np.ones(10, np.float32))
             assert np.all(np.asarray(found) == -clock)
     out, err = short.communicate(timeout=DEADLINE_S)
-    assert (short.returncode, err) == (0, "")
+    assert short.returncode == 0, err
+    events = re.findall(r"event=((?:script|worker)_\S+(?: rank.*)?)", err)
+    assert events == ["script_begins", "worker_joined rank=1 workers=2", "script_ended"]
+    assert re.search(r"event=script_ended .*status=0$", err, re.MULTILINE)
     assert out == "trained 1 ['2', '--lr=1'] beside __main__\n"
 
 

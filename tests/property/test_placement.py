@@ -67,6 +67,16 @@ def test_bytes_by_range_counts_each_block_where_the_table_puts_it(
     assert bytes_by_range(table, RANGES).keys() == table.blocks_by_range(RANGES).keys()
 
 
+@pytest.mark.parametrize("first", [0, 7, limits.SLOT_COUNT - 3])
+def test_a_table_of_more_blocks_than_slots_takes_every_slot_as_often(first: int) -> None:
+    rounds = bytes_by_range(table_of(3 * limits.SLOT_COUNT + 5, first), RANGES)
+    rest = bytes_by_range(table_of(5, first), RANGES)
+    sizes = [r.end - r.begin for r in key_ranges(RANGES)]
+    assert rounds == {
+        RangeId(n): 3 * size * 256 + rest.get(RangeId(n), 0) for n, size in enumerate(sizes)
+    }
+
+
 @pytest.mark.parametrize("block_count", [10, 100, 1_000, 10_000])
 @given(first=ordinals, server_count=st.integers(1, 16))
 def test_blocks_spread_evenly_over_servers_from_an_empty_map(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def test_the_wheel_is_what_runs(bin_folder: Path, tmp_path: Path) -> None:
 
 def test_it_trains_away_from_the_checkout(bin_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "digits_cnn.py"
-    script.write_text((ROOT / "examples/digits_cnn.py").read_text(encoding="utf-8"))
+    for name in (script.name, "digits.csv.gz"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
     for name in ("scheduler", "ps_server"):  # the user's own, found before ours
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not the role')\n")
     run = run_in(
