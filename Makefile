@@ -31,7 +31,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system clean
+.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ system-deps: $(READY) ## Install what tests/system needs beside pip packages (De
 
 test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
 	$(BIN)/python -m pytest $(PARALLEL) tests/system
+
+pods-check: $(READY) ## Run the Kubernetes pods as containers: rolling update, a kill of each role, a lost node
+	$(BIN)/python -m pytest tests/pods
 
 clean: ## Remove .venv and everything generated, but not the committed stubs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -22,7 +22,7 @@ RUN_TIMEOUT_S = 300
 
 COMPOSE = shlex.split(os.environ.get("COMPOSE", "docker compose"))
 ENGINE = "docker" if Path(COMPOSE[0]).name == "docker" else "podman"
-IMAGE = "pushpull:latest"
+IMAGE, SCHEDULER_IMAGE = "pushpull:latest", "pushpull-scheduler:latest"
 COMPOSE_FILE: dict[str, Any] = yaml.safe_load(
     (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 )
@@ -44,7 +44,7 @@ def process_of(container: str) -> int:
     return pid
 
 
-def read_until(container: str, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
+def read_until(container: str, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
     """The first line of a container that matches, printed or yet to be, over all of its starts."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,15 +16,20 @@ from tests.system.containers import (
     COMPOSE_FILE,
     IMAGE,
     RUN_TIMEOUT_S,
+    SCHEDULER_IMAGE,
     Compose,
     engine,
     process_of,
     read_until,
 )
+from tests.tidy.source import ROOT
 
 MAX_OWN_MB, MAX_SCHEDULER_OWN_MB = 860, 110
-"""Above the base, which has 130 MB on Docker Hub: the images have less than 1 GB and 250 MB. Most of
-it is torch's CPU build; CUDA's would be several times that."""
+"""Above the base, which has 130 MB on Docker Hub: the images have less than 1 GB and 250 MB. Most
+of it is torch's CPU build; CUDA's would be several times that."""
+
+SCRIPT = "examples/digits_cnn.py --epochs 60"
+"""Long enough for all that is done to it meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +44,40 @@ def compose() -> Iterator[Compose]:
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
 def test_the_image_has_no_root_no_compiler_and_no_more_than_it_needs(compose: Compose) -> None:
-    printed = engine(
-        "run", "--rm", IMAGE, "sh", "-ec",
-        "id -u; "
-        "for tool in cc gcc g++ clang make pip; do command -v $tool || true; done; "
-        "python -m pip --version 2>&1 | tail -n 1; "
-        "du -s --block-size=MB /opt/pushpull /srv/pushpull",
-    )  # fmt: skip
-    assert "10001" in printed.split("\n")
-    assert not re.search(r"/(cc|gcc|g\+\+|clang|make)\b", printed)
-    assert "No module named pip" in printed
-    sizes = [int(size) for size in re.findall(r"^(\d+)MB", printed, re.MULTILINE)]
-    assert len(sizes) == 2
-    assert sum(sizes) <= MAX_OWN_MB
+    for image, most_mb in ((IMAGE, MAX_OWN_MB), (SCHEDULER_IMAGE, MAX_SCHEDULER_OWN_MB)):
+        printed = engine(
+            "run", "--rm", image, "sh", "-ec",
+            "id -u; "
+            "for tool in cc gcc g++ clang make pip; do command -v $tool || true; done; "
+            "python -m pip --version 2>&1 | tail -n 1; "
+            "du -s --block-size=MB /opt/pushpull",
+        )  # fmt: skip
+        assert "10001" in printed.split("\n")
+        assert not re.search(r"/(cc|gcc|g\+\+|clang|make)\b", printed)
+        assert "No module named pip" in printed
+        (size_mb,) = re.findall(r"^(\d+)MB", printed, re.MULTILINE)
+        assert int(size_mb) <= most_mb
+
+
+@pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_a_script_of_ones_own_is_three_lines_of_dockerfile(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """The page's, with the image under the name that it has here."""
+    page = (ROOT / "docs/CONTAINERS.md").read_text(encoding="utf-8")
+    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
+    assert dockerfile.count("\n") == 3
+    first = f"FROM {IMAGE}\n"
+    (tmp_path / "Dockerfile").write_text(re.sub(r"FROM .*\n", first, dockerfile))
+    (tmp_path / "train.py").write_text("import torch, pushpull\nprint('mine', torch.ones(1))\n")
+    image = f"pushpull-own-{uuid.uuid4().hex[:8]}"
+    engine("build", "--quiet", "--tag", image, str(tmp_path))
+    try:
+        assert "mine" in engine("run", "--rm", image, "python", "train.py")
+        command = engine("image", "inspect", "--format", "{{.Config.Cmd}}", image)
+        assert command == "[pushpull worker train.py]"
+    finally:
+        engine("image", "rm", image)
 
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
@@ -59,7 +87,7 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     """Once each, in the middle; the engine starts them again, and the run ends as any other."""
     begun = compose(
         "up", "--no-build", "--detach",
-        SERVERS="3", WORKERS="4", PUSHPULL_UPDATE_LOG="/update-log",
+        SERVERS="3", WORKERS="4", SCRIPT=SCRIPT, PUSHPULL_UPDATE_LOG="/update-log",
     )  # fmt: skip
     assert begun.returncode == 0, begun.stdout[-8000:]
     servers, workers = compose.containers("server"), compose.containers("worker")
@@ -68,13 +96,12 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     formed = read_until(scheduler, r"event=cluster_formed .* workers=(\d+) .* servers=(\d+)")
     assert formed.groups() == ("4", "3")
     read_until(scheduler, "event=table_created")  # training is on its way
-    first, second = [process_of(servers[0])], [process_of(scheduler), process_of(workers[0])]
-    for processes, where, returned in (
-        (first, servers[0], "event=update_log_read"),
-        (second, scheduler, "event=cluster_resumed"),
+    for killed, where, returned in (
+        (servers[0], servers[0], "event=update_log_read"),
+        (scheduler, scheduler, "event=cluster_resumed"),
+        (workers[0], scheduler, r"event=node_registered .*role=worker node_id=(9|\d\d+)"),
     ):
-        for pid in processes:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(process_of(killed), signal.SIGKILL)
         read_until(where, returned)
     everybody = [scheduler, *servers, *workers]
     statuses = engine("wait", *everybody).split()
@@ -99,7 +126,7 @@ def test_the_next_run_goes_on_from_the_last_checkpoint_and_stops_by_itself(
     compose("down")
     run = compose(
         "up", "--no-build", "--abort-on-container-failure",
-        SERVERS="2", WORKERS="4", PUSHPULL_RESUME="/checkpoints",
+        SERVERS="2", WORKERS="4", SCRIPT=SCRIPT, PUSHPULL_RESUME="/checkpoints",
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:]
     assert "event=checkpoint_chosen" in run.stdout
@@ -119,6 +146,7 @@ def test_every_role_has_a_probe_and_is_started_again(service: str) -> None:
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
 def test_a_server_alone_says_that_it_looks_for_the_scheduler(compose: Compose) -> None:
+    compose("down")
     run = compose("run", "--rm", "--no-deps", "-T", "-e", "PUSHPULL_CONNECT_DEADLINE_S=2", "server")
     assert run.returncode != 0
     assert "scheduler:7070" in run.stdout

@@ -14,14 +14,15 @@ import yaml
 
 from scheduler.config import SchedulerConfig
 from tests.joining import SECRET
-from tests.system.manifests import VERSIONS, Manifest, rendered
+from tests.system.manifests import (
+    VERSIONS,
+    Manifest,
+    container_of,
+    pod_of,
+    rendered,
+    variables,
+)
 from tests.tidy.source import ROOT
-
-INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-INSTANCE_LABEL = "app.kubernetes.io/instance"
-FIELDS = {INDEX_ANNOTATION: "1"}
-"""What the cluster would put into annotations of a pod."""
-
 
 BASE, WITH_CHECKPOINTS = "deploy/kubernetes", "deploy/kubernetes-checkpoints"
 
@@ -42,44 +43,17 @@ def workloads(folder: str = BASE) -> dict[str, Manifest]:
 
 def pod(component: str, folder: str = BASE) -> Manifest:
     """The pod of a component."""
-    spec: Manifest = workloads(folder)[component]["spec"]["template"]["spec"]
-    return spec
+    return pod_of(workloads(folder)[component])
 
 
 def container(component: str, folder: str = BASE) -> Manifest:
     """Its only container."""
-    (only,) = pod(component, folder)["containers"]
-    found: Manifest = only
-    return found
+    return container_of(workloads(folder)[component])
 
 
 def environment(component: str, folder: str = BASE) -> dict[str, str]:
-    """The container's variables as Kubernetes would set them."""
-    found: dict[str, str] = {}
-    for variable in container(component, folder)["env"]:
-        if "value" in variable:
-            text: str = variable["value"]
-            found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], text)
-        elif "secretKeyRef" in variable["valueFrom"]:
-            found[variable["name"]] = SECRET
-        elif "resourceFieldRef" in variable["valueFrom"]:
-            kind, _, resource = variable["valueFrom"]["resourceFieldRef"]["resource"].partition(".")
-            found[variable["name"]] = container(component, folder)["resources"][kind][resource]
-        else:
-            found[variable["name"]] = field(component, variable["valueFrom"]["fieldRef"], folder)
-    return found
-
-
-def field(component: str, reference: Manifest, folder: str) -> str:
-    """What the cluster would put into a field of a component's first pod."""
-    path: str = reference["fieldPath"]
-    workload = workloads(folder)[component]
-    if path == "metadata.name":
-        return f"{workload['metadata']['name']}-0"
-    if path == f"metadata.labels['{INSTANCE_LABEL}']":
-        found: str = workload["spec"]["template"]["metadata"]["labels"][INSTANCE_LABEL]
-        return found
-    return FIELDS[path]
+    """The variables of the component's second pod; its number is its rank, if it is a worker."""
+    return variables(workloads(folder)[component], 1)
 
 
 COMPONENTS = ["scheduler", "server", "worker"]
@@ -192,7 +166,7 @@ def test_a_worker_that_is_lost_is_started_again_under_its_rank() -> None:
     assert job["backoffLimitPerIndex"] > 0
     assert "backoffLimit" not in job, "it would end the run"
     assert pod("worker")["restartPolicy"] == "Never", "else a pod is started again, not an index"
-    assert environment("worker")["PUSHPULL_RANK"] == FIELDS[INDEX_ANNOTATION]
+    assert environment("worker")["PUSHPULL_RANK"] == "1"
 
 
 def test_sizes_agree() -> None:
@@ -230,7 +204,7 @@ def check_names(folder: str) -> None:
     service = workload["spec"]["serviceName"]
     assert service in found
     advertised = environment("server", folder)["PUSHPULL_ADVERTISE"]
-    assert advertised == f"{workload['metadata']['name']}-0.{service}"
+    assert advertised == f"{workload['metadata']['name']}-1.{service}"
     for each in found.values():
         assert selected_by(each["selector"], folder)
 

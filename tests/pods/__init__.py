@@ -1,0 +1,1 @@
+"""The pods of deploy/kubernetes as containers: `make pods-check`."""

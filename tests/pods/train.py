@@ -1,0 +1,29 @@
+"""Trains until it is told to stop, and looks at every value that it reads: each is whole, and minus
+the clock, or an update was lost, or applied twice.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+import pushpull as ps
+
+ELEMENTS = 64 * 1000
+STOP = Path("/tmp/stop")  # noqa: S108 - the pod's own volume
+PAUSE_S = 0.02
+
+with ps.connect() as client:
+    table = client.create_table(
+        "counted", ELEMENTS, optimizer=ps.SGD(lr=1.0), consistency="bsp", block_elements=64
+    )
+    ones = np.ones(ELEMENTS, np.float32)
+    while not STOP.exists():
+        values = np.asarray(client.push_pull(table, ones))
+        found = {float(value) for value in np.unique(values)}
+        if found != {-float(table.clock)}:
+            raise SystemExit(f"after clock {table.clock} the values are {found}")
+        time.sleep(PAUSE_S)  # what a script computes
+    print(f"worker {client.rank} ends at clock {table.clock}, exact", flush=True)
