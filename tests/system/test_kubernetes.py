@@ -24,6 +24,7 @@ from tests.system.manifests import (
 )
 from tests.tidy.source import ROOT
 
+INSTANCE = "app.kubernetes.io/instance"
 BASE, WITH_CHECKPOINTS = "deploy/kubernetes", "deploy/kubernetes-checkpoints"
 
 
@@ -186,6 +187,61 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> str:
     resources = f"resources: [{os.path.relpath(ROOT / WITH_CHECKPOINTS, folder)}]\n"
     (folder / "kustomization.yaml").write_text(said + resources, encoding="utf-8")
     return os.path.relpath(folder, ROOT)
+
+
+@pytest.fixture(scope="module")
+def with_all(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of another run that has every component there is."""
+    folder = tmp_path_factory.mktemp("all")
+    up = os.path.relpath(ROOT / "deploy", folder)
+    components = sorted(path.name for path in (ROOT / "deploy/components").iterdir())
+    made = {
+        "resources": [f"{up}/kubernetes-checkpoints"],
+        "components": [f"{up}/components/{name}" for name in components],
+        "namePrefix": "all-",
+        "labels": [{"pairs": {INSTANCE: "all-pushpull"}, "includeSelectors": True}],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(made), encoding="utf-8")
+    return os.path.relpath(folder, ROOT)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_components_match_the_schemas_together(version: str, with_all: str) -> None:
+    foreign = [m for m in manifests(with_all) if m["kind"] == "PodMonitor"]  # a kind of Prometheus'
+    assert len(foreign) == 1
+    for manifest in manifests(with_all):
+        if manifest not in foreign:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_components_fit_the_pods(with_all: str) -> None:
+    check_names(with_all)
+    (journal,) = [v for v in pod("scheduler", with_all)["volumes"] if v["name"] == "journal"]
+    claims = {m["metadata"]["name"] for m in manifests(with_all)
+              if m["kind"] == "PersistentVolumeClaim"}  # fmt: skip
+    assert journal == {
+        "name": "journal", "persistentVolumeClaim": {"claimName": "all-pushpull-journal"}
+    }  # fmt: skip
+    assert "all-pushpull-journal" in claims
+    logged = environment("server", with_all)["PUSHPULL_UPDATE_LOG"]
+    (mount,) = [
+        m for m in container("server", with_all)["volumeMounts"] if m["mountPath"] == logged
+    ]
+    (claim,) = workloads(with_all)["server"]["spec"]["volumeClaimTemplates"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert container("worker", with_all)["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_the_network_policy_lets_a_run_s_own_pods_in(with_all: str) -> None:
+    (policy,) = [m["spec"] for m in manifests(with_all) if m["kind"] == "NetworkPolicy"]
+    own, scraped = policy["ingress"]
+    (peer,) = own["from"]
+    for labels in (policy["podSelector"]["matchLabels"], peer["podSelector"]["matchLabels"]):
+        assert labels[INSTANCE] == "all-pushpull"
+        assert len(selected_by(labels, with_all)) == 3
+    taken = {port["port"] for rule in (own, scraped) for port in rule["ports"]}
+    offered = {p["containerPort"] for c in COMPONENTS for p in container(c, with_all)["ports"]}
+    assert taken == offered
 
 
 def services(folder: str) -> dict[str, Manifest]:

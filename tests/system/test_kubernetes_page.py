@@ -47,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with the page's overlay in it, and a configuration of kubectl that leads nowhere."""
     made = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "deploy", made / "deploy")
-    overlay, addition = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    for name, text in ((OVERLAY, overlay), (SECOND, overlay + addition)):
+    overlay, components, addition = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    for name, text in ((OVERLAY, overlay + components), (SECOND, overlay + components + addition)):
         (made / name).mkdir()
         (made / name / "kustomization.yaml").write_text(text, encoding="utf-8")
     (made / "config").write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
@@ -81,6 +81,11 @@ def test_another_run_has_names_of_its_own(folder: Path, overlaid: dict[str, Mani
         f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rendered(folder / SECOND)
     }
     assert names == {name.replace("/", "/second-") for name in overlaid}
+
+
+def test_the_page_has_every_component() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE)
+    assert sorted(rows) == sorted(path.name for path in (ROOT / "deploy/components").iterdir())
 
 
 def test_the_overlay_says_its_sizes_everywhere(overlaid: dict[str, Manifest]) -> None:
