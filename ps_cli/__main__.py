@@ -159,8 +159,8 @@ def worker() -> None:
     The script finds the cluster with `pushpull.connect()`. Its rank is --rank, else PUSHPULL_RANK,
     else what torchrun, Slurm, MPI or Kubernetes says, else the lowest free one.
 
-    Exit code: the script's; 1 when an exception ended it, or its last step was not committed; 2 when
-    a setting is wrong; 130 after Ctrl-C, 143 after SIGTERM.
+    Exit code: the script's; 1 when an exception ended it, or its last step was not committed; 2
+    when a setting is wrong; 130 after Ctrl-C, 143 after SIGTERM.
 
     Example: `pushpull worker --scheduler 10.0.0.1:7070 train.py --epochs 5`
     """

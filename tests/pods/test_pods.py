@@ -72,8 +72,8 @@ def cluster(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ku
 
 def clock(cluster: Kubelet) -> int:
     """The clock that some worker has come to, as the status says."""
-    asked = ("pushpull", "status", "--json", "--scheduler", "localhost:7070")
-    status = json.loads(cluster.run_in("scheduler", 0, *asked))
+    asked = "pushpull status --json --scheduler localhost:${PUSHPULL_LISTEN##*:}"
+    status = json.loads(cluster.run_in("scheduler", 0, "sh", "-ec", asked))
     return max((max(n["clocks"].values(), default=0) for n in status["nodes"]), default=0)
 
 
