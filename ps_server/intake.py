@@ -296,13 +296,19 @@ def read_terms(
 def check_named_blocks(range_id: int, blocks: Sequence[int], block_count: int) -> None:
     """Refuse a read that names a block of a range twice, or more than there are.
 
+    Args:
+        range_id: the range.
+        blocks: what the read names.
+        block_count: blocks of the table in the range; 0: the range is not here, and why not is for
+            it to answer, which a worker asks again elsewhere for.
+
     Raises:
         InvalidKeys: it does.
     """
-    if len(blocks) > block_count or len(set(blocks)) != len(blocks):
+    if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
         raise InvalidKeys(
             f"the read of range {range_id} names {len(blocks)} blocks; expected each of its "
-            f"{block_count} at most once"
+            f"{block_count or 'blocks'} at most once"
         )
 
 

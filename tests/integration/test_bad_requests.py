@@ -155,6 +155,14 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
         "NOT_OWNER",
         ("does not serve range",),
     ),
+    "another server's range, by its blocks": (  # as after a failover: a worker asks elsewhere
+        lambda read, table: (
+            to_range(_first(read), *table.elsewhere),
+            _first(read).blocks.append(0),
+        ),
+        "NOT_OWNER",
+        ("does not serve range",),
+    ),
     "old epoch": (
         lambda read, _: setattr(_first(read), "assignment_epoch", 1),
         "STALE_ASSIGNMENT",
