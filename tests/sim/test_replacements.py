@@ -80,6 +80,7 @@ class ReplacementSimulation(FailoverSimulation):
         self.has_left: set[SimWorker] = set()
         self.first: dict[Incarnation, Session] = {}
         self._asked_count = 0
+        self._is_ending = False
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
         self._moments = random.Random(f"moments of {seed}")
@@ -263,6 +264,8 @@ class ReplacementSimulation(FailoverSimulation):
         self._beat(session, worker)
         self.world.counts["replacements"] += 1
         self._start_late(worker, self.scheduler.view.view_number)
+        if self._is_ending:
+            self._end_late(worker)
 
     def _has_initial_values(self) -> bool:
         """Whether every range that holds blocks of a table has a primary that has its values."""
@@ -313,7 +316,17 @@ class ReplacementSimulation(FailoverSimulation):
         dead += [worker for worker in self.workers if worker.failed]
         return all(w.incarnation in self.truth.gone for w in dead if w not in self.has_left)
 
+    def _end_late(self, worker: SimWorker) -> None:
+        """It came as the others ended: it is killed, since nobody waits for its end."""
+        self.world.counts["came as the others ended"] += 1
+        self.calamities.dead_workers.append(worker)
+        worker.stop()
+
     def _check_end(self) -> None:
+        self._is_ending = True
+        for worker in self.workers:
+            if not worker.finished and not worker.is_down:
+                self._end_late(worker)
         super()._check_end()
         for table in self.layout.tables:
             if self.layout.settings.is_always_bsp(table):
