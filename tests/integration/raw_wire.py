@@ -75,9 +75,11 @@ def check_error(error: types.Error, code: str, *words: str) -> None:
         assert word in error.message, error.message
 
 
-def to_range(entry: Any, range_id: int, epoch: int) -> None:
-    """The entry, or read, is of another range."""
+def to_range(entry: Any, range_id: int, epoch: int, block: int | None = None) -> None:
+    """The entry, or read, is of another range; or a read is of one block of it."""
     entry.range_id, entry.assignment_epoch = range_id, epoch
+    if block is not None:
+        entry.blocks.append(block)
 
 
 @dataclass

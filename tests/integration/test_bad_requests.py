@@ -156,10 +156,7 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
         ("does not serve range",),
     ),
     "another server's range, by its blocks": (  # as after a failover: a worker asks elsewhere
-        lambda read, table: (
-            to_range(_first(read), *table.elsewhere),
-            _first(read).blocks.append(0),
-        ),
+        lambda read, table: to_range(_first(read), *table.elsewhere, block=0),
         "NOT_OWNER",
         ("does not serve range",),
     ),
