@@ -31,7 +31,7 @@ from tests.sim.test_restores import (
     RestoredSimulation,
     RestoreSimulation,
 )
-from tests.sim.test_scheduler_restarts import RestartSimulation
+from tests.sim.test_scheduler_restarts import MOST_STARTS, RestartSimulation
 from tests.sim.test_simulation import run_seeds
 from tests.sim.timelines import Address
 
@@ -108,10 +108,18 @@ class KeptRestoreSimulation(RestartSimulation, RestoreSimulation):
     def _restore(self, *, is_open: bool) -> None:
         """When all is told that was decided before, unless the scheduler dies."""
         is_told = self._writing is None and not self._untold.newest
-        if is_told and not self._may_die("died before a restore was kept"):
+        if is_told and not self._dies_first():
             super()._restore(is_open=is_open)
         else:
             self.world.after(AGAIN_S, self._may_restore)
+
+    def _dies_first(self) -> bool:
+        """Whether the scheduler dies before the restore is durable."""
+        may_die = self._start_number < MOST_STARTS and not self.calamities.is_calm
+        if not may_die or self.fates.random() >= 0.2:
+            return False
+        self._die_for(2.0 * self.fates.random(), "died before a restore was kept")
+        return True
 
     def restoration(self) -> Restoration:
         """The time until there is a cluster again."""
