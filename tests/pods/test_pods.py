@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.pods.kubelet import Kubelet
-from tests.system.containers import BUILD_TIMEOUT_S, Compose, engine, read_until
+from tests.system.containers import BUILD_TIMEOUT_S, Compose, engine, process_of, read_until
 from tests.tidy.source import ROOT
 
 TIMEOUT_S = 300.0
@@ -83,6 +83,8 @@ def trains(cluster: Kubelet) -> Iterator[None]:
     before = clock(cluster)
     yield
     end_s = time.monotonic() + TIMEOUT_S / 5
+    for ordinal in range(2):
+        process_of(cluster.pod("worker", ordinal).container)  # it runs, and says why if not
     while clock(cluster) <= before:
         assert time.monotonic() < end_s
 

@@ -17,6 +17,7 @@ with ps.connect() as client:
     table = client.create_table(
         "counted", ELEMENTS, optimizer=ps.SGD(lr=1.0), consistency="bsp", block_elements=64
     )
+    client.pull(table)  # one that takes the place of another begins at the clock of the others
     ones = np.ones(ELEMENTS, np.float32)
     while not STOP.exists():
         values = np.asarray(client.push_pull(table, ones))
