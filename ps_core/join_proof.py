@@ -1,8 +1,10 @@
 """The proof with which a process joins a cluster: it knows the join secret, and does not show it.
 
 Rules:
-    - A proof is good for one challenge, one registration_id, one role, rank and address: whoever
-      reads it on the wire can neither join as anything else nor join another cluster with it.
+    - A proof is good for one challenge, one registration_id, one role, rank and address, and one
+      run of that size: whoever reads it on the wire can neither join as anything else nor join
+      another cluster or run with it.
+    - In the run without a name it is what it was before there were others.
 
 What it deliberately does not do: draw challenges, or find secrets (`ps_runtime.join_secret`).
 """
@@ -32,19 +34,22 @@ class Joiner:
     role: Role
     rank: int | None = None
     address: str = ""
+    run: str = ""
+    world_size: int = 0
 
     def proof(self, secret: bytes, challenge: bytes) -> bytes:
         """HMAC-SHA256 over the challenge and these fields (docs/PROTOCOL.md)."""
-        text = "|".join(
-            (
-                "pushpull-join",
-                challenge.hex(),
-                self.registration_id.hex(),
-                self.role.value,
-                "" if self.rank is None else str(self.rank),
-                self.address,
-            )
+        fields = (
+            challenge.hex(),
+            self.registration_id.hex(),
+            self.role.value,
+            "" if self.rank is None else str(self.rank),
+            self.address,
         )
+        if self.run:
+            text = "|".join(("pushpull-join-run", *fields, self.run, str(self.world_size)))
+        else:
+            text = "|".join(("pushpull-join", *fields))
         return hmac.new(secret, text.encode(), hashlib.sha256).digest()
 
     def check(self, proof: bytes, secret: bytes, challenge: bytes) -> None:

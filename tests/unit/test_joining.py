@@ -16,7 +16,7 @@ from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, NotPermitted, Recovering, Unauthenticated
 from ps_core.join_proof import CHALLENGE_BYTES, Joiner
 from ps_runtime import join_secret
-from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2
+from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2, types_pb2
 
 SECRET = b"a secret of twenty-one"
 CHALLENGE = bytes(range(CHALLENGE_BYTES))
@@ -46,6 +46,33 @@ def test_a_proof_that_was_overheard_makes_nobody_else_a_node(change: dict[str, A
     proof = JOINER.proof(SECRET, CHALLENGE)
     with pytest.raises(Unauthenticated, match="is not the cluster's"):
         replace(JOINER, **change).check(proof, SECRET, CHALLENGE)
+
+
+@pytest.mark.parametrize("change", [{"run": ""}, {"run": "other"}, {"world_size": 3}])
+def test_a_proof_is_of_one_run_and_its_size(change: dict[str, Any]) -> None:
+    joiner = replace(WORKER, run="nightly", world_size=2)
+    proof = joiner.proof(SECRET, CHALLENGE)
+    text = f"pushpull-join-run|{CHALLENGE.hex()}|{'69' * 16}|worker|0||nightly|2"
+    assert proof == hmac.new(SECRET, text.encode(), hashlib.sha256).digest()
+    with pytest.raises(Unauthenticated, match="is not the cluster's"):
+        replace(joiner, **change).check(proof, SECRET, CHALLENGE)
+
+
+def test_no_address_is_taken_for_a_run() -> None:
+    joiner = replace(WORKER, run="nightly", world_size=2)
+    other = replace(WORKER, address="|nightly|2")
+    assert joiner.proof(SECRET, CHALLENGE) != other.proof(SECRET, CHALLENGE)
+
+
+def test_a_registration_is_proved_with_its_run() -> None:
+    request = scheduler_pb2.RegisterNodeRequest(
+        registration_id=b"i" * 16,
+        role=types_pb2.NODE_ROLE_WORKER,
+        requested_rank=0,
+        run="nightly",
+        world_size=2,
+    )
+    assert join_secret.joiner(request) == replace(WORKER, run="nightly", world_size=2)
 
 
 def test_a_proof_is_of_one_secret_and_one_challenge() -> None:
