@@ -414,5 +414,6 @@ def _all_taken(
     whole = f"run '{run.name}'" if run.name else "the cluster"
     return (
         f"a worker beyond the {count} that {whole} {limit}: every rank is "
-        f"given, {', '.join(listed)}"
+        f"given, {', '.join(listed)}. To train beside or after these, begin a run of another name "
+        "(--run, PUSHPULL_RUN)"
     )

@@ -172,6 +172,7 @@ class TestRegistration:
             "a worker beyond the 2",
             "rank 0 by worker node 1 (alive, rank 0",
             "rank 1 by worker node 2 (left, rank 1)",
+            "begin a run of another name (--run, PUSHPULL_RUN)",
             by=lambda: cluster.join(Role.WORKER),
             of=cluster,
         )
