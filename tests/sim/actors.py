@@ -56,13 +56,14 @@ Cluster = dict[NodeId, SimServer]
 
 @dataclass
 class Layout:
-    """Who serves what: the same view for everyone."""
+    """Who serves what: the same view for everyone of a run."""
 
     owner: dict[RangeId, NodeId]
     epoch: dict[RangeId, int]
     tables: list[Table]
     range_count: int
     settings: Settings
+    run: str = ""
 
     def table(self, table_id: TableId) -> Table:
         """The table of that number."""
@@ -143,6 +144,7 @@ class Reads:
                 until_s,
                 terms.cut_id,
                 terms.rank,
+                self.layout.run,
             )
 
         def on_answer(effect: AnswerPull | RefusePull) -> None:
@@ -397,7 +399,7 @@ class SimWorker:
 
     @property
     def _sender(self) -> Sender:
-        return Sender(self.incarnation, self.rank, self.origin)
+        return Sender(self.incarnation, self.rank, self.origin, self.layout.run)
 
     def _push_event(self, effect: SendPush) -> PushEvent:
         assert isinstance(effect.body, Body)

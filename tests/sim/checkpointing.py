@@ -165,9 +165,15 @@ class Checkpointer:
             return  # what is told is no more
         self._asked.setdefault(checkpoint.number, set(attempt.awaited))
         for worker in self.simulation.workers:
-            if (checkpoint.number, worker.origin) not in self._named and worker in self.sessions:
+            is_known = (checkpoint.number, worker.origin) in self._named
+            if not is_known and worker in self.sessions and self._sees_one(worker):
                 self._named[checkpoint.number, worker.origin] = {}
                 self._answer(checkpoint.number, worker, self.draw.random() * DELAY_S)
+
+    def _sees_one(self, worker: SimWorker) -> bool:
+        """Whether a checkpoint is made, as the worker is told."""
+        view = self.simulation.scheduler.view
+        return view.of_run(worker.layout.run).checkpoint is not None
 
     def _complete(self, number: int) -> None:
         problem = "" if self.draw.random() < NEVER_REFUSED else "no space"
@@ -182,7 +188,7 @@ class Checkpointer:
         silent = (self._asked[number] & members) - attempt.workers.keys()
         assert not silent, f"CP-1: workers {silent} have not answered"
         for place in attempt.workers.values():
-            for table in view.tables:
+            for table in view.of_run("").tables:
                 cut, clock = table.cut, place.clocks.get(table.table_id, 0)
                 assert cut is not None and cut.after_clock >= clock, (  # noqa: PT018
                     f"CP-1: worker {place.rank} named {clock} of table {table.table_id}: {cut}"
@@ -190,7 +196,10 @@ class Checkpointer:
 
     def _check_made(self, number: int) -> None:
         found = self._ranges.get(number, {})
-        for table in self.simulation.layout.tables:
+        tables = [table for table in self.simulation.layout.tables if not table.run]
+        others = {table_id for table_id, _ in found} - {table.table_id for table in tables}
+        assert not others, f"S19: checkpoint {number} has tables {others} of other runs"
+        for table in tables:
             keys = [(table.table_id, r) for r in table.blocks_by_range(self._range_count)]
             clocks = {found.get(key) for key in keys}
             assert len(clocks) == 1 and None not in clocks, (  # noqa: PT018
@@ -241,7 +250,7 @@ class Checkpointer:
         no step meanwhile; unless it is told that another has taken one first.
         """
         self._steps_follow[worker.origin] = more
-        number, draw = self._number, self.draw
+        number, draw = self._number if self._sees_one(worker) else 0, self.draw
         if not number or draw.random() > self._waits or worker not in self.sessions:
             return
         self.world.counts["scripts that wait for a checkpoint"] += 1

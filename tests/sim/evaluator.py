@@ -9,6 +9,7 @@ from ps_core.errors import (
     NotOwner,
     Overloaded,
     PushpullError,
+    Recovering,
     StaleAssignment,
     TableNotFound,
     WaitExpired,
@@ -101,7 +102,7 @@ class Evaluator:
         def arrive() -> None:
             try:
                 clock = self.cluster[owner].begin_cut(table.table_id, cut_id, CUT_S)
-            except (NotOwner, Overloaded, TableNotFound):  # the view may not be there
+            except (NotOwner, Overloaded, Recovering, TableNotFound):  # the view may not be there
                 return
             self.world.send("cut", lambda: clocks.update({owner: clock}))
 

@@ -22,6 +22,7 @@ from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_restores_kept import KeptRestoreSimulation
+from tests.sim.test_runs import RunSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import Simulation
@@ -40,6 +41,7 @@ KINDS: dict[str, type[Simulation]] = {
     "effects": EffectSimulation,
     "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
+    "runs": RunSimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
@@ -65,6 +67,7 @@ SHARES = {
     "effects": 5,
     "pairs": 5,
     "replacements": 4,
+    "runs": 4,
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,

@@ -6,7 +6,7 @@ Heartbeats and promises go over the faulty network; views come late, and each se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
+from ps_core.tables import Table
 from scheduler.changes import Wish
 from scheduler.cluster import Decision
 from scheduler.cluster_state import (
@@ -118,11 +119,11 @@ class ScheduledSimulation(Simulation):
         self.world.after(draw.expovariate(1 / self.change_every_s), self._change)
         if not self.is_there:
             return
-        setting = self.scheduler.view.tables_by_name[table.spec.name].consistency
+        setting = self.scheduler.view.tables_by_id[table.table_id].consistency
         if setting.moves and draw.random() < 0.7:
             bound = draw.randint(setting.least, setting.most)
             moved = replace(setting, staleness=bound)
-            move = Wish(table.spec.name, moved, 0, self.world.now_s + 2.0)
+            move = Wish(table.spec.name, moved, 0, self.world.now_s + 2.0, run=table.run)
             self._publish(self.scheduler.move_bound(move, self.world.now_s).transitions)
             return
         wish = Wish(
@@ -131,13 +132,18 @@ class ScheduledSimulation(Simulation):
             draw.choice((0, 0, 0, draw.randint(0, 14))),
             self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
         )
-        worker = draw.choice(self.sessions[-WORKERS:])
+        worker = draw.choice(self._askers(table))
         try:
             decision = self.scheduler.set_consistency(worker, wish, self.world.now_s)
         except (Fenced, InvalidConfig) as error:
             self.world.say(f"no change: {error}")
         else:
             self._publish(decision.transitions)
+
+    def _askers(self, table: Table) -> Sequence[Session]:
+        """Who may want another setting for a table: workers of its run."""
+        del table
+        return self.sessions[-WORKERS:]
 
     def _promise(self, session: Session, server: SimServer) -> None:
         """What stands is sent again and again."""

@@ -400,7 +400,7 @@ class SimServer:
             return
         del self.reduced[key]
         for grad in self.sums.pop(key, []):
-            self.fenced[grad.rank].discard((record.table_id, grad))
+            self.fenced.get(grad.rank, set()).discard((record.table_id, grad))
         self.world.counts["dropped updates"] += 1
 
     def _takes_unseen(self, place: tuple[TableId, RangeId], clock: int) -> bool:

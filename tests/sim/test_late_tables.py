@@ -106,8 +106,7 @@ class LateTableSimulation(FailoverSimulation):
             self.world.after(draw.expovariate(1 / self._every_s), self._make)
 
     def _open(self, table: Table) -> None:
-        settings = self.layout.settings
-        settings._settings[table.table_id] = [(-1, table.spec.consistency)]
+        self.layout.settings.add(table)
         if self.world.draw.random() < 0.4:
             self.clip([table])
         self.truth.left |= {(table.table_id, incarnation) for incarnation in self.truth.gone}

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.keys import Incarnation, RangeId
 from ps_core.tables import Table
 from ps_worker.push_entries import SendPush
@@ -29,7 +29,7 @@ from scheduler.cluster_state import (
     Transition,
     WorkerGone,
 )
-from tests.sim.actors import SimWorker
+from tests.sim.actors import Layout, SimWorker
 from tests.sim.calamities import Plan
 from tests.sim.grads import Grad
 from tests.sim.scheduled import LOOK_S
@@ -202,8 +202,8 @@ class ReplacementSimulation(FailoverSimulation):
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
         if isinstance(transition, WorkerGone):
-            rank, delay_s = transition.node.rank, self.world.draw.random() * 4.0
-            self.world.after(delay_s, lambda: self._replace(rank))
+            node, delay_s = transition.node, self.world.draw.random() * 4.0
+            self.world.after(delay_s, lambda: self._follow(node))
         counts = self.world.counts
         if isinstance(transition, RangesFailedOver):
             counts["failovers after a join"] += counts["joined"] > 0
@@ -228,22 +228,36 @@ class ReplacementSimulation(FailoverSimulation):
                     undecided = sum(bool(worker.steps) for worker in former)
                     self.world.counts["undecided steps of the replaced"] += undecided
 
+    def _follow(self, node: Node) -> None:
+        """Another worker comes for one that is gone."""
+        self._replace(node.rank)
+
     def _replace(self, rank: int) -> None:
-        """Another worker takes the rank, unless nobody trains any more."""
-        holder = self.scheduler._state.workers_by_rank("")[rank]
-        if holder.state is not NodeState.GONE or self._is_over():
-            return
-        if rank == 0 and not self._has_initial_values():  # it would have to give them
+        if not self._is_replaced("", rank):
             self.world.after(LOOK_S, lambda: self._replace(rank))
-            return
+
+    def _is_replaced(self, run: str, rank: int) -> bool:
+        """Another worker takes the rank, unless nobody trains any more; False: later."""
+        holder = self.scheduler._state.workers_by_rank(run)[rank]
+        if holder.state is not NodeState.GONE or not self._trains(run):
+            return True
+        if rank == 0 and not self._has_initial_values(run):  # it would have to give them
+            return False
         self._asked_count += 1
         asking = Registration(
             f"replacement {self._asked_count}".encode().ljust(16),
             Role.WORKER,
             requested_rank=rank,
             features=(CHECKPOINTS_FEATURE,),
+            run=run,
         )
         self._admitted(asking, self._takes_over)
+        return True
+
+    def _trains(self, run: str) -> bool:
+        """Whether anybody of the run does."""
+        del run
+        return not self._is_over()
 
     def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
         """A node registers, and comes when it is answered."""
@@ -252,7 +266,7 @@ class ReplacementSimulation(FailoverSimulation):
     def _takes_over(self, decision: Decision[Session]) -> None:
         session = decision.reply
         worker = SimWorker(
-            self.world, self.cluster, self.layout_of(), session.rank, session.incarnation
+            self.world, self.cluster, self.layout_in(session.run), session.rank, session.incarnation
         )
         worker.is_newcomer = True
         self._strike_at_its_moments(worker)
@@ -267,10 +281,15 @@ class ReplacementSimulation(FailoverSimulation):
         if self._is_ending:
             self._end_late(worker)
 
-    def _has_initial_values(self) -> bool:
-        """Whether every range that holds blocks of a table has a primary that has its values."""
+    def layout_in(self, run: str) -> Layout:
+        """What a worker of the run knows."""
+        del run
+        return self.layout_of()
+
+    def _has_initial_values(self, run: str) -> bool:
+        """Whether every range that holds blocks of its tables has a primary with their values."""
         owner = self.layout.owner
-        for table in self.layout.tables:
+        for table in [table for table in self.layout.tables if table.run == run]:
             for range_id in table.blocks_by_range(self.layout.range_count):
                 part = self.servers[owner[range_id]].machine.parts.get((table.table_id, range_id))
                 if part is None or not part.state.initialized:

@@ -65,8 +65,14 @@ class Settings:
         self.skipped: set[tuple[TableId, int, Incarnation]] = set()
         """Steps (table, clock, worker) that no range may count."""
         self.edits = Edits(1, 0, may_differ=False)  # none
+        self.of_one: set[TableId] = set()
+        """Tables of runs that have one worker."""
         self.stepped: dict[TableId, int] = defaultdict(int)
         """The newest clock of which a worker has sealed a step, and not said goodbye."""
+
+    def add(self, table: Table) -> None:
+        """A table was made."""
+        self._settings[table.table_id] = [(-1, table.spec.consistency)]
 
     def change(self, table_id: TableId, change: Change) -> None:
         """It is in force somewhere. What it makes void was not reached by anyone."""
@@ -97,6 +103,8 @@ class Settings:
     def is_shared(self, table: Table, clock: int) -> bool:
         """Whether the steps of a clock are one step of all workers."""
         setting = self.at(table, clock)
+        if table.table_id in self.of_one:
+            return True
         return setting.mode is Mode.BSP and not setting.backup_workers
 
     def last_change(self, table: Table, clock: int) -> int:
