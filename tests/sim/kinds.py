@@ -22,7 +22,7 @@ from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_restores_kept import KeptRestoreSimulation
-from tests.sim.test_runs import RunSimulation
+from tests.sim.test_runs import RunAwaySimulation, RunSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import Simulation
@@ -42,6 +42,7 @@ KINDS: dict[str, type[Simulation]] = {
     "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
     "runs": RunSimulation,
+    "runs-away": RunAwaySimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
@@ -68,6 +69,7 @@ SHARES = {
     "pairs": 5,
     "replacements": 4,
     "runs": 4,
+    "runs-away": 4,
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,
