@@ -23,10 +23,11 @@ READY := .venv/ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # In the order in which they begin: the files that take long first, so that no core idles at the end.
 FAST_TESTS := $(wildcard $(addprefix tests/,integration idioms property sim contract unit tidy))
-# Tests wait for processes of their own more than they compute, so as many files run beside each other as
-# there are cores: one on a single core, and no more than four, each of which may have a cluster running.
-# A file is never divided: its tests share what they started, and those that measure run one after the other.
-PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
+# Tests wait for processes of their own more than they compute, so three files run beside each other for every
+# two cores, and no more than four, each of which may have a cluster running. A file is never divided: its tests
+# share what they started, and those that measure run one after the other.
+TEST_JOBS := $(shell cores=$$(getconf _NPROCESSORS_ONLN || echo 2); jobs=$$(( (cores * 3 + 1) / 2 )); echo $$(( jobs < 4 ? jobs : 4 )))
+PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # A machine with a GPU may have no network to build .venv with: then its own Python serves, with what it
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
