@@ -366,6 +366,11 @@ class FailoverSimulation(ScheduledSimulation):
         backup_count = min(self.plan.replica_count, len(self.living)) - 1
         return (
             all(len(r.backups) == backup_count for r in view.ranges if r.primary is not None)
+            and all(  # one that was deposed is suspended until its heir has left it out (S8)
+                r.range_id in self.servers[backup].replication.replicas
+                for r in view.ranges
+                for backup in r.backups
+            )
             and all(s.view_number == view.view_number for s in self.living)
             and all(s.is_settled and not s.asked for s in self.living)
             and self._are_declared_gone()
