@@ -9,8 +9,8 @@ import signal
 import subprocess
 import threading
 
-STARTED_WITHIN_S = 60.0
-ENDED_WITHIN_S = 30.0
+STARTED_WITHIN_S = 120.0
+ENDED_WITHIN_S = 90.0
 
 
 class Terminal:

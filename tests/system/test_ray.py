@@ -13,7 +13,7 @@ import pytest
 from tests.integration.command_line import environment
 from tests.tidy.source import ROOT
 
-RUN_WITHIN_S = 200.0
+RUN_WITHIN_S = 400.0
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,10 @@ OFFLINE = {
     "PIP_NO_INDEX": "1",
 }
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
+
+INSTALLED_WITHIN_S = 180.0
+"""A venv and the package's files: 15 s, and longer while images are built beside it."""
 
 
 class Person:
@@ -113,7 +116,7 @@ def narrow_pkill(tools: Path, terminal: Terminal) -> None:
 
 
 def install(person: Person) -> None:
-    person.do(person.next("sh"))
+    person.do(person.next("sh"), INSTALLED_WITHIN_S)
     asked = person.do("python -c 'import pushpull; print(pushpull.__file__)'")
     assert f"{person.folder}/venv" in asked
 
