@@ -673,7 +673,7 @@ def _check_unnamed(session: Session, what: str) -> None:
     if session.run:
         raise InvalidConfig(
             f"{what} is of the run without a name, and the caller is of run '{session.run}'; write "
-            "its parameters down with client.pull_model, or train it without a run's name"
+            "its parameters down with ps.pull_model, or train it without a run's name"
         )
 
 
