@@ -49,6 +49,9 @@ READY_DEADLINE_S = 120.0
 STOP_GRACE_S = 2.0
 """Between SIGTERM and SIGKILL, for each kind of role."""
 
+CHECKPOINT_GRACE_S = 35.0
+"""Longer than a scheduler waits for a checkpoint that is under way."""
+
 _DRAIN_GRACE_S = 1.0
 """Calls in progress get this long when a role stops: less than `STOP_GRACE_S`, or it is killed."""
 

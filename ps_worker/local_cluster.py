@@ -7,14 +7,12 @@ from typing import Self
 
 from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launcher import (
+    CHECKPOINT_GRACE_S,
     READY_DEADLINE_S,
     Launcher,
     start_scheduler,
     start_servers,
 )
-
-_CHECKPOINT_GRACE_S = 35.0
-"""Longer than a scheduler waits for a checkpoint that is under way."""
 
 
 class LocalCluster:
@@ -90,7 +88,7 @@ class LocalCluster:
         Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
         if self._keeps_checkpoints:  # servers have to be there until it is whole
-            self._launcher.stop_scheduler(_CHECKPOINT_GRACE_S)
+            self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
         self._launcher.stop()
 
     def __enter__(self) -> Self:

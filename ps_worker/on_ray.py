@@ -20,6 +20,7 @@ from ps_core.errors import InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_runtime import join_secret
 from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launcher import (
+    CHECKPOINT_GRACE_S,
     READY_DEADLINE_S,
     Launcher,
     RoleExit,
@@ -94,9 +95,10 @@ class RayCluster:
         return self._original().roles(timeout_s)
 
     def stop(self) -> None:
-        """End all roles, and give their place back. Idempotent.
+        """End all roles, after a checkpoint that somebody has asked for, and give their place back.
+        Idempotent.
 
-        Blocking: a few seconds.
+        Blocking: a few seconds; half a minute while a checkpoint is written.
 
         Raises:
             InvalidConfig: this is a copy.
@@ -239,8 +241,13 @@ class _Actors:
         return found
 
     def stop(self) -> None:
-        """End them; the servers first, while the scheduler is there."""
+        """End them; the servers first, while the scheduler is there, but for a checkpoint that is
+        under way: they have to be there until it is whole.
+        """
         actors, self._actors = self._actors, []
+        if actors and self._shape.checkpoints.url:
+            ending = actors[0].stop_scheduler.options(max_task_retries=0).remote()
+            self._ray.wait([ending], timeout=CHECKPOINT_GRACE_S + _STOP_WITHIN_S)
         for actor in reversed(actors):
             stopping = actor.stop.options(max_task_retries=0).remote()
             self._ray.wait([stopping], timeout=_STOP_WITHIN_S)
@@ -273,6 +280,10 @@ class _RoleActor:
     def where(self) -> RayRole:
         """The role; asked once it serves."""
         return self._role
+
+    def stop_scheduler(self) -> None:
+        """End it, if it is the scheduler, when no checkpoint is under way."""
+        self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
 
     def stop(self) -> None:
         """End it as a role is told to."""
