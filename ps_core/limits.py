@@ -164,6 +164,9 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
+SCHEDULER_RECONNECT_S = 0.25
+"""At most so long between two attempts of a node to reach a scheduler that is away. It is judged a
+lease after that comes back."""
 WORKER_TIMEOUT_S = 30.0
 """A worker that is silent for longer is declared gone: what the others' reads wait by default, so
 that one which waited for a dead worker in vain is answered when it is asked again."""

@@ -51,7 +51,14 @@ CHANNEL_OPTIONS: ChannelOptions = (
     # Two clients in one process do not share a connection, as two processes would not.
     ("grpc.use_local_subchannel_pool", 1),
 )
-"""The options of every channel that pushpull opens."""
+"""The options of every channel between nodes."""
+
+_SCHEDULER_OPTIONS: ChannelOptions = (
+    *(each for each in CHANNEL_OPTIONS if each[0] != "grpc.max_reconnect_backoff_ms"),
+    ("grpc.max_reconnect_backoff_ms", int(limits.SCHEDULER_RECONNECT_S * 1000)),
+)
+"""The options of every channel to a scheduler: one that was started again judges nodes after a
+lease, so they try more often than that."""
 
 SERVER_OPTIONS: ChannelOptions = (
     *_TRANSPORT_OPTIONS,
@@ -70,6 +77,14 @@ def aio_channel(address: str) -> grpc.aio.Channel:
     Blocking: no.
     """
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def scheduler_channel(address: str) -> grpc.aio.Channel:
+    """The same to a scheduler, which is found again as soon as `SCHEDULER_RECONNECT_S` says.
+
+    Blocking: no.
+    """
+    return grpc.aio.insecure_channel(address, options=_SCHEDULER_OPTIONS)
 
 
 def tune_allocator() -> bool:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from ps_core.errors import PushpullError, Recovering, Unauthenticated, WaitExpired
 from ps_runtime import clock, join_secret, logs
-from ps_runtime.channels import aio_channel
+from ps_runtime.channels import scheduler_channel
 from ps_runtime.errors import from_rpc_error
 from ps_runtime.retry import Backoff, is_retryable
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -49,7 +49,7 @@ class Addresses:
         """Calls to the present address."""
         channel = self._channels.get(self.present)
         if channel is None:
-            channel = self._channels[self.present] = aio_channel(self.present)
+            channel = self._channels[self.present] = scheduler_channel(self.present)
         return scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
     def leave(self, address: str) -> None:

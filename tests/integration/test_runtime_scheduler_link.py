@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ps_core import limits
 from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
 from ps_core.errors import (
     Fenced,
@@ -28,7 +30,7 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime import channels, clock
 from ps_runtime.metrics import SchedulerMetrics, new_registry
 from ps_runtime.node_server import NodeServer
-from ps_runtime.registration import operator_session
+from ps_runtime.registration import Addresses, operator_session
 from ps_runtime.scheduler_link import SchedulerLink
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.cluster import Cluster, Decision
@@ -470,5 +472,32 @@ def test_close_ends_the_waits_and_comes_twice() -> None:
             with pytest.raises(Fenced, match="closed"):
                 await waiting
             await link.close()
+
+    run(main())
+
+
+def test_a_scheduler_that_is_away_is_tried_again_well_within_a_lease() -> None:
+    """One that is started again takes for silent whom it did not hear for a lease."""
+
+    async def main() -> None:
+        came_s: list[float] = []
+        enough = asyncio.Event()
+
+        def came(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            came_s.append(clock.now_s())
+            writer.close()
+            if len(came_s) == 8:
+                enough.set()
+
+        async with await asyncio.start_server(came, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            addresses = Addresses([f"127.0.0.1:{port}"])
+            request = scheduler_pb2.GetJoinChallengeRequest()
+            asking = addresses.stub().GetJoinChallenge(request, wait_for_ready=True)
+            await asyncio.wait_for(enough.wait(), DEADLINE_S)
+            asking.cancel()
+            await addresses.close()
+        waits_s = [later - before for before, later in itertools.pairwise(came_s)]
+        assert min(waits_s[-2:]) < 2 * limits.SCHEDULER_RECONNECT_S, waits_s
 
     run(main())
