@@ -160,7 +160,7 @@ def worker() -> None:
     else what torchrun, Slurm, MPI or Kubernetes says, else the lowest free one.
 
     Exit code: the script's; 1 when an exception ended it, or its last step was not committed; 2
-    when a setting is wrong; 130 after Ctrl-C, 143 after SIGTERM.
+    when a setting is wrong, or the scheduler refuses it; 130 after Ctrl-C, 143 after SIGTERM.
 
     Example: `pushpull worker --scheduler 10.0.0.1:7070 train.py --epochs 5`
     """

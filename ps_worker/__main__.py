@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.errors import Fenced, InvalidConfig, PushpullError, Unauthenticated
 from ps_runtime import logs, shutdown
 from ps_runtime.config import fields_of, resolve, variable_name
 from ps_runtime.imported import spare_import_of
@@ -28,6 +28,8 @@ from ps_worker.measures import open_ports
 from ps_worker.open_clients import close_all
 
 _FAILED = 1
+_REFUSED = 2
+"""Exit codes; with the second one, to start it again as it is would change nothing."""
 _SIGNALLED = 128
 
 
@@ -93,7 +95,7 @@ def _run(script: Path) -> int:
     except KeyboardInterrupt:
         status = _SIGNALLED + signal.SIGINT
     except BaseException as failure:  # noqa: BLE001 - whatever ends a script is shown as Python does
-        _show(failure, script)
+        status = _show(failure, script)
     has_closed = _close(f"the script ended with {status}" if status else "")
     status = status if has_closed or status else _FAILED
     logs.info("script_ended", script=script, status=status)
@@ -127,9 +129,9 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(_SIGNALLED + number)
 
 
-def _show(failure: BaseException, script: Path) -> None:
-    """The traceback as the script's author knows it, from the script's first frame on; of a cluster
-    that could not be joined, the reason alone.
+def _show(failure: BaseException, script: Path) -> int:
+    """Print the traceback as the script's author knows it, from the script's first frame on; of a
+    cluster that could not be joined, the reason alone. The exit status that it means.
     """
     trace: TracebackType | None = failure.__traceback__
     frames = traceback.extract_tb(trace)
@@ -140,10 +142,12 @@ def _show(failure: BaseException, script: Path) -> None:
         lines = [frame.lineno for frame in frames if frame.filename == str(script)]
         where = f"{script}, line {lines[-1]}" if lines else str(script)
         sys.stderr.write(f"{where}: this worker cannot join: {failure.message}\n")
-        return
+        is_refused = isinstance(failure, InvalidConfig | Unauthenticated | Fenced)
+        return _REFUSED if is_refused else _FAILED
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     traceback.print_exception(type(failure), failure, trace or failure.__traceback__)
+    return _FAILED
 
 
 if __name__ == "__main__":

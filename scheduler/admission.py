@@ -20,7 +20,7 @@ from itertools import chain
 
 from ps_core import limits, runs
 from ps_core.cluster_view import Node, NodeState, Role
-from ps_core.errors import Draining, Fenced, InvalidConfig, Overloaded, Recovering
+from ps_core.errors import Fenced, InvalidConfig, Overloaded, Recovering
 from ps_core.keys import NodeId
 from ps_core.runs import Run
 from ps_core.tables import OptimizerKind, Table
@@ -196,15 +196,15 @@ def check_place(request: Registration, state: ClusterState, heard: Heard) -> Non
     """Refuse a node that the cluster, as it is, has no place for.
 
     Raises:
-        Draining: the cluster is finished.
         Overloaded: it has as many nodes as it can.
         Recovering: the server at its address may be dead, and it waits.
-        InvalidConfig: a server with other kernels or custom updates than the servers that are
-            here, or at the address of one.
+        InvalidConfig: the cluster is finished; or it is a server with other kernels or custom
+            updates than the servers that are here, or at the address of one.
     """
     if state.finished:
-        raise Draining(
-            f"the cluster is finished: all workers have left; no {request.role.value} may join"
+        raise InvalidConfig(
+            f"the cluster is finished: all workers have left, and it ends with its work "
+            f"(stop_when_done); no {request.role.value} may join. Start a new cluster"
         )
     if len(state.members) >= limits.MAX_NODE_COUNT:
         raise Overloaded(

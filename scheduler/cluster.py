@@ -200,9 +200,9 @@ class Cluster:
         none: its session says no more than that it may do what operators may.
 
         Raises:
-            InvalidConfig: the request is wrong or contradicts the cluster; the message says how.
+            InvalidConfig: the request is wrong or contradicts the cluster, or that is finished; the
+                message says how.
             Fenced: it means another cluster, or its node has left.
-            Draining: the cluster is finished.
             Overloaded: the cluster is full.
             Recovering: another has its place, which may be dead, and it waits.
         """

@@ -208,8 +208,8 @@ class Membership:
         """The node that a new registration would make; it is none until it is added.
 
         Raises:
-            InvalidConfig: the request contradicts the cluster; the message says how.
-            Draining: the cluster is finished.
+            InvalidConfig: the request contradicts the cluster, or that is finished; the message
+                says how.
             Overloaded: the cluster is full.
             Recovering: another has its place, which may be dead, and it waits.
         """

@@ -204,7 +204,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(scripts: Scripts) -> 
             ({"PUSHPULL_SCHEDULER": "localhost"}, "expected host:port, such as localhost:"),
         ):
             status, out, err = scripts.run(TRAINS, **env)
-            assert (status, out) == (1, "")
+            assert (status, out) == (2, "")
             (line,) = err.splitlines()
             assert "script" in line
             assert "line 7: this worker cannot join: " in line

@@ -217,7 +217,7 @@ class TestRegistration:
         harness.leave(two)
         for role in (Role.SERVER, Role.READER):
             refused(
-                errors.Draining,
+                errors.InvalidConfig,
                 "the cluster is finished",
                 by=lambda role=role: harness.join(role),  # type: ignore[misc]
                 of=harness,
