@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -15,28 +16,38 @@ from ps_core.cluster_view import NodeState, Role
 from ps_core.errors import PushpullError
 from ps_runtime.cluster_shape import ClusterShape
 from tests.chaos.cluster import REPLICAS, Chaos, Footprint, chaos, footprint
-from tests.chaos.faults import Faults
+from tests.chaos.faults import KILLED, RESTARTED, SCHEDULER_KILLED, Faults
 from tests.chaos.network import WAYS, Network, enter
-from tests.chaos.report import Report
+from tests.chaos.report import Away, Rate, Report
 from tests.integration.replicated_cluster import DEADLINE_S
 
 _OUTLASTS_LEASES = 3.0
 _ENDS_S = 90.0
 _FORGOTTEN_S = 60.0
+_SETTLES_S = 5.0
 
 
 def arguments() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="SIGKILLs of random servers (20)")
+    parser.add_argument("--scheduler-kills", type=int, default=5, help="of the scheduler (5)")
+    parser.add_argument("--rolls", type=int, default=1, help="rolling restarts of all servers (1)")
     parser.add_argument("--rounds", type=int, default=2, help="of each other kind of fault (2)")
     parser.add_argument("--quiet-s", type=float, default=5.0, help="between two kills (5)")
+    parser.add_argument(
+        "--scheduler-away",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="nothing but this: no scheduler for so long under load, which then comes back",
+    )
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lease-s", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None, help="of the victims; by default drawn")
     parser.add_argument("--max-s", type=float, default=1500.0, help="of the whole run (1500)")
-    parser.add_argument("--calm-s", type=float, default=0.0, help="0: as long as the kills last")
+    parser.add_argument("--calm-s", type=float, default=0.0, help="0: as long as the longest loop")
     parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
     parser.add_argument("--log", type=Path, default=None, help="where to write what roles say")
     return parser.parse_args()
@@ -51,6 +62,8 @@ class Run:
         self._began_s = time.monotonic()
         self._draw = random.Random(seed)
         self._network = None if why_no_network else Network()
+        self._made: Chaos | None = None
+        self._faults: Faults | None = None
         self.report = Report(given.lease_s, given.workers, given.servers, seed)
         if why_no_network:
             self.report.impossible.append(
@@ -76,32 +89,35 @@ class Run:
             listen=f"{self._network.address if self._network else '127.0.0.1'}:0",
             replica_count=REPLICAS,
             lease_s=given.lease_s,
+            has_journal=True,
         )
         self.say(f"SEED={self.report.seed}; {given.servers} servers, {given.workers} workers")
         with chaos(shape, self._network, given.log) as made:
             made.cluster.healed()
+            self._made = made
+            if given.scheduler_away:
+                self._without_scheduler(made, given.scheduler_away)
+                return
             self._disturb(made)
-        last_s = given.calm_s or self.report.kills_last_s
+        longest_s = max((loop.lasted_s for loop in self.report.loops.values()), default=0.0)
+        last_s = given.calm_s or longest_s
         self.say(f"the same without faults, for {last_s:.0f} s")
         with chaos(shape, self._network) as made:
             made.cluster.healed()
-            self.report.calm_last_s, self.report.calm_steps_per_s = self._calm(made, last_s)
+            self.report.calm = self._calm(made, last_s)
             taken, found = made.workers.finish(_ENDS_S)
             assert all(each == [taken] for each in found), "wrong without any fault"
 
     def _disturb(self, made: Chaos) -> None:
         given, report = self._given, self.report
-        faults = Faults(made, self._draw, self.say)
+        faults = self._faults = Faults(made, self._draw, self.say)
         report.recoveries = faults.recoveries
         self._calm(made, given.quiet_s)
         report.before = self._footprints(made)
-        began_s = time.monotonic()
-        for number in range(given.kills):
-            self.say(f"kill {number + 1} of {given.kills}")
-            faults.kill(given.quiet_s)
-        report.kills_last_s = time.monotonic() - began_s
-        report.steps_per_s = self._rate(made, began_s)
+        self._loop(made, KILLED, given.kills, faults.kill)
         self._forgotten(made)
+        self._loop(made, SCHEDULER_KILLED, given.scheduler_kills, faults.kill_scheduler)
+        self._loop(made, RESTARTED, given.rolls, faults.roll)
         report.after = self._footprints(made)
         lasts_s = _OUTLASTS_LEASES * given.lease_s
         for _ in range(given.rounds):
@@ -112,6 +128,46 @@ class Run:
                 faults.cut_between(2 * lasts_s)
         self.say("the workers come to their end")
         report.taken, report.found = made.workers.finish(_ENDS_S)
+
+    def _loop(self, made: Chaos, kind: str, count: int, fault: Callable[[float], None]) -> None:
+        """A fault, some quiet, another one; and what was done meanwhile."""
+        began_s = time.monotonic()
+        for number in range(count):
+            self.say(f"{kind} {number + 1} of {count}")
+            fault(self._given.quiet_s)
+        if count:
+            lasted_s = time.monotonic() - began_s
+            self.report.loops[kind] = Rate(lasted_s, made.workers.rate(began_s))
+
+    def _without_scheduler(self, made: Chaos, lasts_s: float) -> None:
+        """Load, the same without a scheduler, and again with the one that came back."""
+        around_s = lasts_s / 2
+        cluster, workers = made.cluster, made.workers
+        self._calm(made, _SETTLES_S)
+        was = cluster.views.catch_up()
+        self.say(f"{around_s:.0f} s with a scheduler")
+        began_s = time.monotonic()
+        before = self._calm(made, around_s)
+        calm_worst_s = workers.worst_step_s(began_s)
+        self.say(f"{lasts_s:.0f} s without")
+        cluster.kill_scheduler()
+        began_s = time.monotonic()
+        while_away = self._calm(made, lasts_s)
+        worst_s = workers.worst_step_s(began_s)
+        cluster.start_scheduler_again()
+        self.say(f"it is back; {around_s:.0f} s with it")
+        after = self._calm(made, around_s)
+        assert cluster.views.catch_up().ranges == was.ranges, "a range moved"
+        self.report.away = Away(before, while_away, after, worst_s, calm_worst_s)
+        self.say("the workers come to their end")
+        self.report.taken, self.report.found = workers.finish(_ENDS_S)
+
+    def note_failures(self) -> None:
+        """Count the calls of workers that failed to the fault that was under way."""
+        failed = self._made.workers.failed_calls if self._made is not None else []
+        if failed:
+            kind = self._faults.under_way if self._faults is not None else "no scheduler"
+            self.report.failed_calls[kind] = failed
 
     def _forgotten(self, made: Chaos) -> None:
         """Wait until the dead have left the view, and with them what was kept for them."""
@@ -127,18 +183,12 @@ class Run:
         )
         self._calm(made, self._given.quiet_s)
 
-    def _calm(self, made: Chaos, lasts_s: float) -> tuple[float, float]:
-        """Nothing is done for a while: how long it was, and steps a second."""
+    def _calm(self, made: Chaos, lasts_s: float) -> Rate:
+        """Nothing is done for a while."""
         began_s = time.monotonic()
         Event().wait(lasts_s)
         made.workers.check()
-        return time.monotonic() - began_s, self._rate(made, began_s)
-
-    @staticmethod
-    def _rate(made: Chaos, since_s: float) -> float:
-        lasted_s = time.monotonic() - since_s
-        ends = (e for r in range(made.workers.count) for _, e in made.workers.commits(r))
-        return sum(ended_s > since_s for ended_s in ends) / lasted_s
+        return Rate(time.monotonic() - began_s, made.workers.rate(began_s))
 
     @staticmethod
     def _footprints(made: Chaos) -> dict[str, Footprint]:
@@ -160,6 +210,8 @@ def main() -> int:
         print("stopped; every process of the run has ended", file=sys.stderr)
         return 130
     except (AssertionError, OSError, PushpullError, RuntimeError) as error:
+        run.note_failures()
+        print("\n".join(run.report.lines()))
         print(f"FAILED (SEED={run.report.seed}): {error}", file=sys.stderr)
         return 1
     finally:

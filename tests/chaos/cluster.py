@@ -107,10 +107,24 @@ class ChaosWorkers:
                 lines = "\n".join(process.recent_lines[-8:])
                 raise RuntimeError(f"worker {rank}: {self._said[rank].failure or lines}")
 
-    def commits(self, rank: int) -> list[tuple[float, float]]:
-        """When each of its steps was begun and committed."""
+    @property
+    def failed_calls(self) -> list[str]:
+        """The calls of workers that failed, in their words."""
         with self._news:
-            return list(self._said[rank].steps)
+            return [f"worker {rank}: {n.failure}" for rank, n in self._said.items() if n.failure]
+
+    def worst_step_s(self, since_s: float) -> float:
+        """The longest step, from its push to its commit, of those that ended after that."""
+        with self._news:
+            ended = (step for news in self._said.values() for step in news.steps)
+            return max((e - b for b, e in ended if e > since_s), default=0.0)
+
+    def rate(self, since_s: float) -> float:
+        """Steps that were committed a second, from then until now."""
+        lasted_s = time.monotonic() - since_s
+        with self._news:
+            ended = [e for news in self._said.values() for _, e in news.steps if e > since_s]
+        return len(ended) / lasted_s
 
     def first_commits(self, since_s: float, deadline_s: float) -> list[float]:
         """For each worker, the seconds from then to the first commit of a step begun after it."""

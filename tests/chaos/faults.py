@@ -6,31 +6,41 @@ import contextlib
 import random
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
 
+from ps_runtime.launcher import RoleProcess
 from tests.chaos.cluster import Chaos
 from tests.integration.lane_cluster import Served
 
 GOES_ON_S = 60.0
 HEALS_S = 90.0
+_PROBED_S = 0.1
+
+KILLED = "SIGKILL"
+SCHEDULER_KILLED = "scheduler SIGKILL"
+RESTARTED = "rolling restart"
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Recovery:
     """One fault: seconds from it to the first committed push on the ranges that the server was
-    primary of (by any worker, and by all), and until all ranges had their replicas again.
+    primary of (by any worker, and by all), and until all ranges had their replicas again. The
+    `worst_step_s` is the longest that was under way meanwhile, from its push to its commit.
     """
 
     kind: str
-    server: str
+    role: str
     range_count: int
     first_s: float
     all_workers_s: float
     healed_s: float
+    worst_step_s: float
 
 
 class Faults:
@@ -40,6 +50,10 @@ class Faults:
         chaos: the cluster.
         draw: chooses the victims.
         say: says how it goes.
+
+    Attributes:
+        recoveries: of each fault so far.
+        under_way: the kind of the newest fault.
     """
 
     def __init__(self, chaos: Chaos, draw: random.Random, say: Say) -> None:
@@ -48,9 +62,11 @@ class Faults:
         self._say = say
         self._pause = Event()
         self.recoveries: list[Recovery] = []
+        self.under_way = ""
 
     def kill(self, quiet_s: float) -> None:
         """SIGKILL; another server is started in its place, and there is quiet for a while."""
+        self.under_way = KILLED
         cluster = self._chaos.cluster
         victim = self._victim()
         ranges = len(cluster.primary_of(victim))
@@ -59,8 +75,45 @@ class Faults:
         begun = cluster.begin()
         first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
         cluster.served(begun)
-        self._healed("SIGKILL", victim, ranges, since_s, first_s)
+        self._healed(KILLED, victim.process, ranges, since_s, first_s)
         self._pause.wait(quiet_s)
+
+    def kill_scheduler(self, quiet_s: float) -> None:
+        """SIGKILL; it is started again from its journal, at its address. No range may move."""
+        self.under_way = SCHEDULER_KILLED
+        cluster = self._chaos.cluster
+        before = cluster.views.catch_up()
+        since_s = time.monotonic()
+        cluster.kill_scheduler()
+        cluster.begin_scheduler_again()
+        first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+        cluster.scheduler_served()
+        self._healed(SCHEDULER_KILLED, cluster.scheduler, 0, since_s, first_s)
+        self._pause.wait(quiet_s)
+        after = cluster.views.catch_up()
+        assert after.ranges == before.ranges, "a range moved when the scheduler came back"
+
+    def roll(self, quiet_s: float) -> None:
+        """SIGTERM to each server in turn: when it has ended another is started, and when that is
+        ready the next one's turn comes, as Kubernetes does it.
+        """
+        for server in list(self._chaos.cluster.living):
+            self._restart(server)
+            self._pause.wait(quiet_s)
+
+    def _restart(self, server: Served) -> None:
+        self.under_way = RESTARTED
+        cluster = self._chaos.cluster
+        ranges = len(cluster.primary_of(server))
+        since_s = time.monotonic()
+        server.process.send(signal.SIGTERM)
+        first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+        ended = server.process.wait(HEALS_S)
+        name = server.process.name
+        assert ended is not None, f"{name} was sent SIGTERM {HEALS_S:g} s ago, and has not ended"
+        assert ended.returncode == 0, f"{name} was sent SIGTERM, and ended with {ended.how}"
+        _until_ready(cluster.served(cluster.begin()), HEALS_S)
+        self._healed(RESTARTED, server.process, ranges, since_s, first_s)
 
     def pause(self, lasts_s: float) -> None:
         """SIGSTOP, and SIGCONT."""
@@ -101,12 +154,13 @@ class Faults:
         lasts_s: float,
         fault: contextlib.AbstractContextManager[None],
     ) -> None:
+        self.under_way = kind
         ranges = len(self._chaos.cluster.primary_of(victim))
         with fault:
             since_s = time.monotonic()
             first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
             self._pause.wait(max(0.0, lasts_s - (time.monotonic() - since_s)))
-        self._healed(kind, victim, ranges, since_s, first_s)
+        self._healed(kind, victim.process, ranges, since_s, first_s)
 
     def _victim(self) -> Served:
         """Any server that is primary of something: of others training takes little notice."""
@@ -114,15 +168,32 @@ class Faults:
         return self._draw.choice([s for s in cluster.living if cluster.primary_of(s)])
 
     def _healed(
-        self, kind: str, victim: Served, ranges: int, since_s: float, first_s: list[float]
+        self, kind: str, role: RoleProcess, ranges: int, since_s: float, first_s: list[float]
     ) -> None:
+        workers = self._chaos.workers
         self._chaos.cluster.healed(HEALS_S)
         healed_s = time.monotonic() - since_s
-        self._chaos.workers.first_commits(time.monotonic(), GOES_ON_S)
-        name = victim.process.name
-        made = Recovery(kind, name, ranges, min(first_s), max(first_s), healed_s)
+        workers.first_commits(time.monotonic(), GOES_ON_S)
+        worst_s = workers.worst_step_s(since_s)
+        made = Recovery(kind, role.name, ranges, min(first_s), max(first_s), healed_s, worst_s)
         self.recoveries.append(made)
         self._say(
-            f"{kind} of {name} ({ranges} ranges): goes on after {made.first_s:.2f} s "
-            f"(all workers {made.all_workers_s:.2f} s), all replicas after {healed_s:.1f} s"
+            f"{kind} of {role.name} ({ranges} ranges): goes on after {made.first_s:.2f} s "
+            f"(all workers {made.all_workers_s:.2f} s), all replicas after {healed_s:.1f} s, "
+            f"worst step {worst_s:.2f} s"
         )
+
+
+def _until_ready(server: Served, deadline_s: float) -> None:
+    """Ask its probe, as a kubelet does, until it is ready."""
+    give_up_s = time.monotonic() + deadline_s
+    pause = Event()
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{server.http_address}/readyz", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            why = error.read().decode().strip()
+        if time.monotonic() > give_up_s:
+            raise RuntimeError(f"{server.process.name} is not ready: {why}")
+        pause.wait(_PROBED_S)

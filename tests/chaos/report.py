@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.chaos.cluster import Footprint
-from tests.chaos.faults import Recovery
+from tests.chaos.faults import KILLED, Recovery
 
 P50_OVER_LEASE_S = 0.8
 MAX_OVER_LEASE_S = 2.0
+KILLS_GOODPUT = 0.80
+AWAY_GOODPUT = 0.95
 
 GROWTH_MIB = 96.0
 GROWTH_THREADS = 4
@@ -21,9 +23,36 @@ GROWTH_DESCRIPTORS = 12
 """What a process may have gained over the kills; a leak by the kill would be several times it."""
 
 
+@dataclass(frozen=True)
+class Rate:
+    """Steps a second over a time."""
+
+    lasted_s: float
+    steps_per_s: float
+
+
+@dataclass(frozen=True)
+class Away:
+    """Before, while and after there was no scheduler; `worst_step_s` is of these while."""
+
+    before: Rate
+    while_away: Rate
+    after: Rate
+    worst_step_s: float
+    calm_worst_step_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Throughput without a scheduler, as a share of that with one."""
+        with_one = (self.before.steps_per_s + self.after.steps_per_s) / 2
+        return self.while_away.steps_per_s / with_one
+
+
 @dataclass
 class Report:
-    """One run."""
+    """One run. `loops` are the kinds of fault that came one after the other with quiet between, and
+    what was done meanwhile; `calm` is as long a run without faults as the longest of them.
+    """
 
     lease_s: float
     worker_count: int
@@ -33,10 +62,10 @@ class Report:
     recoveries: list[Recovery] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
     found: list[list[list[int]]] = field(default_factory=list)
-    kills_last_s: float = 0.0
-    steps_per_s: float = 0.0
-    calm_last_s: float = 0.0
-    calm_steps_per_s: float = 0.0
+    loops: dict[str, Rate] = field(default_factory=dict)
+    calm: Rate | None = None
+    away: Away | None = None
+    failed_calls: dict[str, list[str]] = field(default_factory=dict)  # by the fault under way
     before: dict[str, Footprint] = field(default_factory=dict)
     after: dict[str, Footprint] = field(default_factory=dict)
 
@@ -48,7 +77,14 @@ class Report:
     @property
     def kills(self) -> list[Recovery]:
         """The recoveries from SIGKILL."""
-        return [r for r in self.recoveries if r.kind == "SIGKILL"]
+        return [r for r in self.recoveries if r.kind == KILLED]
+
+    @property
+    def goodput(self) -> dict[str, float]:
+        """Of each loop the steps a second, as a share of those of the calm run."""
+        if self.calm is None:
+            return {}
+        return {k: r.steps_per_s / self.calm.steps_per_s for k, r in self.loops.items()}
 
     @property
     def growth(self) -> list[str]:
@@ -85,32 +121,36 @@ class Report:
             "growth": self.growth,
             "kill_p50_s": statistics.median(times) if times else None,
             "kill_max_s": max(times, default=None),
-            "goodput_ratio": self.steps_per_s / self.calm_steps_per_s
-            if self.calm_steps_per_s
-            else None,
+            "goodput": self.goodput,
+            "away_ratio": self.away.ratio if self.away is not None else None,
         }
 
     def lines(self) -> Iterable[str]:
         """The table."""
-        yield f"{'fault':<26}{'count':>6}{'p50 s':>8}{'max s':>8}{'healed p50 s':>14}"
-        for kind in dict.fromkeys(r.kind for r in self.recoveries):
+        yield (
+            f"{'fault':<26}{'count':>6}{'p50 s':>8}{'max s':>8}{'healed p50 s':>14}"
+            f"{'worst step s':>14}{'failed calls':>14}"
+        )
+        for kind in dict.fromkeys([*(r.kind for r in self.recoveries), *self.failed_calls]):
             those = [r for r in self.recoveries if r.kind == kind]
+            failed = len(self.failed_calls.get(kind, ()))
+            if not those:
+                yield f"{kind:<26}{0:>6}{failed:>50}"
+                continue
             times = [r.first_s for r in those]
             healed_s = statistics.median(r.healed_s for r in those)
+            worst_s = max(r.worst_step_s for r in those)
             yield (
                 f"{kind:<26}{len(those):>6}{statistics.median(times):>8.2f}{max(times):>8.2f}"
-                f"{healed_s:>14.1f}"
+                f"{healed_s:>14.1f}{worst_s:>14.2f}{failed:>14}"
             )
         if self.kills:
             times = [r.first_s for r in self.kills]
             yield _against("p50", statistics.median(times), self.lease_s + P50_OVER_LEASE_S)
             yield _against("max", max(times), self.lease_s + MAX_OVER_LEASE_S)
-        if self.calm_steps_per_s:
-            yield (
-                f"goodput: {self.steps_per_s:.1f} steps/s over {self.kills_last_s:.0f} s of kills, "
-                f"{self.calm_steps_per_s:.1f} without over {self.calm_last_s:.0f} s: "
-                f"{self.steps_per_s / self.calm_steps_per_s:.0%}"
-            )
+        yield from self._goodput_lines()
+        if self.away is not None:
+            yield from _away_lines(self.away)
         verdict = "exact" if self.is_exact else f"WRONG: {self.found}"
         yield f"parameters: {verdict}; steps {self.taken}"
         for name, after in self.after.items():
@@ -118,6 +158,34 @@ class Report:
             yield f"{name}: {_uses(before) if before else '(started since)'} -> {_uses(after)}"
         yield f"growth beyond bounds: {'; '.join(self.growth) or 'none'}"
         yield from (f"NOT DONE HERE: {what}" for what in self.impossible)
+
+    def _goodput_lines(self) -> Iterable[str]:
+        calm = self.calm
+        if calm is None:
+            return
+        for kind, share in self.goodput.items():
+            loop = self.loops[kind]
+            target = f"; target {KILLS_GOODPUT:.0%}" if kind == KILLED else ""
+            yield (
+                f"goodput, {kind}: {loop.steps_per_s:.1f} steps/s over {loop.lasted_s:.0f} s, "
+                f"{calm.steps_per_s:.1f} without faults over {calm.lasted_s:.0f} s: "
+                f"{share:.0%}{target}"
+            )
+
+
+def _away_lines(away: Away) -> Iterable[str]:
+    for when, rate in (
+        ("before", away.before),
+        ("no scheduler", away.while_away),
+        ("after", away.after),
+    ):
+        yield f"{when:<26}{rate.steps_per_s:>8.1f} steps/s over {rate.lasted_s:.0f} s"
+    word = "met" if away.ratio >= AWAY_GOODPUT else "MISSED"
+    yield f"without a scheduler: {away.ratio:.1%}; target {AWAY_GOODPUT:.0%}: {word}"
+    yield (
+        f"worst step: {away.worst_step_s:.2f} s without a scheduler, "
+        f"{away.calm_worst_step_s:.2f} s with one"
+    )
 
 
 def _uses(found: Footprint) -> str:

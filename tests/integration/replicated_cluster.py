@@ -114,12 +114,20 @@ class ReplicatedCluster:
         self.scheduler.send(signal.SIGKILL)
         assert self.scheduler.wait(DEADLINE_S) is not None
 
-    def start_scheduler_again(self) -> None:
-        """Start another one where it was, and wait until it serves."""
+    def begin_scheduler_again(self) -> None:
+        """Start another one where it was, and go on; `scheduler_served` waits for it."""
         self.scheduler = self._launcher.start_again(self.scheduler.command)
+
+    def scheduler_served(self) -> None:
+        """Wait until the one that was started again serves, and `views` are its."""
         self._launcher.wait_ready(self.scheduler, DEADLINE_S)
         self.views.close()
         self.views = Views(self.address)
+
+    def start_scheduler_again(self) -> None:
+        """Start another one where it was, and wait until it serves."""
+        self.begin_scheduler_again()
+        self.scheduler_served()
 
     # --- servers
 
