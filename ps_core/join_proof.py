@@ -1,10 +1,10 @@
 """The proof with which a process joins a cluster: it knows the join secret, and does not show it.
 
 Rules:
-    - A proof is good for one challenge, one registration_id, one role, rank and address, and one
-      run of that size: whoever reads it on the wire can neither join as anything else nor join
-      another cluster or run with it.
-    - In the run without a name it is what it was before there were others.
+    - A proof is good for one challenge, one registration_id, one role, rank and address, one run
+      of that size and one identity: whoever reads it on the wire can neither join as anything else
+      or anybody else, nor join another cluster or run with it.
+    - Without an identity, and in the run without a name, it is what it was before there were any.
 
 What it deliberately does not do: draw challenges, or find secrets (`ps_runtime.join_secret`).
 """
@@ -36,6 +36,7 @@ class Joiner:
     address: str = ""
     run: str = ""
     world_size: int = 0
+    identity: str = ""
 
     def proof(self, secret: bytes, challenge: bytes) -> bytes:
         """HMAC-SHA256 over the challenge and these fields (docs/PROTOCOL.md)."""
@@ -46,7 +47,10 @@ class Joiner:
             "" if self.rank is None else str(self.rank),
             self.address,
         )
-        if self.run:
+        if self.identity:
+            of_run = (self.run, str(self.world_size), self.identity)
+            text = "|".join(("pushpull-join-identity", *fields, *of_run))
+        elif self.run:
             text = "|".join(("pushpull-join-run", *fields, self.run, str(self.world_size)))
         else:
             text = "|".join(("pushpull-join", *fields))

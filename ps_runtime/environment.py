@@ -26,6 +26,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_RANK": "The rank a worker asks for; unset: the job's, or the scheduler's choice.",
     "PUSHPULL_WORLD_SIZE": "Workers that the job has; a cluster of another number refuses it.",
     "PUSHPULL_RUN": "The run that a worker or reader is of; empty: the run without a name.",
+    "PUSHPULL_IDENTITY": "Who a worker is when it is started again; hostname: the host's name.",
     "PUSHPULL_ROLE": "What a client connects as: worker, reader or operator.",
     "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",
     "PUSHPULL_ADVERTISE": "host:port or host under which others reach the role.",

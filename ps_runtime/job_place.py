@@ -10,10 +10,14 @@ Rules:
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidConfig
+
+HOSTNAME = "hostname"
+"""The setting `identity` that stands for this host's name."""
 
 REMEDY = "give --rank or PUSHPULL_RANK"
 
@@ -45,6 +49,11 @@ class JobPlace:
     def __str__(self) -> str:
         of = f" of {self.world_size}" if self.world_size else ""
         return f"rank {self.rank}{of} ({self.source})"
+
+
+def identity_of(setting: str) -> str:
+    """Who a worker is, by its setting `identity`."""
+    return socket.gethostname() if setting == HOSTNAME else setting
 
 
 def place_in_job(env: Mapping[str, str]) -> JobPlace | None:

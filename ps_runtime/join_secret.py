@@ -97,7 +97,7 @@ def joiner(request: scheduler_pb2.RegisterNodeRequest) -> Joiner:
     role: Role = wire.role_from_proto(request.role)
     rank = request.requested_rank if request.HasField("requested_rank") else None
     asked = request.registration_id, role, rank, request.address
-    return Joiner(*asked, request.run, request.world_size)
+    return Joiner(*asked, request.run, request.world_size, request.identity)
 
 
 def _own_file(env: Mapping[str, str]) -> Path | None:

@@ -41,6 +41,7 @@ class ConnectOptions(TypedDict, total=False):
     rank: int | None
     world_size: int
     run: str
+    identity: str
     cluster_id: str
     connect_deadline_s: float
     request_deadline_s: float
@@ -68,6 +69,9 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             refuses this one at once. 0: the job's if the rank is the job's, else it is not known.
         run (str, ''): the name of the run that this is of, with ranks and tables of its own
             (docs/RUNS.md); empty: the run without a name.
+        identity (str, ''): who this worker is, whichever process it runs in: with the same one it
+            has its rank back at once when it is started again; "hostname": this host's name. Of
+            several workers of one process the first has it. Empty: nobody in particular.
         cluster_id (str, ''): the cluster that is meant; empty: whichever answers.
         connect_deadline_s (float, 60.0): how long to go on trying to reach the cluster.
         request_deadline_s (float, 300.0): how long a push, a pull or a wait may take.

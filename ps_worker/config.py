@@ -57,6 +57,15 @@ class WorkerConfig:
             "the run without a name"
         },
     )
+    identity: str = field(
+        default="",
+        metadata={
+            "help": "who this worker is, whichever process it runs in: one that is started again "
+            "with the same identity has its rank back at once, and the process before is ended; "
+            "hostname takes the name of this host, as a pod or container has one; empty: nobody in "
+            "particular, who waits until the one before is given up"
+        },
+    )
     cluster_id: str = field(
         default="", metadata={"help": "the cluster that is meant; empty accepts whichever answers"}
     )
@@ -130,6 +139,7 @@ class WorkerConfig:
             raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
         check_choice("role", self.role, ROLES)
         runs.check_name(self.run)
+        runs.check_identity(self.identity)
         for name in ("rank", "world_size"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**31:

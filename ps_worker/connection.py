@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -35,7 +36,7 @@ from ps_worker.cutting import Region, region_of
 from ps_worker.engine import Engine
 from ps_worker.loop import CallbackThread, background
 from ps_worker.measures import PORT
-from ps_worker.open_clients import OPEN
+from ps_worker.open_clients import OPEN, has_worker
 from ps_worker.pulls import ReadOrder
 from ps_worker.step_record import StepRecord
 from ps_worker.steps import Step, TableSteps, left_out
@@ -57,6 +58,8 @@ class Connection:
     """The lower half of `ps_worker.client.Client`."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        if config.identity and has_worker():
+            config = replace(config, identity="")
         self._config = config
         self._pid = os.getpid()
         self._is_closed = False

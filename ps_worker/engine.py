@@ -31,6 +31,7 @@ from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime import logs, wire
 from ps_runtime.checkpoint_calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.clock import now_s
+from ps_runtime.job_place import identity_of
 from ps_runtime.scheduler_link import SchedulerLink
 from ps_worker.checkpoint_link import CheckpointLink
 from ps_worker.collective_link import CollectiveLink
@@ -119,6 +120,7 @@ class Engine:
             launch_id=bytes.fromhex(config.launch_id),
             world_size=config.world_size,
             run=config.run,
+            identity=identity_of(config.identity) if config.role == Role.WORKER.value else "",
         )
         link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
         try:
@@ -170,6 +172,11 @@ class Engine:
     def contact_age_s(self) -> float:
         """Seconds since the scheduler last answered. Any thread."""
         return now_s() - self._scheduler.last_scheduler_contact_s
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the session has not ended. Any thread."""
+        return self._failure is None
 
     def check_alive(self) -> None:
         """Raise what ended the session, if anything did. Any thread."""

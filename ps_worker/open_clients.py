@@ -9,6 +9,7 @@ import atexit
 import sys
 from typing import TYPE_CHECKING, Protocol
 
+from ps_core.cluster_view import Role
 from ps_core.errors import PushpullError
 from ps_runtime import logs
 from ps_worker.loop import stop_background
@@ -37,6 +38,14 @@ NODE_MEASURES.watch(
     lambda: max((c.engine.view_number for c in list(OPEN)), default=0),
     lambda: max((c.engine.contact_age_s for c in list(OPEN)), default=0.0),
 )
+
+
+def has_worker() -> bool:
+    """Whether a worker of this process, or of the one that it was forked from, is open: it may have
+    the identity that this process was given, which is one worker's.
+    """
+    roles = [client.engine.session.role for client in list(OPEN) if client.engine.is_alive]
+    return Role.WORKER in roles
 
 
 def close_all(failed_by: str = "") -> None:

@@ -15,7 +15,7 @@ What it deliberately does not do: change the state, or answer repeated requests
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from ps_core import limits, runs
@@ -100,6 +100,11 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
     runs.check_name(request.run)
     if request.run and request.role is Role.SERVER:
         raise InvalidConfig(f"run is '{request.run}'; a server is of no run, and serves all")
+    runs.check_identity(request.identity)
+    if request.identity and request.role is not Role.WORKER:
+        raise InvalidConfig(
+            f"identity is '{request.identity}'; a {request.role.value} has none, only workers do"
+        )
     if request.role is not Role.WORKER and request.requested_rank is not None:
         raise InvalidConfig(
             f"requested_rank is {request.requested_rank}; a {request.role.value} has no rank"
@@ -175,7 +180,7 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
     """
     for name in (
         "role", "run", "address", "requested_rank", "kernel_fingerprint", "custom_updates",
-        "update_log",
+        "update_log", "identity",
     ):  # fmt: skip
         came, was = getattr(request, name), getattr(first, name)
         if came != was:
@@ -287,7 +292,7 @@ def choose_rank(
 ) -> int:
     """The rank of a new worker in its run: the one that it asks for; else, of those that the run is
     for, the lowest that was never given, or the lowest of one that is gone; else the lowest free
-    one beyond these.
+    one beyond these. One that comes with the identity of a worker that has not left has its rank.
 
     Raises:
         InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
@@ -306,6 +311,10 @@ def choose_rank(
     describe = heard.describe
     _check_world_size(request, settings, holders.values())
     rank = request.requested_rank
+    predecessor = state.predecessor_of(request)
+    if predecessor is not None:
+        rank = predecessor.rank
+        holders[rank] = replace(predecessor, state=NodeState.GONE)
     if rank is None:
         first = range(settings.worker_count)
         fresh = (r for r in first if r not in holders)

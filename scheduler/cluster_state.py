@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ps_core import limits
 from ps_core.change import Change, Join
-from ps_core.cluster_view import Node, RangeAssignment, Role
+from ps_core.cluster_view import Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
 from ps_core.imported import Imported
@@ -245,6 +245,7 @@ class Registration:
     launch_id: bytes = field(default=b"", repr=False)
     world_size: int = 0
     run: str = ""
+    identity: str = ""
 
     def shares_log(self, other: Registration) -> bool:
         """Whether both keep the same update log: one of them has ended, since it has one lock."""
@@ -340,6 +341,19 @@ class ClusterState:
     def workers_of(self, run: str) -> list[Node]:
         """The workers of a run, by id."""
         return [node for node in self.nodes_of(Role.WORKER) if node.run == run]
+
+    def predecessor_of(self, request: Registration) -> Node | None:
+        """The worker that had the identity of a worker that comes, and has not left: its process
+        has ended. None if there is none, or the request asks for another rank.
+        """
+        if not request.identity or request.role is not Role.WORKER:
+            return None
+        for rank, node in self.workers_by_rank(request.run).items():
+            is_its = self.members[node.node_id].registration.identity == request.identity
+            is_meant = request.requested_rank in (None, rank)
+            if is_its and is_meant and node.state is not NodeState.LEFT:
+                return node
+        return None
 
     def tables_of(self, run: str) -> list[Table]:
         """The tables of a run."""

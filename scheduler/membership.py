@@ -10,7 +10,8 @@ Rules:
     - A worker that is silent for longer than its timeout is declared gone, for good: its
       incarnation is fenced. Time in which the scheduler itself was paused does not count. One
       whose process has ended is gone at once, when who started that process says so: it alone
-      knows the process's launch_id.
+      knows the process's launch_id. So is one whose identity a worker comes with: that one has its
+      rank.
     - A scheduler that goes on from its journal has heard nobody: each member has a lease from then
       on, a silent one its whole silence again, and until it was heard it may be dead.
     - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
@@ -150,8 +151,22 @@ class Membership:
                 "this process"
             )
         if not node.state.is_member:
-            raise Fenced(node.fence_words)
+            raise Fenced(self._taken_over_words(member) or node.fence_words)
         return node
+
+    def _taken_over_words(self, member: Member) -> str:
+        """What a worker is told whose identity another came with; nothing if none did."""
+        node, identity = member.node, member.registration.identity
+        newest = self._state.workers_by_rank(node.run).get(node.rank) if identity else None
+        if newest is None or newest.node_id == node.node_id:
+            return ""
+        if self._state.members[newest.node_id].registration.identity != identity:
+            return ""
+        return (
+            f"another process came with the identity '{identity}' of this worker, and has its rank "
+            f"{node.rank} (node {newest.node_id}): end this process. If both are to train, give "
+            "each an identity of its own (--identity, PUSHPULL_IDENTITY), or none"
+        )
 
     def has(self, session: Session) -> bool:
         """Whether a caller that was a member is one still."""
@@ -239,8 +254,8 @@ class Membership:
         )
 
     def add(self, node: Node, request: Registration, now_s: float) -> list[Transition]:
-        """The candidate becomes a node."""
-        state = self._state
+        """The candidate becomes a node; who had its identity before is gone."""
+        state, predecessor = self._state, self._state.predecessor_of(request)
         state.next_node_id += 1
         state.next_incarnation = Incarnation(node.incarnation + 1)
         state.view_bytes += view_size.node_bytes(node)
@@ -249,7 +264,10 @@ class Membership:
         self._detector.heard(node.node_id, now_s)
         alive = [n for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
         state.has_formed |= len(alive) >= self._settings.server_count
-        return [*self._begin_run(node, request), NodeRegistered(node)]
+        came = [*self._begin_run(node, request), NodeRegistered(node)]
+        if predecessor is None or not predecessor.state.is_member:
+            return came
+        return self._declare_gone(predecessor, 0.0) + came
 
     def _begin_run(self, node: Node, request: Registration) -> list[Transition]:
         """The first worker of a name begins its run."""

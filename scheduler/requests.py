@@ -55,6 +55,7 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         launch_id=request.launch_id,
         world_size=request.world_size,
         run=request.run,
+        identity=request.identity,
     )
 
 

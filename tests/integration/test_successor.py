@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.integration.test_worker_gone import (
     PATIENCE,
     VICTIM,
     WORKERS,
+    Victim,
     gradient,
     living,
     table,
@@ -92,6 +94,49 @@ def test_it_trains_on_with_the_others(cluster: LaneCluster, consistency: str, la
     if consistency == "bsp":  # its steps are in every update since
         assert len(np.unique(at_start)) == 1, "one state in all ranges"
         assert np.all(np.diff([at_start[0], *found]) == mean)
+
+
+NEVER_GIVEN_UP = {"PUSHPULL_LEASE_S": "60", "PUSHPULL_WORKER_TIMEOUT_S": "0"}
+
+
+def take_steps_as(
+    identity: str, address: str, lane: str, consistency: str, pipe: Connection
+) -> None:
+    """A worker process that says which rank it has and where it begins, and takes steps without
+    end; it says so much of them as a pipe that nobody reads can hold.
+    """
+    client = ps.connect(address, identity=identity, lane=lane, request_deadline_s=DEADLINE_S)
+    handle = table(client, consistency)
+    client.pull(handle)
+    begun = handle.clock
+    pipe.send((client.rank, client.is_successor, begun))
+    while True:
+        client.push_pull(handle, gradient(client.rank))
+        if handle.clock <= begun + STEPS:
+            pipe.send(handle.clock)
+
+
+def test_who_is_started_again_with_its_identity_waits_for_no_lease() -> None:
+    """The scheduler declares nobody gone by itself here: without one they would stand for ever."""
+
+    def comes(number: int) -> AbstractContextManager[Victim]:
+        return victim(cluster, "auto", "bsp", functools.partial(take_steps_as, f"pod-{number}"))
+
+    with (
+        lane_cluster(servers=2, workers=2, environment=NEVER_GIVEN_UP) as cluster,
+        comes(0) as other,
+    ):
+        with comes(1) as dead:
+            ranks = [each.hear()[0] for each in (other, dead)]
+            assert sorted(ranks) == [0, 1]
+            assert dead.hear() == 1
+            dead.signal(signal.SIGKILL)
+        with comes(1) as again:
+            rank, is_successor, begun = again.hear()
+            assert (rank, is_successor) == (ranks[1], True)
+            assert begun >= 1, "it begins where the other is"
+            steps = [again.hear() for _ in range(STEPS)]
+            assert steps == list(range(begun + 1, begun + 1 + STEPS))
 
 
 def _model() -> torch.nn.Module:

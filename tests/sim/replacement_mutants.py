@@ -13,6 +13,22 @@ _STATE = "ps_server/range_state.py"
 
 REPLACEMENT_MUTANTS = (
     Mutant(
+        "who comes with an identity leaves the one before a member",
+        "S6",
+        "scheduler/membership.py",
+        "        if predecessor is None or not predecessor.state.is_member:\n",
+        "        if True:\n",
+        _REPLACEMENTS,
+    ),
+    Mutant(
+        "an identity is one in all runs",
+        "S19",
+        "scheduler/cluster_state.py",
+        "        for rank, node in self.workers_by_rank(request.run).items():\n",
+        "        for rank, node in ((n.rank, n) for n in self.nodes_of(Role.WORKER)):\n",
+        ("runs",),
+    ),
+    Mutant(
         "what the dead had sealed is moved undecided",
         "S6",
         _COPY,

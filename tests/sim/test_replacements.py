@@ -1,8 +1,9 @@
 """Workers that die and are replaced while servers fail over (S6 beside S8 and S9).
 
 A worker is killed or paused, often while another one is so slow that ranges hold what the dead one
-has sealed, and form nothing of it. A replacement takes its rank, and may die in its turn; servers
-are killed, paused and cut off all the time. Who has finished may leave the cluster.
+has sealed, and form nothing of it. A replacement takes its rank, and may die in its turn: when the
+dead one was declared gone, or with its identity before anybody knows. Servers are killed, paused
+and cut off all the time. Who has finished may leave the cluster.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ _AT_A_MOMENT = 0.6
 """Of the moments at which it matters that workers fall silent and a server goes: they do."""
 
 
+_AT_ONCE = 0.3
+"""Of the workers that die or are paused: they are started again with their identity ..."""
+
+_BACK_WITHIN_S = 4.0
+"""... so soon, while they may be members still."""
+
+
+def identity_of(rank: int) -> str:
+    """What the workers that have a rank come with, one after the other, in each run."""
+    return f"worker-{rank}"
+
+
 class ReplacementSimulation(FailoverSimulation):
     """One seed in which up to three workers die, one after the other, and are replaced."""
 
@@ -62,7 +75,7 @@ class ReplacementSimulation(FailoverSimulation):
     often: ClassVar[frozenset[str]] = frozenset({
         "fault: killed", "fault: worker killed", "failovers", "ranges taken over", "snapshots",
         "gone", "replacements", "joined", "slow worker", "came back", "fenced", "left",
-        "failovers after a join",
+        "failovers after a join", "started again at once",
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")), "equal replicas",
         "checkpoints", "seals of what was invalid elsewhere", "goodbyes beyond all steps",
     })  # fmt: skip
@@ -80,6 +93,7 @@ class ReplacementSimulation(FailoverSimulation):
         self.has_left: set[SimWorker] = set()
         self.first: dict[Incarnation, Session] = {}
         self._asked_count = 0
+        self._identities = random.Random(f"identities of {seed}")
         self._is_ending = False
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
@@ -123,6 +137,9 @@ class ReplacementSimulation(FailoverSimulation):
         if others and not self.slow and draw.random() < 0.7:
             self._slow_down(draw.choice(others))
             at_s = draw.random()
+        if self._identities.random() < _AT_ONCE:
+            back_s = at_s + self._identities.random() * _BACK_WITHIN_S
+            self.world.after(back_s, lambda: self._start_again(worker))
         if draw.random() < 0.75:
             self.world.after(at_s, worker.stop)
             return
@@ -232,6 +249,27 @@ class ReplacementSimulation(FailoverSimulation):
         """Another worker comes for one that is gone."""
         self._replace(node.rank)
 
+    def asking(self, index: int, role: Role) -> Registration:
+        """What one of the first nodes registers with: workers have identities."""
+        asking = super().asking(index, role)
+        if role is not Role.WORKER:
+            return asking
+        return replace(asking, identity=identity_of(index - self.settings().server_count))
+
+    def _start_again(self, worker: SimWorker) -> None:
+        """A worker comes with the identity of one that is dead, or paused, and is a member still:
+        nobody waits until that one is declared gone.
+        """
+        run, rank = worker.layout.run, worker.rank
+        holder = self.scheduler._state.workers_by_rank(run)[rank]
+        is_its = holder.incarnation == worker.incarnation and holder.state.is_member
+        is_stopped = worker.is_down and worker not in self.slow and not self._is_ending
+        if not is_its or not is_stopped or not self._trains(run):
+            return
+        if rank > 0 or self._has_initial_values(run):
+            self.world.counts["started again at once"] += 1
+            self._ask_as(run, rank)
+
     def _replace(self, rank: int) -> None:
         if not self._is_replaced("", rank):
             self.world.after(LOOK_S, lambda: self._replace(rank))
@@ -243,16 +281,21 @@ class ReplacementSimulation(FailoverSimulation):
             return True
         if rank == 0 and not self._has_initial_values(run):  # it would have to give them
             return False
+        self._ask_as(run, rank)
+        return True
+
+    def _ask_as(self, run: str, rank: int) -> None:
+        """Another worker registers for the one that had this rank, and its identity."""
         self._asked_count += 1
         asking = Registration(
             f"replacement {self._asked_count}".encode().ljust(16),
             Role.WORKER,
-            requested_rank=rank,
+            requested_rank=self._identities.choice((None, rank)),
             features=(CHECKPOINTS_FEATURE,),
             run=run,
+            identity=identity_of(rank),
         )
         self._admitted(asking, self._takes_over)
-        return True
 
     def _trains(self, run: str) -> bool:
         """Whether anybody of the run does."""
@@ -265,6 +308,8 @@ class ReplacementSimulation(FailoverSimulation):
 
     def _takes_over(self, decision: Decision[Session]) -> None:
         session = decision.reply
+        members = [n for n in self.scheduler._state.workers_of(session.run) if n.state.is_member]
+        assert len({n.rank for n in members}) == len(members), f"CL-4: {members}"
         worker = SimWorker(
             self.world, self.cluster, self.layout_in(session.run), session.rank, session.incarnation
         )

@@ -43,7 +43,7 @@ from tests.sim.calamities import Plan
 from tests.sim.evaluator import Evaluator
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer
-from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_replacements import ReplacementSimulation, identity_of
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import QUICK_SEEDS, _spec, run_seeds
 from tests.sim.training import training
@@ -185,6 +185,7 @@ class RunSimulation(ReplacementSimulation):
             features=(CHECKPOINTS_FEATURE,),
             run=name,
             world_size=self._sizes[name],
+            identity=identity_of(rank),
         )
         if name not in self._over:
             self._admitted(asking, self._has_come)
@@ -386,6 +387,9 @@ class RunAwaySimulation(RunSimulation, AwaySimulation):
 
     def _follow(self, node: Node) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._follow(node))
+
+    def _start_again(self, worker: SimWorker) -> None:
+        self._when_there(lambda: super(RunAwaySimulation, self)._start_again(worker))
 
     def _leave(self, session: Session) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._leave(session))

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ps_core import errors
+from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
-from scheduler.cluster_state import ClusterFinished, NodeSilent, WorkerGone
+from scheduler.cluster import Created
+from scheduler.cluster_state import (
+    ChangeProposed,
+    ClusterFinished,
+    NodeRegistered,
+    NodeSilent,
+    WorkerGone,
+)
 from tests.unit.cluster_harness import SPEC, Harness, asking, refused
 
 
@@ -257,3 +265,127 @@ class TestUnfinished:
         reader = cluster.join(Role.READER)
         cluster.cluster.deregister(reader, "error", cluster.now_s, unfinished=True)
         assert cluster.node(reader).state is NodeState.LEFT
+
+
+# --- a worker that is started again with its identity
+
+
+def test_who_comes_with_an_identity_has_the_rank_of_the_one_before_which_is_gone_at_once() -> None:
+    harness = Harness(worker_timeout_s=0.0)
+    harness.join(Role.SERVER)
+    dead, living = harness.join(Role.WORKER, identity="pod-0"), harness.join(Role.WORKER)
+    harness.transitions.clear()
+    number = harness.cluster.view.view_number
+    again = harness.join(Role.WORKER, identity="pod-0")
+    assert (again.rank, living.rank) == (0, 1)
+    assert harness.cluster.view.view_number == number + 1
+    assert harness.transitions == [
+        WorkerGone(harness.node(dead)), NodeRegistered(harness.node(again))
+    ]  # fmt: skip
+    assert harness.node(dead).gone_words == "worker 0 was declared gone: its process has ended"
+    words = "another process came with the identity 'pod-0' of this worker, and has its rank 0"
+    refused(errors.Fenced, words, "--identity", by=lambda: harness.beat(dead), of=harness)
+    harness.beat(again, living)
+
+
+def test_it_joins_the_tables_where_the_others_are() -> None:
+    harness = Harness()
+    for _ in range(2):
+        harness.join(Role.SERVER)
+    harness.join(Role.WORKER, identity="pod-0")
+    harness.join(Role.WORKER, identity="pod-1")
+    made = harness.create(harness.join(Role.WORKER, identity="pod-0"))
+    assert isinstance(made, Created)
+    harness.transitions.clear()
+    again = harness.join(Role.WORKER, identity="pod-1")
+    (proposed,) = [each for each in harness.transitions if isinstance(each, ChangeProposed)]
+    assert proposed.change.join == Join(1, again.incarnation)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rank"),
+    [
+        ({"identity": "pod-0", "requested_rank": 0}, 0),
+        ({"identity": "pod-0", "requested_rank": 2}, 2),
+        ({"identity": "pod-9"}, 2),
+        ({}, 2),
+        ({"identity": "pod-0", "run": "other", "world_size": 3}, 0),
+    ],
+)
+def test_nobody_else_is_ended_by_it(fields: dict[str, object], rank: int) -> None:
+    harness = Harness(worker_count=3)
+    first = harness.join(Role.WORKER, identity="pod-0")
+    harness.join(Role.WORKER)
+    assert harness.join(Role.WORKER, **fields).rank == rank
+    is_meant = fields == {"identity": "pod-0", "requested_rank": 0}
+    assert (harness.node(first).state is NodeState.GONE) == is_meant
+
+
+def test_it_has_its_rank_back_before_the_others_that_are_free() -> None:
+    harness = Harness(worker_count=3, worker_timeout_s=10.0)
+    harness.join(Role.WORKER, identity="pod-0")
+    harness.join(Role.WORKER, identity="pod-1")
+    harness.pass_time(20)
+    assert harness.join(Role.WORKER, identity="pod-1").rank == 1
+    assert harness.join(Role.WORKER).rank == 2
+    assert harness.join(Role.WORKER, identity="pod-0").rank == 0
+
+
+def test_who_has_left_has_no_successor() -> None:
+    harness = Harness()
+    harness.leave(harness.join(Role.WORKER, identity="pod-0"))
+    assert harness.join(Role.WORKER, identity="pod-0").rank == 1
+    refused(
+        errors.InvalidConfig,
+        "every rank is given",
+        by=lambda: harness.join(Role.WORKER, identity="pod-3"),
+        of=harness,
+    )
+
+
+def test_the_last_worker_that_is_started_again_does_not_end_the_cluster() -> None:
+    harness = Harness(stop_when_done=True)
+    harness.leave(harness.join(Role.WORKER, identity="pod-0"))
+    harness.join(Role.WORKER, identity="pod-1")
+    again = harness.join(Role.WORKER, identity="pod-1")
+    assert (again.rank, harness.is_finished()) == (1, False)
+    harness.leave(again)
+    assert harness.is_finished()
+
+
+def test_a_scheduler_that_was_started_again_knows_identities() -> None:
+    harness = Harness()
+    dead = harness.join(Role.WORKER, identity="pod-0")
+    harness.start_again()
+    assert harness.join(Role.WORKER, identity="pod-0").rank == dead.rank
+    assert harness.node(dead).state is NodeState.GONE
+
+
+@pytest.mark.parametrize(
+    ("role", "identity", "words"),
+    [
+        (Role.WORKER, "pod 0", "identity is 'pod 0'; expected at most 253 letters"),
+        (Role.WORKER, "x" * 254, "expected at most 253"),
+        (Role.READER, "pod-0", "a reader has none"),
+        (Role.SERVER, "pod-0", "a server has none"),
+    ],
+)
+def test_what_is_no_identity_is_refused(role: Role, identity: str, words: str) -> None:
+    harness = Harness()
+    refused(
+        errors.InvalidConfig, words, by=lambda: harness.join(role, identity=identity), of=harness
+    )
+
+
+def test_a_registration_that_comes_again_has_its_identity() -> None:
+    harness = Harness()
+    harness.join(Role.WORKER, identity="pod-0")
+    other = asking(Role.WORKER, harness.number, identity="pod-1")
+    refused(
+        errors.InvalidConfig,
+        "with identity 'pod-0'; it came again with 'pod-1'",
+        by=lambda: harness.cluster.register(other, harness.now_s),
+        of=harness,
+    )
+    again = asking(Role.WORKER, harness.number, identity="pod-0")
+    assert harness.cluster.register(again, harness.now_s).transitions == ()

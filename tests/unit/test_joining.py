@@ -58,6 +58,16 @@ def test_a_proof_is_of_one_run_and_its_size(change: dict[str, Any]) -> None:
         replace(joiner, **change).check(proof, SECRET, CHALLENGE)
 
 
+@pytest.mark.parametrize("change", [{"identity": "pod-1"}, {"identity": ""}, {"run": "nightly"}])
+def test_a_proof_is_of_one_identity(change: dict[str, Any]) -> None:
+    joiner = replace(WORKER, identity="pod-0")
+    proof = joiner.proof(SECRET, CHALLENGE)
+    text = f"pushpull-join-identity|{CHALLENGE.hex()}|{'69' * 16}|worker|0|||0|pod-0"
+    assert proof == hmac.new(SECRET, text.encode(), hashlib.sha256).digest()
+    with pytest.raises(Unauthenticated, match="is not the cluster's"):
+        replace(joiner, **change).check(proof, SECRET, CHALLENGE)
+
+
 def test_no_address_is_taken_for_a_run() -> None:
     joiner = replace(WORKER, run="nightly", world_size=2)
     other = replace(WORKER, address="|nightly|2")
@@ -71,8 +81,10 @@ def test_a_registration_is_proved_with_its_run() -> None:
         requested_rank=0,
         run="nightly",
         world_size=2,
+        identity="pod-0",
     )
-    assert join_secret.joiner(request) == replace(WORKER, run="nightly", world_size=2)
+    expected = replace(WORKER, run="nightly", world_size=2, identity="pod-0")
+    assert join_secret.joiner(request) == expected
 
 
 def test_a_proof_is_of_one_secret_and_one_challenge() -> None:

@@ -32,7 +32,7 @@ class GetJoinChallengeResponse(_message.Message):
     def __init__(self, challenge: _Optional[bytes] = ...) -> None: ...
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof", "memory", "launch_id", "world_size", "run")
+    __slots__ = ("registration_id", "role", "address", "requested_rank", "protocol_version", "features", "kernel_fingerprint", "cluster_id", "custom_updates", "waiting_ms", "update_log", "join_proof", "memory", "launch_id", "world_size", "run", "identity")
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class RegisterNodeRequest(_message.Message):
     LAUNCH_ID_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     registration_id: bytes
     role: _types_pb2.NodeRole
     address: str
@@ -65,7 +66,8 @@ class RegisterNodeRequest(_message.Message):
     launch_id: bytes
     world_size: int
     run: str
-    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ..., memory: _Optional[_Union[ServerMemory, _Mapping]] = ..., launch_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+    identity: str
+    def __init__(self, registration_id: _Optional[bytes] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., kernel_fingerprint: _Optional[str] = ..., cluster_id: _Optional[str] = ..., custom_updates: _Optional[_Iterable[_Union[CustomUpdate, _Mapping]]] = ..., waiting_ms: _Optional[int] = ..., update_log: _Optional[_Union[UpdateLogClaim, _Mapping]] = ..., join_proof: _Optional[bytes] = ..., memory: _Optional[_Union[ServerMemory, _Mapping]] = ..., launch_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., run: _Optional[str] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class ServerMemory(_message.Message):
     __slots__ = ("byte_count", "pool")
