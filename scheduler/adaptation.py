@@ -34,6 +34,9 @@ what is too far comes back by one, since a bound that nobody reaches costs nothi
 of time that a person would look into; 2 % is below what reads cost in any case. Three standard
 errors: a loss that does not change passes for a rise once in 700 periods.
 
+A scheduler that goes on from its journal has what the rule remembers of each table; the period
+that was under way begins again, since nodes count from what they said to that scheduler.
+
 Invariants:
     AD-1  The bound never leaves the table's two bounds.
 
@@ -45,6 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.consistency import Consistency
@@ -204,14 +208,31 @@ class Move:
     run: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCourse:
+    """What the rule remembered of a table at the end of a period: it outlives the scheduler.
+
+    Attributes:
+        setting: the table's two bounds, as someone asked for them.
+        course: never changed.
+    """
+
+    setting: Consistency
+    course: Course
+
+
 @dataclass(slots=True)
 class _Watched:
     """A table, and the period that it is in: since when, and what was known then."""
 
     table: Table
     course: Course = field(default_factory=Course)
+    kept: KeptCourse | None = None
     begun_s: float | None = None
     base: dict[NodeId, Report] = field(default_factory=dict)
+
+
+_NONE_KEPT: Mapping[TableId, KeptCourse] = MappingProxyType({})
 
 
 class Adaptation:
@@ -219,10 +240,12 @@ class Adaptation:
 
     Args:
         interval_s: the length of a period, at least.
+        kept: what a scheduler before this one remembered of the tables that it watched.
     """
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, kept: Mapping[TableId, KeptCourse] = _NONE_KEPT) -> None:
         self._interval_s = interval_s
+        self._kept = kept
         self._watched: dict[TableId, _Watched] = {}
         self._reports: dict[NodeId, Report] = {}
         self._members: dict[NodeId, Role] = {}
@@ -232,6 +255,14 @@ class Adaptation:
     def tables(self) -> Iterable[Table]:
         """Those that are watched."""
         return [watched.table for watched in self._watched.values()]
+
+    @property
+    def courses(self) -> dict[TableId, KeptCourse]:
+        """What to remember of them; of one whose first period has not ended there is nothing.
+        Before any view came it is what was remembered.
+        """
+        watched = {table_id: each.kept for table_id, each in self._watched.items()}
+        return {**self._kept, **{name: kept for name, kept in watched.items() if kept is not None}}
 
     @property
     def is_idle(self) -> bool:
@@ -244,14 +275,16 @@ class Adaptation:
         for table_id in self._watched.keys() - found.keys():
             del self._watched[table_id]
         if not found:
+            self._kept = _NONE_KEPT
             self._reports.clear()
             return
         for table_id, table in found.items():
             watched = self._watched.get(table_id)
             if watched is None or watched.table.consistency.begun != table.consistency.begun:
-                self._watched[table_id] = _Watched(table)
+                self._watched[table_id] = self._begun(table)
             elif (watched.table.change, watched.table.proposed) != (table.change, table.proposed):
                 watched.table, watched.begun_s = table, None
+        self._kept = _NONE_KEPT
         alive = [n for n in view.nodes if n.state is NodeState.ALIVE and n.role is not Role.READER]
         self._members = {node.node_id: node.role for node in alive}
         # Who waits for a silent node says nothing about the bound.
@@ -260,6 +293,13 @@ class Adaptation:
         )
         for node_id in self._reports.keys() - self._members.keys():
             del self._reports[node_id]
+
+    def _begun(self, table: Table) -> _Watched:
+        """Go on where the scheduler before this one was, if these are the same bounds."""
+        kept = self._kept.get(table.table_id)
+        if kept is None or kept.setting != table.consistency.begun:
+            return _Watched(table)
+        return _Watched(table, replace(kept.course), kept)
 
     def heard(self, node_id: NodeId, report: Report) -> None:
         """A node said how it does."""
@@ -302,6 +342,7 @@ class Adaptation:
             self._reports[worker].losses.since(watched.base[worker].losses) for worker in workers
         )
         verdict = watched.course.step(setting, Seen(shares[len(shares) // 2], losses))
+        watched.kept = KeptCourse(setting.begun, replace(watched.course))
         self._begin(watched, now_s)
         if verdict.staleness == setting.staleness:
             return []

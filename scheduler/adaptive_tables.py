@@ -5,12 +5,14 @@ Nodes are listened to only while there is such a table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ps_core.cluster_view import ClusterView
 from ps_core.keys import NodeId, TableId
 from ps_core.losses import LossTotals
 from ps_runtime.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2
-from scheduler.adaptation import Adaptation, Report
+from scheduler.adaptation import Adaptation, KeptCourse, Report
 from scheduler.changes import Wish
 
 DEADLINE_S = 2.0
@@ -24,10 +26,13 @@ class AdaptiveTables:
     Args:
         interval_s: how often a bound may move.
         metrics: where the bounds are shown.
+        kept: what a scheduler before this one remembered of them.
     """
 
-    def __init__(self, interval_s: float, metrics: SchedulerMetrics) -> None:
-        self._adaptation = Adaptation(interval_s)
+    def __init__(
+        self, interval_s: float, metrics: SchedulerMetrics, kept: Mapping[TableId, KeptCourse]
+    ) -> None:
+        self._adaptation = Adaptation(interval_s, kept)
         self._metrics = metrics
         self._shown: set[str] = set()
 
@@ -45,6 +50,11 @@ class AdaptiveTables:
         """A node said how it does."""
         if not self._adaptation.is_idle:
             self._adaptation.heard(node_id, _report(said, now_s))
+
+    @property
+    def courses(self) -> dict[TableId, KeptCourse]:
+        """What to remember of them."""
+        return self._adaptation.courses
 
     def wishes(self, now_s: float) -> list[Wish]:
         """The moves to be made now."""

@@ -42,6 +42,7 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import Table, TableSpec
 from scheduler import admission, update_offers, view_size
+from scheduler.adaptation import KeptCourse
 from scheduler.admission import LAUNCH_ID_BYTES
 from scheduler.changes import Changes, Outcome, Pending, Wish, check_workers
 from scheduler.checkpoint_state import WorkerPlace
@@ -435,6 +436,18 @@ class Cluster:
     def move_bound(self, wish: Wish, now_s: float) -> Decision[None]:
         """Begin to move the bound of a table whose bound moves, if nothing else is under way."""
         return Decision(None, self._changed(*self._changes.move(wish, now_s)))
+
+    @property
+    def courses(self) -> Mapping[TableId, KeptCourse]:
+        """What is remembered of tables whose bound moves."""
+        return self._state.courses
+
+    def keep_courses(self, courses: dict[TableId, KeptCourse]) -> bool:
+        """Remember this of them from now on; whether it is anything else than before."""
+        if courses == self._state.courses:
+            return False
+        self._state.courses = courses
+        return True
 
     def change(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
         """What has become of a change of a run's table that was proposed."""

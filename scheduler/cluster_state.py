@@ -25,6 +25,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
+from scheduler.adaptation import KeptCourse
 from scheduler.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
@@ -312,6 +313,7 @@ class ClusterState:
     checkpoint_base: int = 0  # the newest complete one of this cluster; 0: none may be referred to
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
+    courses: dict[TableId, KeptCourse] = field(default_factory=dict)  # of bounds that move
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
     checkpoint_again: dict[int, int] = field(default_factory=dict)  # begun again under that number
 

@@ -116,7 +116,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
         self._kept = KeptElsewhere(cluster.settings.lease_s)
-        self._adaptive = AdaptiveTables(cluster.settings.adaptation_interval_s, self._metrics)
+        interval_s = cluster.settings.adaptation_interval_s
+        self._adaptive = AdaptiveTables(interval_s, self._metrics, cluster.courses)
         self._publication.decided(begun.transitions)
         self.checkpointing.resume()
 
@@ -142,10 +143,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Tick the machine, often enough for its failure detector, until cancelled."""
         while True:
             self._carry_out(self._cluster.tick(clock.now_s()))
-            for wish in self._adaptive.wishes(clock.now_s()):
-                self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
+            self.move_bounds()
             self.checkpointing.look(clock.now_s())
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
+
+    def move_bounds(self) -> None:
+        """Move those that should be elsewhere; what led there outlives this process."""
+        wishes = self._adaptive.wishes(clock.now_s())
+        if self._cluster.keep_courses(self._adaptive.courses):
+            self._publication.decided((), is_news=False)
+        for wish in wishes:
+            self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
 
     @property
     def degraded_words(self) -> str:

@@ -5,7 +5,7 @@
     cluster        numbers that are given next, the view's number, what has ended
     member/N       a node and its registration        left_part/R    what a worker left behind
     table/N        a table without its description    spec/N         its description, written once
-    range/N        a range's configuration
+    range/N        a range's configuration         course/N       how a bound came to move
 
 Rules:
     - What can be computed from other records is not kept (`_DERIVED`), and neither is what ends
@@ -33,9 +33,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_core.errors import InvalidJournal
-from ps_core.keys import NodeId, key_ranges
+from ps_core.keys import NodeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
 from scheduler import placement, server_memory, view_size
+from scheduler.adaptation import KeptCourse
 from scheduler.changes import joins_due_of
 from scheduler.checkpoint_state import Attempt, LeftPart
 from scheduler.cluster_state import ClusterSettings, ClusterState, Kept, Member, Proposal
@@ -44,7 +45,7 @@ from scheduler.store.record_values import from_json, to_json
 FORMAT = 1
 """Of the records; another number for what code of before would read otherwise."""
 
-_KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts"})
+_KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts", "courses"})
 _DERIVED = frozenset({
     "node_of_registration", "range_bytes", "range_memory_bytes", "proposals", "withdrawals",
     "joins_due", "join_rooms", "view_bytes", "checkpoint",
@@ -101,6 +102,7 @@ class Differences:
             "table": tables,
             "range": dict(enumerate(state.ranges)),
             "left_part": state.left_parts,
+            "course": state.courses,
         }
         values: dict[str, Any] = {} if self._written else {"format": {"format": FORMAT}}
         removed: list[str] = []
@@ -213,6 +215,8 @@ def _read(records: Mapping[str, bytes]) -> Kept:
         state.node_of_registration[member.registration.registration_id] = NodeId(node_id)
     for rank, body in _numbered(bodies, "left_part"):
         state.left_parts[rank] = from_json(LeftPart, body)
+    for table_id, body in _numbered(bodies, "course"):
+        state.courses[TableId(table_id)] = from_json(KeptCourse, body)
     _read_ranges(bodies, settings, state)
     _read_tables(bodies, state)
     _derive(state, settings)

@@ -30,6 +30,7 @@ from ps_runtime.node_server import NodeServer
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings
+from scheduler.publication import Journal
 from scheduler.servicer import SERVICE_NAME, SchedulerServicer
 from tests.joining import SECRET
 
@@ -137,8 +138,8 @@ class Running(Caller):
         return await asyncio.to_thread(fetch)
 
 
-@contextlib.asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[Running]:
+def cluster_of(**settings: Any) -> Cluster:
+    """A new cluster."""
     defaults: dict[str, Any] = {
         "cluster_id": "c-1",
         "timeline": bytes(16),
@@ -147,12 +148,27 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
         "worker_count": 2,
         "server_count": 2,
     }
-    cluster = Cluster(ClusterSettings(**(defaults | settings)), clock.now_s())
+    return Cluster(ClusterSettings(**(defaults | settings)), clock.now_s())
+
+
+@contextlib.asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[Running]:
+    """One of a new cluster, without a journal."""
+    async with serving(Decision(cluster_of(**settings))) as scheduler:
+        yield scheduler
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    begun: Decision[Cluster], journal: Journal | None = None
+) -> AsyncIterator[Running]:
+    """One of a cluster that was begun, or is gone on with."""
     registry = new_registry()
-    roots = CheckpointRoots((cluster.settings.checkpoint_url,))
+    roots = CheckpointRoots((begun.reply.settings.checkpoint_url,))
     servicer = SchedulerServicer(
-        Decision(cluster), SchedulerMetrics(registry), SECRET.encode(), roots=roots
+        begun, SchedulerMetrics(registry), SECRET.encode(), roots=roots, journal=journal
     )
+    await servicer.settled()
     node = await NodeServer.start(
         services=[
             (
@@ -172,6 +188,7 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
         servicer.close()
         await node.stop(0.2)
         ticking.cancel()
+        await servicer.close_journal(has_ended=False)
 
 
 def with_scheduler(test: Test, **settings: Any) -> None:

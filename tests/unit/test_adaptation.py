@@ -237,6 +237,11 @@ class Watching:
             found += self.adaptation.look(self.now_s)
         return found
 
+    def start_again(self) -> None:
+        """The scheduler dies; another one knows what was kept."""
+        self.adaptation = Adaptation(INTERVAL_S, self.adaptation.courses)
+        self.publish(self.table)
+
     def moved(self, text: str) -> None:
         """The change was made."""
         self.table = replace(self.table, change=Change(self.number, 0, parsed(text)))
@@ -394,3 +399,47 @@ def test_the_losses_of_a_period_are_those_of_all_workers_in_it() -> None:
     watching.moved("ssp:2..8@4")
     assert train(30, 2.0) == []
     assert _at(train(7, math.nan))[0] == parsed("ssp:2..8@2")
+
+
+def held() -> Watching:
+    """A bound of which a loss that was not finite says that it is not to be raised for long."""
+    watching = Watching()
+    for number in (1, 2):
+        watching.losses = dict.fromkeys(watching.workers, LossTotals(non_finite_count=number))
+        watching.run(6)
+    assert watching.run(15, waited=(1, 1, 1)) == [], "it is held"
+    return watching
+
+
+def test_a_scheduler_that_is_started_again_remembers_what_was_tried() -> None:
+    watching = held()
+    watching.start_again()
+    assert watching.run(10, waited=(1, 1, 1)) == [], "it is held"
+    watching.start_again()
+    assert watching.run(10, waited=(1, 1, 1)) == [], "it is held"
+
+
+def test_what_is_remembered_is_of_these_bounds_and_no_others() -> None:
+    watching = held()
+    watching.table = replace(watching.table, change=Change(9, 0, parsed("ssp:2..9")))
+    watching.start_again()
+    assert watching.adaptation.courses == {}
+    assert _at(watching.run(7, waited=(1, 1, 1))) == [parsed("ssp:2..9@3")]
+
+
+def test_before_a_view_came_nothing_is_forgotten() -> None:
+    courses = held().adaptation.courses
+    assert set(courses) == {TABLE}
+    again = Adaptation(INTERVAL_S, courses)
+    assert again.courses == courses
+    again.observe(ClusterView(1, "c", 3, 2, (), (), ()))
+    assert again.courses == {}
+
+
+def test_what_was_remembered_does_not_change_with_the_periods_to_come() -> None:
+    watching = held()
+    (before,) = watching.adaptation.courses.values()
+    was = replace(before.course)
+    watching.run(12, waited=(1, 1, 1))
+    assert before.course == was
+    assert watching.adaptation.courses[TABLE] is not before

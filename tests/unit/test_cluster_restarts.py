@@ -10,9 +10,12 @@ import pytest
 
 from ps_core.change import Change, ChangeOutcome
 from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
 from ps_core.imported import Imported
+from ps_core.losses import LossTotals
 from ps_core.part_report import PartReport
+from scheduler.adaptation import Course, KeptCourse
 from scheduler.changes import Withdrawn
 from scheduler.checkpoint_state import CheckpointFailed, CheckpointMade
 from scheduler.checkpoints import LEAVING
@@ -221,6 +224,17 @@ def test_nobody_is_silent_for_what_the_scheduler_before_did_not_hear() -> None:
     cluster.transitions.clear()
     cluster.cluster.tick(cluster.now_s)
     assert not [t for t in cluster.transitions if isinstance(t, NodeSilent)]
+
+
+def test_what_is_remembered_of_bounds_that_move_is_kept() -> None:
+    cluster, _, _ = formed()
+    (table,) = cluster.cluster.view.tables
+    course = Course(quiet_count=1, too_low=3, was_lowered=True, losses=LossTotals(8, 2.5, 1.25, 1))
+    courses = {table.table_id: KeptCourse(parsed("ssp:2..8"), course)}
+    assert cluster.cluster.keep_courses(courses)
+    assert not cluster.cluster.keep_courses(dict(courses))
+    cluster.start_again()
+    assert cluster.cluster.courses == courses
 
 
 # --- records
