@@ -93,7 +93,7 @@ class ReplacementSimulation(FailoverSimulation):
         self.has_left: set[SimWorker] = set()
         self.first: dict[Incarnation, Session] = {}
         self._asked_count = 0
-        self._identities = random.Random(f"identities of {seed}")
+        self._identity_draws = random.Random(f"identities of {seed}")
         self._is_ending = False
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
@@ -137,9 +137,9 @@ class ReplacementSimulation(FailoverSimulation):
         if others and not self.slow and draw.random() < 0.7:
             self._slow_down(draw.choice(others))
             at_s = draw.random()
-        if self._identities.random() < _AT_ONCE:
-            back_s = at_s + self._identities.random() * _BACK_WITHIN_S
-            self.world.after(back_s, lambda: self._start_again(worker))
+        if self._identity_draws.random() < _AT_ONCE:
+            back_s = at_s + self._identity_draws.random() * _BACK_WITHIN_S
+            self.world.after(back_s, lambda: self._start_worker_again(worker))
         if draw.random() < 0.75:
             self.world.after(at_s, worker.stop)
             return
@@ -256,7 +256,7 @@ class ReplacementSimulation(FailoverSimulation):
             return asking
         return replace(asking, identity=identity_of(index - self.settings().server_count))
 
-    def _start_again(self, worker: SimWorker) -> None:
+    def _start_worker_again(self, worker: SimWorker) -> None:
         """A worker comes with the identity of one that is dead, or paused, and is a member still:
         nobody waits until that one is declared gone.
         """
@@ -290,7 +290,7 @@ class ReplacementSimulation(FailoverSimulation):
         asking = Registration(
             f"replacement {self._asked_count}".encode().ljust(16),
             Role.WORKER,
-            requested_rank=self._identities.choice((None, rank)),
+            requested_rank=self._identity_draws.choice((None, rank)),
             features=(CHECKPOINTS_FEATURE,),
             run=run,
             identity=identity_of(rank),

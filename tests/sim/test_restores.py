@@ -31,12 +31,13 @@ from ps_core.tables import OptimizerKind, Table, TableSpec
 from ps_server.sessions import Sessions
 from scheduler.cluster import Cluster, Decision
 from scheduler.cluster_state import ClusterSettings, Registration, Transition
+from tests.sim.actors import SimWorker
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.scheduled import BEAT_S, LOOK_S, SCHEDULER
 from tests.sim.server import SimServer
-from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_replacements import ReplacementSimulation, identity_of
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import (
     QUICK_SEEDS,
@@ -221,10 +222,18 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         if not self.is_there:
             self.world.after(LOOK_S, lambda: self._replace(rank))
             return
-        before = set(self.first)
         super()._replace(rank)
+
+    def _start_worker_again(self, worker: SimWorker) -> None:
+        if self.is_there and not self.is_past:
+            super()._start_worker_again(worker)
+        elif not self.is_past:
+            self.world.after(LOOK_S, lambda: self._start_worker_again(worker))
+
+    def _takes_over(self, decision: Decision[Session]) -> None:
+        super()._takes_over(decision)
         self.callers.others |= self.first
-        self.world.say(f"replacements: {set(self.first) - before}")
+        self.world.say(f"replacement: {decision.reply.incarnation}")
 
     def _deregister_some(self) -> None:
         if self.is_there and not self.is_past:
@@ -482,7 +491,8 @@ class Restoration:
 
     def _worker(self) -> None:
         asking = self.before.asking(0, Role.WORKER)
-        asking = replace(asking, registration_id=self.world.draw.randbytes(16))
+        drawn, identity = self.world.draw.randbytes(16), identity_of(len(self.workers))
+        asking = replace(asking, registration_id=drawn, identity=identity)
         session = self.scheduler.register(asking, self.world.now_s).reply
         self._changed()
         self._check_new(session)
