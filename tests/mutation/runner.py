@@ -41,10 +41,10 @@ MEMORY_LIMIT_BYTES = 2 * 1024**3
 """Beyond what the parent has: a loop that collects something ends here."""
 
 _OPTIONS = (
-    "-x", "-q", "--tb=no", "--timeout=0", "--hypothesis-profile=mutants", "-p", "no:cacheprovider",
-    "-W", "ignore::pytest.PytestAssertRewriteWarning",
+    "-x", "-q", "--tb=no", "--timeout=0", "--assert=plain", "--hypothesis-profile=mutants",
+    "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin",
 )  # fmt: skip
-"""The last: that hypothesis was imported before pytest could rewrite it is what saves the time."""
+"""Nobody reads why a test fails: what pytest would do for that takes longer than most tests."""
 
 _PASSED, _NO_ROOM, _WRONG = 0, 98, 99
 _FAILED = (1, 2, 3)
@@ -85,6 +85,7 @@ class _Changed(MetaPathFinder, InspectLoader):
 def prepare() -> None:
     """Import what all tests need, once, before the processes part."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for name in WARM_IMPORTS:
         importlib.import_module(name)
     ours = [name for name in sys.modules if name.startswith("ps_")]

@@ -8,9 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Join
-from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, Settled
+from ps_core.cluster_view import (
+    BackupWish,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+    Session,
+)
+from ps_core.consistency import Consistency
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
+from ps_core.runs import Run
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 
 KEY = bytes(range(32))
@@ -164,14 +174,94 @@ def test_nobody_is_in_sync_with_a_range_that_nobody_serves() -> None:
     assert lost.holders == (3,)
 
 
+SPEC = TableSpec("w", DType.FLOAT32, 8, OptimizerSpec(OptimizerKind.SGD)).validated()
+"""Of a table of one block: its first ordinal says in which range it is."""
+
+
+def table(number: int, name: str, ordinal: int = 0, run: str = "") -> Table:
+    return Table(TableId(number), ordinal, replace(SPEC, name=name), run=run)
+
+
 def test_nodes_and_tables_are_found_by_what_they_are_called() -> None:
-    spec = TableSpec("w", DType.FLOAT32, 8, OptimizerSpec(OptimizerKind.SGD)).validated()
-    tables = Table(TableId(1), 0, spec), Table(TableId(2), 1, replace(spec, name="b"))
+    tables = table(1, "w"), table(2, "b", 1)
     server = node(1, Role.SERVER)
     view = replace(view_of(server), tables=tables)
     assert view.nodes_by_id == {1: server}
     assert view.tables_by_id == {1: tables[0], 2: tables[1]}
     assert view.tables_by_name == {"w": tables[0], "b": tables[1]}
+
+
+# --- runs
+
+
+def test_a_run_sees_nothing_of_the_one_without_a_name_but_servers() -> None:
+    """Its checkpoints and what it was restored from are of the run without a name."""
+    server, worker = node(1, Role.SERVER), node(2, Role.WORKER)
+    made = Checkpoint(1, "file:///x")
+    view = replace(
+        view_of(server, worker), tables=(table(1, "w"),), checkpoint=made, restored_from="file:///y"
+    )
+    alone = view.of_run("a")
+    assert (alone.nodes, alone.tables) == ((server,), ())
+    assert (alone.checkpoint, alone.restored_from) == (None, "")
+    beside = replace(view, runs=(Run("a", 3),))
+    assert beside.of_run("") == view
+    assert beside.of_run("a") == replace(alone, worker_count=3)
+
+
+# --- ranges that are lost
+
+
+def lost_view(lost: dict[int, int | None], *tables: Table, range_count: int = 8) -> ClusterView:
+    """Of a cluster whose ranges are lost with these servers."""
+    ranges = tuple(
+        replace(assignment(lost.get(n, 1)), range_id=RangeId(n), is_lost=n in lost)
+        for n in range(range_count)
+    )
+    return replace(view_of(node(1, Role.SERVER)), ranges=ranges, tables=tables)
+
+
+def test_what_is_lost_is_named_with_who_had_it_and_what_it_held() -> None:
+    """A block with ordinal 0 is in range 0, one with ordinal 1 in range 4."""
+    kept, hit = table(1, "kept", 1), table(2, "hit", 0)
+    view = lost_view({0: 12, 1: 9, 2: 9, 3: None}, kept, hit)
+    assert [r.range_id for r in view.lost_ranges] == [0, 1, 2, 3]
+    assert view.lost_words == (
+        "4 of 8 key ranges are lost, with values of 'hit': server 9, 12 had the only copy, and is "
+        "gone for good. Restore a checkpoint (pushpull checkpoint restore), or start the cluster "
+        "anew"
+    )
+
+
+def test_where_nothing_is_lost_there_are_no_words() -> None:
+    view = lost_view({}, table(1, "w"))
+    assert (view.lost_ranges, view.lost_words) == ((), "")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("cab", "of 'a', 'b', 'c': server"),
+        ("dcab", "of 'a', 'b', 'c' and 1 more: server"),
+        ("edcab", "of 'a', 'b', 'c' and 2 more: server"),
+    ],
+)
+def test_three_tables_are_named_and_the_others_counted(names: str, words: str) -> None:
+    tables = (table(number, name) for number, name in enumerate(names))
+    assert words in lost_view({0: 1}, *tables).lost_words
+
+
+# --- one view after the other
+
+
+def test_a_newer_view_has_the_tables_of_the_older_where_they_are_equal() -> None:
+    """What was worked out of them is known of them still."""
+    before = replace(view_of(), tables=(table(1, "same"), table(2, "other")))
+    newer = replace(view_of(), view_number=2, tables=(table(1, "same"), table(2, "other", 5)))
+    found = newer.reusing(before)
+    assert found == newer
+    assert found.tables[0] is before.tables[0]
+    assert found.tables[1] is newer.tables[1]
 
 
 # --- what is meant where nothing is said
@@ -186,3 +276,16 @@ def test_who_is_not_said_otherwise_is_the_first_and_was_never_silent() -> None:
 
 def test_who_joins_before_anything_was_trained_begins_at_the_first_clock() -> None:
     assert Join(2, Incarnation(7)).after_clock == 0
+
+
+def test_nothing_is_lost_missing_decided_or_of_a_named_run_unless_it_is_said() -> None:
+    placed = assignment(1)
+    assert (placed.is_lost, placed.tenure, placed.initial_holders) == (False, 0, ())
+    assert BackupWish(RangeId(0), AssignmentEpoch(1), frozenset()).is_missing is False
+    assert (node(1, Role.WORKER).run, view_of().restored_from) == ("", "")
+    assert Change(1, 0, Consistency()).is_decided is False
+    assert Settled(ChangeOutcome.GIVEN_UP).after_clock == 0
+
+
+def test_what_became_of_a_change_is_logged_in_these_words() -> None:
+    assert [outcome.value for outcome in ChangeOutcome] == ["taken", "given up"]
