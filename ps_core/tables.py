@@ -15,7 +15,7 @@ What it deliberately does not do: hold values, or know protobuf (`ps_runtime.wir
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -329,7 +329,8 @@ class TableSpec:
         _require(self.element_count >= 1, f"table '{self.name}': element_count is below 1")
         block = self.block_elements or limits.DEFAULT_BLOCK_ELEMENTS
         _require(
-            0 < block <= limits.MAX_BLOCK_ELEMENTS and block % limits.BLOCK_ALIGNMENT_ELEMENTS == 0,
+            limits.BLOCK_ALIGNMENT_ELEMENTS <= block <= limits.MAX_BLOCK_ELEMENTS
+            and block % limits.BLOCK_ALIGNMENT_ELEMENTS == 0,
             f"table '{self.name}': block_elements is {block}; expected a multiple of "
             f"{limits.BLOCK_ALIGNMENT_ELEMENTS} up to {limits.MAX_BLOCK_ELEMENTS}",
         )
@@ -570,12 +571,11 @@ class Table:
         begin = block * self.spec.block_elements
         end = begin + self.block_length(block)
         first = bisect_right(self._tensor_ends, begin)
+        beyond = bisect_left(self.spec.tensors, end, key=lambda tensor: tensor.offset)
         found = []
-        for index in range(first, len(self.spec.tensors)):
-            tensor = self.spec.tensors[index]
-            if tensor.offset >= end:
-                break
-            low, high = max(tensor.offset, begin), min(self._tensor_ends[index], end)
+        for index in range(first, beyond):
+            low = max(self.spec.tensors[index].offset, begin)
+            high = min(self._tensor_ends[index], end)
             if low < high:
                 found.append(Segment(index, low - begin, high - begin))
         return tuple(found)

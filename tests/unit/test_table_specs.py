@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from ps_core import limits
-from ps_core.change import Change
+from ps_core.change import Change, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import TableId
 from ps_core.tables import (
     HYPERPARAMETER_DEFAULTS,
+    MAX_LOADED_STEP_COUNT,
+    STEP_ARRAY,
+    VALUES_ARRAY,
     Codec,
     DType,
     Initializer,
@@ -30,6 +33,7 @@ from ps_core.tables import (
     Table,
     TableSpec,
     TensorSpec,
+    array_words,
     pack_presence,
     presence_bytes,
     unpack_presence,
@@ -82,6 +86,7 @@ def test_a_bound_that_moves_begins_at_its_lowest() -> None:
 @pytest.mark.parametrize(("dtype", "size"), [*zip(DType, (4, 4, 4, 8), strict=True)])
 def test_sums_are_wider_than_what_is_summed_where_that_is_narrow(dtype: DType, size: int) -> None:
     assert spec_of(dtype=dtype).accumulator_element_bytes == size
+    assert spec_of(dtype=dtype).arithmetic_codec is (Codec.FP64 if size == 8 else Codec.FP32)
 
 
 THEIRS = {
@@ -150,6 +155,22 @@ def test_a_tensor_may_have_as_many_dimensions_as_torch_allows() -> None:
     refuses(spec_of(tensors=layout(((*shape, 1), 0))), f"'t0' has {most + 1} dimensions")
 
 
+def test_a_layout_that_was_looked_at_is_not_looked_at_again() -> None:
+    """A spec is checked wherever it comes by, and may have a hundred thousand tensors."""
+    looks = []
+
+    class Watched(TensorSpec):
+        @property
+        def element_count(self) -> int:
+            looks.append(self.name)
+            return super().element_count
+
+    spec = spec_of(tensors=(Watched("a", (10,), 0),))
+    for _ in range(2):
+        spec.validated()
+        assert looks == ["a"]
+
+
 def test_a_table_may_have_so_many_tensors_and_no_more() -> None:
     """The number is looked at before the tensors are: here they are one and the same."""
     most = limits.MAX_TENSOR_COUNT
@@ -181,6 +202,8 @@ def test_a_clamp_is_there_where_it_is_given() -> None:
     assert "clamp_min" not in dict(SGD.merged(given))
     with pytest.raises(InvalidConfig, match=r"clamp_min is 1\.0; expected at most clamp_max, 0\.5"):
         SGD.merged((*given, ("clamp_min", 1.0)))
+    point = dict(SGD.merged((*given, ("clamp_min", 0.5))))
+    assert point["clamp_min"] == point["clamp_max"], "values that are held at one number"
     with pytest.raises(InvalidConfig, match="add has no hyperparameter 'clamp_max'; it has none"):
         OptimizerSpec(OptimizerKind.ADD).merged(given)
 
@@ -234,6 +257,8 @@ def test_a_custom_updates_numbers_are_its_own_and_have_no_bounds() -> None:
     assert (custom.label, SGD.label) == ("custom:lion", "sgd")
     with pytest.raises(InvalidConfig, match="custom:lion has no hyperparameter 'lr'"):
         custom.merged((("lr", 1.0),))
+    crossed = (("clamp_max", 1.0), ("clamp_min", 2.0))
+    assert replace(custom, hyperparameters=crossed).merged(()) == crossed, "names are its own, too"
 
 
 # --- variants of optimizers
@@ -257,7 +282,49 @@ def test_a_variant_belongs_to_the_optimizers_that_have_it(flag: str, kind: Optim
     if kind in HAVE[flag]:
         assert getattr(spec.validated().optimizer, flag) is True
     else:
-        refuses(spec, f"table 't': {kind.value}")
+        words = "with custom_update" if flag == "maximize" else f"has no {flag}; expected it with"
+        refuses(spec, f"table 't': {kind.value} {words}")
+
+
+STATEFUL = (
+    OptimizerSpec(OptimizerKind.SGD, (("momentum", 0.9),)),
+    OptimizerSpec(OptimizerKind.ADAM),
+    OptimizerSpec(OptimizerKind.ADAM, amsgrad=True),
+    OptimizerSpec(OptimizerKind.ADAMW),
+    OptimizerSpec(OptimizerKind.ADAGRAD),
+    OptimizerSpec(OptimizerKind.RMSPROP, (("momentum", 0.9),)),
+    OptimizerSpec(OptimizerKind.RMSPROP, (("momentum", 0.9),), centered=True),
+)
+
+
+@pytest.mark.parametrize("spec", STATEFUL, ids=str)
+def test_state_has_the_names_that_it_has_in_torch(spec: OptimizerSpec) -> None:
+    """Each is read and loaded by that name, with a count of steps and the values beside it."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    flags = {flag: True for flag in ("amsgrad", "centered") if getattr(spec, flag)}
+    theirs = THEIRS[spec.kind]([parameter], **dict(spec.hyperparameters), **flags)
+    parameter.grad = torch.ones(1)
+    theirs.step()
+    names = set(theirs.state[parameter]) - {STEP_ARRAY}
+    assert set(spec.state_arrays) == names
+    assert array_words(spec) == ", ".join((*spec.state_arrays, "step"))
+    assert all(spec.has_array(name) for name in (*names, "step", "values"))
+    assert not spec.has_array("stepx")
+    assert (STEP_ARRAY, VALUES_ARRAY) == ("step", "values")
+
+
+def test_a_sum_of_workers_has_no_state() -> None:
+    add = OptimizerSpec(OptimizerKind.ADD)
+    assert not any(map(add.has_array, ("step", "values", "momentum_buffer")))
+    assert array_words(add) == "none: add has no state in torch.optim's layout"
+
+
+def test_steps_are_counted_as_far_as_torch_counts_them() -> None:
+    """It counts in float32, where one more is the same number from there on."""
+    most = torch.tensor(float(MAX_LOADED_STEP_COUNT))
+    assert most + 1 == most
+    assert most - 1 != most
+    assert most / 2 + 1 != most / 2
 
 
 def test_an_update_has_a_name_where_it_is_custom_and_only_there() -> None:
@@ -386,6 +453,43 @@ def test_ranges_come_in_order_with_their_blocks_in_order() -> None:
     assert list(found) == sorted(found)
     assert all(list(blocks) == sorted(blocks) for blocks in found.values())
     assert sorted(block for blocks in found.values() for block in blocks) == list(range(600))
+
+
+def test_ranges_are_worked_out_once_and_the_first_decides() -> None:
+    found = table(64 * 9, first=5)
+    assert not found.knows_ranges(7)
+    assert found.deciding_range(7) == min(found.range_of_block(block, 7) for block in range(9))
+    assert found.knows_ranges(7)
+    assert not found.knows_ranges(8)
+    assert found.blocks_by_range(7) is found.blocks_by_range(7)
+
+
+def test_a_table_of_a_run_is_called_by_both_names() -> None:
+    unnamed, of_run = table(64), replace(table(64), run="a")
+    assert (unnamed.run, unnamed.key, unnamed.title) == ("", ("", "t"), "t")
+    assert (of_run.key, of_run.title) == (("a", "t"), "a:t")
+
+
+@pytest.mark.parametrize(
+    ("setting", "change", "step"),
+    [
+        ("bsp", None, 5), ("ssp:1", None, 5), ("asp", None, None),
+        ("bsp", ("asp", 4), None), ("asp", ("bsp", 4), 5),
+        ("bsp", ("asp", 5), 5), ("bsp", ("asp", 6), 5), ("bsp", ("ssp:1", 5), 5),
+    ],
+)  # fmt: skip
+def test_a_cut_is_after_a_step_unless_workers_run_free(
+    setting: str, change: tuple[str, int] | None, step: int | None
+) -> None:
+    """Where they do, each range is cut at a moment of its own. A change that comes after the cut,
+    or at the same clock, holds all ranges there.
+    """
+    found = replace(table(64), cut=TableCut(1, 5))
+    found = replace(found, spec=replace(found.spec, consistency=parsed(setting)))
+    if change is not None:
+        found = replace(found, change=Change(1, change[1], parsed(change[0])))
+    assert found.cut_step == step
+    assert replace(found, cut=None).cut_step is None
 
 
 def test_the_newest_setting_holds() -> None:
