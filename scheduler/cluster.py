@@ -247,14 +247,24 @@ class Cluster:
         transitions += self._members.replaced(node, request)
         return self._failed_over(transitions)
 
-    def heartbeat(self, session: Session, now_s: float) -> Decision[int]:
-        """Note that the caller lives; the reply is the number of the newest view.
+    def check_heard(self, now_s: float) -> None:
+        """Tell nobody anything before the servers have said which views they act on (JR-4).
+
+        Raises:
+            Recovering: the scheduler was started again within a lease, and waits for one.
+        """
+        self._members.check_heard(now_s)
+
+    def heartbeat(self, session: Session, now_s: float, view_number: int = 0) -> Decision[int]:
+        """Note that the caller lives, and acts on that view; the reply is the number of the newest.
 
         Raises:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
+            InvalidJournal: the journal that this scheduler goes on from is an older copy.
         """
         node = self.caller(session, "Heartbeat")
+        self._members.check_view(node, view_number)
         transitions = self._changed(*self._members.hear(node, now_s))
         return Decision(self._state.view_number, transitions)
 

@@ -14,6 +14,10 @@ Rules:
       rank.
     - A scheduler that goes on from its journal has heard nobody: each member has a lease from then
       on, a silent one its whole silence again, and until it was heard it may be dead.
+    - The servers know whether that journal is the newest (JR-4): until each that lives was heard,
+      or a lease has passed, nobody is told anything. A server that acts on a newer view, and a
+      session that this cluster signed with a node id that was not given yet, say that it is an
+      older copy.
     - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
       have replicas, that holds nothing of any range any more.
 
@@ -31,7 +35,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
-from ps_core.errors import Fenced, ForeignCluster, InvalidConfig, Unauthenticated
+from ps_core.errors import (
+    Fenced,
+    ForeignCluster,
+    InvalidConfig,
+    InvalidJournal,
+    Recovering,
+    Unauthenticated,
+)
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import Incarnation, NodeId
 from ps_core.runs import words
@@ -59,6 +70,15 @@ go, and servers that die and are started again, must not fill the view."""
 REGISTER_AGAIN_MS = 100
 """A session of another timeline has not done anything wrong: who registers again is welcome."""
 
+ASK_AGAIN_MS = 50
+"""While the scheduler waits to hear the servers, which takes a heartbeat."""
+
+_OLDER_COPY = (
+    "it is an older copy. Put the newest one in its place, and start the scheduler again; the "
+    "nodes go on meanwhile. If there is none, end the nodes, give another directory, and begin "
+    "anew from a checkpoint"
+)
+
 OPERATOR = Node(NodeId(0), Incarnation(0), Role.OPERATOR, 0, "", NodeState.ALIVE)
 """What stands for every operator: it is in no view, is not watched, and never leaves."""
 
@@ -81,9 +101,11 @@ class Membership:
         self._detector = FailureDetector(settings.lease_s, now_s)
         self._may_return: dict[NodeId, float] = {}  # who ended in the middle, and until when
         self._unheard: set[NodeId] = set()  # whom only the scheduler before this one has heard
+        self._resumed_s: float | None = None  # None: this scheduler began the cluster
 
     def resume(self, returning_s: Mapping[NodeId, float], now_s: float) -> None:
         """Go on from a journal; `returning_s` is what `returning_s` was then."""
+        self._resumed_s = now_s
         self._may_return = {node_id: now_s + left_s for node_id, left_s in returning_s.items()}
         for member in self._state.members.values():
             node = member.node
@@ -91,6 +113,38 @@ class Membership:
                 is_silent = node.state is NodeState.SILENT
                 self._detector.expect(node.node_id, now_s, is_silent=is_silent)
                 self._unheard.add(node.node_id)
+
+    def check_heard(self, now_s: float) -> None:
+        """Refuse who asks before the servers have said which views they act on.
+
+        Raises:
+            Recovering: the scheduler was started again within a lease, and waits for one.
+        """
+        if self._resumed_s is None or now_s - self._resumed_s > self._settings.lease_s:
+            return
+        for node in self._state.nodes_of(Role.SERVER):
+            if node.state is NodeState.ALIVE and node.node_id in self._unheard:
+                raise Recovering(
+                    "the scheduler was started again, and first waits for a lease to hear which "
+                    f"view {self.describe(node, now_s)} acts on: its journal might be an older "
+                    "copy. Ask again",
+                    retry_after_ms=ASK_AGAIN_MS,
+                )
+
+    def check_view(self, node: Node, view_number: int) -> None:
+        """Compare the journal with the view that a node acts on. Servers alone are believed: others
+        may be clients in any language.
+
+        Raises:
+            InvalidJournal: the journal is older.
+        """
+        ours = self._state.view_number
+        if self._resumed_s is None or node.role is not Role.SERVER or view_number <= ours:
+            return
+        raise InvalidJournal(
+            f"the journal has view {ours}, and server node {node.node_id} acts on view "
+            f"{view_number}: {_OLDER_COPY}"
+        )
 
     def returning_s(self, now_s: float) -> dict[NodeId, float]:
         """Who ended in the middle, and for how long each may be followed by another."""
@@ -134,11 +188,17 @@ class Membership:
         Raises:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
+            InvalidJournal: it joined after what the journal has.
         """
         self._check_genuine(session)
         if session.role is Role.OPERATOR:
             return OPERATOR
         member = self._state.members.get(session.node_id)
+        if member is None and session.node_id >= self._state.next_node_id:
+            raise InvalidJournal(
+                f"the journal has given {self._state.next_node_id - 1} node ids, and this "
+                f"cluster's {session.role.value} node {session.node_id} calls: {_OLDER_COPY}"
+            )
         if member is None:  # it has left, and is forgotten
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"

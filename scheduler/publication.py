@@ -144,10 +144,10 @@ class Publication:
                     self._publish(cluster, told.view, told.transitions)
                 self._let_go(told.number)
         except PushpullError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # noqa: BLE001 - else whoever waits would wait for ever
             logs.exception("journal_failed", error)
-            self._fail(InvalidJournal(f"the journal cannot be written: {error!r}"))
+            self.fail(InvalidJournal(f"the journal cannot be written: {error!r}"))
         finally:
             self._task = None  # before anything else can be decided
 
@@ -185,7 +185,8 @@ class Publication:
             if not told.done():
                 told.set_exception(error)
 
-    def _fail(self, error: PushpullError) -> None:
+    def fail(self, error: PushpullError) -> None:
+        """Nothing will ever be told again: the journal is of no use to this scheduler."""
         self._refuse(error)
         self.failed.set()
 

@@ -22,8 +22,10 @@ from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.errors import (
     Draining,
     InvalidConfig,
+    InvalidJournal,
     NotPermitted,
     PushpullError,
+    Recovering,
     WaitExpired,
 )
 from ps_core.join_proof import CHALLENGE_BYTES
@@ -243,14 +245,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.HeartbeatRequest, context: Context
     ) -> scheduler_pb2.HeartbeatResponse:
         """Notes that the caller lives, and what it says of itself."""
-        async with self._answering():
+        async with self._answering(is_sign_of_life=True):
             session = self._caller(request.session, "Heartbeat")
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
                 raise InvalidConfig(
                     f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
                 )
-            number = self._carry_out(self._cluster.heartbeat(session, clock.now_s()))
+            beat = self._cluster.heartbeat(session, clock.now_s(), request.view_number)
+            number = self._carry_out(beat)
         if session.role is not Role.OPERATOR:  # which is no node
             self._adaptive.heard(session.node_id, request.progress, clock.now_s())
             if not session.run:
@@ -654,15 +657,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._metrics.tables.set(len(view.tables))
 
     @contextlib.asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """What follows is answered or refused, when all that it goes by is durable."""
+    async def _answering(self, *, is_sign_of_life: bool = False) -> AsyncIterator[None]:
+        """What follows is answered or refused, when all that it goes by is durable; after a start
+        from a journal nothing is but a sign of life, before the servers were heard. A journal that
+        turns out to be an older copy ends the scheduler, and says nothing of the caller.
+        """
         try:
             try:
+                if not is_sign_of_life:
+                    self._cluster.check_heard(clock.now_s())
                 yield
+            except InvalidJournal:
+                raise
             except PushpullError:
                 await self._publication.settled()
                 raise
             await self._publication.settled()
+        except InvalidJournal as error:
+            self._publication.fail(error)
+            self._metrics.refusals.labels(code=Recovering.code).inc()
+            raise Recovering(f"the scheduler ends: {error.message}") from error
         except PushpullError as error:
             self._metrics.refusals.labels(code=error.code).inc()
             raise

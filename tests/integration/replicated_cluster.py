@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -128,6 +129,11 @@ class ReplicatedCluster:
         """Start another one where it was, and wait until it serves."""
         self.begin_scheduler_again()
         self.scheduler_served()
+
+    @property
+    def journal_directory(self) -> Path:
+        """Where the scheduler keeps its journal, if it does."""
+        return self._launcher.journal_directory
 
     # --- servers
 

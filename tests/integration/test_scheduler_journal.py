@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Coroutine
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
 
 from ps_core.cluster_view import Role
 from ps_core.consistency import parsed
+from ps_core.errors import InvalidJournal, Recovering
 from ps_runtime import channels, clock
-from pushpull.v1 import scheduler_pb2
+from pushpull.v1 import scheduler_pb2, types_pb2
 from scheduler.cluster import Cluster, Decision
 from scheduler.publication import Journal
 from scheduler.store import records
 from scheduler.store.sqlite_store import SqliteStore
-from tests.integration.scheduler_calls import DEADLINE_S, SPEC, cluster_of, serving
+from tests.integration.scheduler_calls import DEADLINE_S, SPEC, cluster_of, refused, serving
 
 
 def resumed(place: Path) -> Decision[Cluster]:
@@ -25,6 +32,11 @@ def resumed(place: Path) -> Decision[Cluster]:
     store.close()
     assert kept is not None
     return Cluster.resumed(kept, clock.now_s())
+
+
+async def told_to_wait(call: Coroutine[Any, Any, object], words: str) -> None:
+    """It must be refused for now, with these words."""
+    await refused(call, Recovering, grpc.StatusCode.UNAVAILABLE, [words])
 
 
 def test_what_is_remembered_of_a_bound_that_moves_outlives_the_scheduler(tmp_path: Path) -> None:
@@ -57,3 +69,38 @@ def test_what_is_remembered_of_a_bound_that_moves_outlives_the_scheduler(tmp_pat
         await second()
 
     channels.run(both())
+
+
+def test_a_journal_that_is_an_older_copy_ends_the_scheduler_before_it_told_anything(
+    tmp_path: Path,
+) -> None:
+    newest, copied = tmp_path / "newest", tmp_path / "copied"
+    begun = Decision(cluster_of(worker_count=1, server_count=1, lease_s=60.0, worker_timeout_s=0))
+
+    async def first() -> tuple[types_pb2.SessionIdentity, types_pb2.SessionIdentity, int]:
+        async with serving(begun, Journal(SqliteStore(newest))) as scheduler:
+            server = await scheduler.join(Role.SERVER)
+            worker = await scheduler.join(Role.WORKER)
+            shutil.copytree(newest, copied)
+            created = await scheduler.create(worker)
+            return server, worker, created.view_number
+
+    async def second() -> None:
+        server, worker, acted_on = await first()
+        async with serving(resumed(newest), Journal(SqliteStore(newest))) as scheduler:
+            await scheduler.beat(server, view_number=acted_on)
+            await scheduler.beat(worker, view_number=acted_on)
+        again = resumed(copied)
+        assert again.reply.view.view_number < acted_on
+        async with serving(again, Journal(SqliteStore(copied))) as scheduler:
+            waits = "first waits for a lease to hear which view server node 1"
+            await told_to_wait(scheduler.join(Role.READER), waits)
+            await told_to_wait(scheduler.create(worker), waits)
+            await told_to_wait(scheduler.view_where(worker, lambda _: True), waits)
+            await scheduler.beat(worker, view_number=acted_on)
+            older = f"server node 1 acts on view {acted_on}: it is an older copy. Put the newest"
+            await told_to_wait(scheduler.beat(server, view_number=acted_on), older)
+            with pytest.raises(InvalidJournal, match=older):
+                await asyncio.wait_for(scheduler.servicer.until_journal_failed(), DEADLINE_S)
+
+    channels.run(second())

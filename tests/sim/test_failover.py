@@ -199,13 +199,17 @@ class FailoverSimulation(ScheduledSimulation):
             super()._beat(session, worker)
             return
 
+        server = self.servers[session.node_id]
+        view_number = server.view_number
+
         def arrive() -> None:
             if not self._comes(session.node_id):
                 return
             with self._no_answer_for(session):
-                self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
+                now_s = self.world.now_s
+                self._publish(self.scheduler.heartbeat(session, now_s, view_number).transitions)
             if not self.world.cut[SCHEDULER, session.node_id]:  # it is answered
-                self.servers[session.node_id].heard_s = self.world.now_s
+                server.heard_s = self.world.now_s
 
         if self._is_up(session.node_id):
             link = session.node_id, SCHEDULER

@@ -19,6 +19,7 @@ from scheduler.adaptation import Course, KeptCourse
 from scheduler.changes import Withdrawn
 from scheduler.checkpoint_state import CheckpointFailed, CheckpointMade
 from scheduler.checkpoints import LEAVING
+from scheduler.cluster import Cluster
 from scheduler.cluster_state import ChangeProposed, Kept, NodeSilent, Restored
 from scheduler.membership import GIVEN_UP_LEASES
 from scheduler.store import records
@@ -224,6 +225,63 @@ def test_nobody_is_silent_for_what_the_scheduler_before_did_not_hear() -> None:
     cluster.transitions.clear()
     cluster.cluster.tick(cluster.now_s)
     assert not [t for t in cluster.transitions if isinstance(t, NodeSilent)]
+
+
+def test_nobody_is_told_anything_before_the_servers_have_said_which_views_they_act_on() -> None:
+    cluster, servers, workers = formed(replica_count=2)
+    cluster.cluster.check_heard(cluster.now_s)
+    cluster.start_again()
+    cluster.beat(*workers, servers[0])
+    with pytest.raises(Recovering, match=r"which view server node 2 at h2:70 .* acts on"):
+        cluster.cluster.check_heard(cluster.now_s)
+    cluster.beat(servers[1])
+    cluster.cluster.check_heard(cluster.now_s)
+
+
+def test_a_server_that_is_not_heard_is_waited_for_as_long_as_a_lease() -> None:
+    cluster, servers, workers = formed(replica_count=2)
+    cluster.start_again()
+    cluster.pass_time(LEASE_S, *workers, servers[0])
+    with pytest.raises(Recovering):
+        cluster.cluster.check_heard(cluster.now_s)
+    cluster.cluster.check_heard(cluster.now_s + 0.1)
+
+
+def test_a_server_that_was_silent_is_not_waited_for() -> None:
+    cluster, servers, workers = formed(replica_count=2)
+    cluster.pass_time(LEASE_S + 1, *workers, servers[0])
+    cluster.start_again()
+    cluster.beat(servers[0])
+    cluster.cluster.check_heard(cluster.now_s)
+
+
+def test_a_server_that_acts_on_a_newer_view_says_that_the_journal_is_an_older_copy() -> None:
+    cluster, servers, workers = formed(replica_count=2)
+    newer = cluster.cluster.view.view_number + 1
+    for each in (*servers, *workers):  # it began the cluster: nobody can have a newer one
+        cluster.cluster.heartbeat(each, cluster.now_s, newer)
+    cluster.start_again()
+    before = cluster.cluster.view
+    for each in workers:  # a client in any language
+        cluster.cluster.heartbeat(each, cluster.now_s, newer)
+    cluster.cluster.heartbeat(servers[0], cluster.now_s, newer - 1)
+    for _ in range(2):
+        with pytest.raises(InvalidJournal, match=f"has view {newer - 1}, and server node 1 acts"):
+            cluster.cluster.heartbeat(servers[0], cluster.now_s, newer)
+    assert cluster.cluster.view == before
+
+
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER, Role.READER])
+def test_who_joined_after_the_journal_was_copied_says_so_too(role: Role) -> None:
+    cluster, _, workers = formed(max_workers=3)
+    copied = records.Differences().since(cluster.cluster.kept(cluster.now_s)).encoded()
+    late = cluster.join(role)
+    found = records.read(copied)
+    assert found is not None
+    cluster.cluster = Cluster.resumed(found, cluster.now_s).reply
+    words = f"has given {workers[-1].node_id} node ids, .* {role.value} node {late.node_id} calls"
+    with pytest.raises(InvalidJournal, match=words):
+        cluster.beat(late)
 
 
 def test_what_is_remembered_of_bounds_that_move_is_kept() -> None:
