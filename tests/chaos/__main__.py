@@ -18,7 +18,7 @@ from ps_runtime.cluster_shape import ClusterShape
 from tests.chaos.cluster import REPLICAS, Chaos, Footprint, chaos, footprint
 from tests.chaos.faults import KILLED, RESTARTED, SCHEDULER_KILLED, Faults
 from tests.chaos.network import WAYS, Network, enter
-from tests.chaos.report import Away, Rate, Report
+from tests.chaos.report import Away, Loop, Rate, Report
 from tests.integration.replicated_cluster import DEADLINE_S
 
 _OUTLASTS_LEASES = 3.0
@@ -99,7 +99,7 @@ class Run:
                 self._without_scheduler(made, given.scheduler_away)
                 return
             self._disturb(made)
-        longest_s = max((loop.lasted_s for loop in self.report.loops.values()), default=0.0)
+        longest_s = max((loop.whole.lasted_s for loop in self.report.loops.values()), default=0.0)
         last_s = given.calm_s or longest_s
         self.say(f"the same without faults, for {last_s:.0f} s")
         with chaos(shape, self._network) as made:
@@ -114,10 +114,10 @@ class Run:
         report.recoveries = faults.recoveries
         self._calm(made, given.quiet_s)
         report.before = self._footprints(made)
-        self._loop(made, KILLED, given.kills, faults.kill)
+        self._loop(faults, KILLED, given.kills, faults.kill)
         self._forgotten(made)
-        self._loop(made, SCHEDULER_KILLED, given.scheduler_kills, faults.kill_scheduler)
-        self._loop(made, RESTARTED, given.rolls, faults.roll)
+        self._loop(faults, SCHEDULER_KILLED, given.scheduler_kills, faults.kill_scheduler)
+        self._loop(faults, RESTARTED, given.rolls, faults.roll)
         report.after = self._footprints(made)
         lasts_s = _OUTLASTS_LEASES * given.lease_s
         for _ in range(given.rounds):
@@ -129,15 +129,17 @@ class Run:
         self.say("the workers come to their end")
         report.taken, report.found = made.workers.finish(_ENDS_S)
 
-    def _loop(self, made: Chaos, kind: str, count: int, fault: Callable[[float], None]) -> None:
+    def _loop(self, faults: Faults, kind: str, count: int, fault: Callable[[float], None]) -> None:
         """A fault, some quiet, another one; and what was done meanwhile."""
         began_s = time.monotonic()
+        quiet = faults.quiet
+        quiet.clear()
         for number in range(count):
             self.say(f"{kind} {number + 1} of {count}")
             fault(self._given.quiet_s)
         if count:
-            lasted_s = time.monotonic() - began_s
-            self.report.loops[kind] = Rate(lasted_s, made.workers.rate(began_s))
+            whole = [(began_s, time.monotonic())]
+            self.report.loops[kind] = Loop(_rate(faults.made, whole), _rate(faults.made, quiet))
 
     def _without_scheduler(self, made: Chaos, lasts_s: float) -> None:
         """Load, the same without a scheduler, and again with the one that came back."""
@@ -188,7 +190,7 @@ class Run:
         began_s = time.monotonic()
         Event().wait(lasts_s)
         made.workers.check()
-        return Rate(time.monotonic() - began_s, made.workers.rate(began_s))
+        return _rate(made, [(began_s, time.monotonic())])
 
     @staticmethod
     def _footprints(made: Chaos) -> dict[str, Footprint]:
@@ -196,6 +198,11 @@ class Run:
         servers = [server.process for server in cluster.living]
         everybody = [cluster.scheduler, *servers, *made.workers.processes]
         return {process.name: footprint(process) for process in everybody}
+
+
+def _rate(made: Chaos, times: list[tuple[float, float]]) -> Rate:
+    lasted_s = sum(ended_s - began_s for began_s, ended_s in times)
+    return Rate(lasted_s, made.workers.rate_within(times))
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -119,12 +119,12 @@ class ChaosWorkers:
             ended = (step for news in self._said.values() for step in news.steps)
             return max((e - b for b, e in ended if e > since_s), default=0.0)
 
-    def rate(self, since_s: float) -> float:
-        """Steps that were committed a second, from then until now."""
-        lasted_s = time.monotonic() - since_s
+    def rate_within(self, times: Sequence[tuple[float, float]]) -> float:
+        """Steps that were committed a second, while any of these times lasted."""
         with self._news:
-            ended = [e for news in self._said.values() for _, e in news.steps if e > since_s]
-        return len(ended) / lasted_s
+            ended = [e for news in self._said.values() for _, e in news.steps]
+        count = sum(began_s < e <= ended_s for began_s, ended_s in times for e in ended)
+        return count / sum(ended_s - began_s for began_s, ended_s in times)
 
     def first_commits(self, since_s: float, deadline_s: float) -> list[float]:
         """For each worker, the seconds from then to the first commit of a step begun after it."""

@@ -52,44 +52,47 @@ class Faults:
         say: says how it goes.
 
     Attributes:
+        made: the cluster.
         recoveries: of each fault so far.
         under_way: the kind of the newest fault.
+        quiet: when there was quiet after one, from when until when.
     """
 
     def __init__(self, chaos: Chaos, draw: random.Random, say: Say) -> None:
-        self._chaos = chaos
+        self.made = chaos
         self._draw = draw
         self._say = say
         self._pause = Event()
         self.recoveries: list[Recovery] = []
         self.under_way = ""
+        self.quiet: list[tuple[float, float]] = []
 
     def kill(self, quiet_s: float) -> None:
         """SIGKILL; another server is started in its place, and there is quiet for a while."""
         self.under_way = KILLED
-        cluster = self._chaos.cluster
+        cluster = self.made.cluster
         victim = self._victim()
         ranges = len(cluster.primary_of(victim))
         victim.process.send(signal.SIGKILL)
         since_s = time.monotonic()
         begun = cluster.begin()
-        first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
         cluster.served(begun)
         self._healed(KILLED, victim.process, ranges, since_s, first_s)
-        self._pause.wait(quiet_s)
+        self._quiet(quiet_s)
 
     def kill_scheduler(self, quiet_s: float) -> None:
         """SIGKILL; it is started again from its journal, at its address. No range may move."""
         self.under_way = SCHEDULER_KILLED
-        cluster = self._chaos.cluster
+        cluster = self.made.cluster
         before = cluster.views.catch_up()
         since_s = time.monotonic()
         cluster.kill_scheduler()
         cluster.begin_scheduler_again()
-        first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
         cluster.scheduler_served()
         self._healed(SCHEDULER_KILLED, cluster.scheduler, 0, since_s, first_s)
-        self._pause.wait(quiet_s)
+        self._quiet(quiet_s)
         after = cluster.views.catch_up()
         assert after.ranges == before.ranges, "a range moved when the scheduler came back"
 
@@ -97,23 +100,28 @@ class Faults:
         """SIGTERM to each server in turn: when it has ended another is started, and when that is
         ready the next one's turn comes, as Kubernetes does it.
         """
-        for server in list(self._chaos.cluster.living):
+        for server in list(self.made.cluster.living):
             self._restart(server)
-            self._pause.wait(quiet_s)
+            self._quiet(quiet_s)
 
     def _restart(self, server: Served) -> None:
         self.under_way = RESTARTED
-        cluster = self._chaos.cluster
+        cluster = self.made.cluster
         ranges = len(cluster.primary_of(server))
         since_s = time.monotonic()
         server.process.send(signal.SIGTERM)
-        first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
         ended = server.process.wait(HEALS_S)
         name = server.process.name
         assert ended is not None, f"{name} was sent SIGTERM {HEALS_S:g} s ago, and has not ended"
         assert ended.returncode == 0, f"{name} was sent SIGTERM, and ended with {ended.how}"
         _until_ready(cluster.served(cluster.begin()), HEALS_S)
         self._healed(RESTARTED, server.process, ranges, since_s, first_s)
+
+    def _quiet(self, lasts_s: float) -> None:
+        began_s = time.monotonic()
+        self._pause.wait(lasts_s)
+        self.quiet.append((began_s, time.monotonic()))
 
     def pause(self, lasts_s: float) -> None:
         """SIGSTOP, and SIGCONT."""
@@ -131,20 +139,20 @@ class Faults:
 
     def cut(self, way: str, lasts_s: float) -> None:
         """Drop what goes to the server, or comes from it, or both."""
-        network = self._chaos.network
+        network = self.made.network
         assert network is not None
         victim = self._victim()
-        cut = network.cut(self._chaos.cluster.place(victim), way)
+        cut = network.cut(self.made.cluster.place(victim), way)
         self._during(f"network cut ({way})", victim, lasts_s, cut)
 
     def cut_between(self, lasts_s: float) -> None:
         """Two servers do not reach each other; everybody else reaches both."""
-        network = self._chaos.network
+        network = self.made.network
         assert network is not None
         victim = self._victim()
-        other = self._draw.choice([s for s in self._chaos.cluster.living if s is not victim])
+        other = self._draw.choice([s for s in self.made.cluster.living if s is not victim])
         peer = other.address.rsplit(":", 1)[0]
-        cut = network.cut(self._chaos.cluster.place(victim), "both", peer)
+        cut = network.cut(self.made.cluster.place(victim), "both", peer)
         self._during("cut between two servers", victim, lasts_s, cut)
 
     def _during(
@@ -155,23 +163,23 @@ class Faults:
         fault: contextlib.AbstractContextManager[None],
     ) -> None:
         self.under_way = kind
-        ranges = len(self._chaos.cluster.primary_of(victim))
+        ranges = len(self.made.cluster.primary_of(victim))
         with fault:
             since_s = time.monotonic()
-            first_s = self._chaos.workers.first_commits(since_s, GOES_ON_S)
+            first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
             self._pause.wait(max(0.0, lasts_s - (time.monotonic() - since_s)))
         self._healed(kind, victim.process, ranges, since_s, first_s)
 
     def _victim(self) -> Served:
         """Any server that is primary of something: of others training takes little notice."""
-        cluster = self._chaos.cluster
+        cluster = self.made.cluster
         return self._draw.choice([s for s in cluster.living if cluster.primary_of(s)])
 
     def _healed(
         self, kind: str, role: RoleProcess, ranges: int, since_s: float, first_s: list[float]
     ) -> None:
-        workers = self._chaos.workers
-        self._chaos.cluster.healed(HEALS_S)
+        workers = self.made.workers
+        self.made.cluster.healed(HEALS_S)
         healed_s = time.monotonic() - since_s
         workers.first_commits(time.monotonic(), GOES_ON_S)
         worst_s = workers.worst_step_s(since_s)
