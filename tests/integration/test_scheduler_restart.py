@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +28,8 @@ pytestmark = pytest.mark.timeout(180)
 
 WORKERS = 2
 COUNTED = Counted(WORKERS, block_count=24)
+MOST_BYTES = 4096
+NO_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 LEASE_S = 10.0
 """On a busy machine, too, ranges stay where they are because nothing happened to their servers."""
 
@@ -103,6 +109,44 @@ def test_an_older_copy_of_the_journal_ends_the_scheduler_and_the_newest_goes_on(
     assert after.tables == before.tables
     for server in cluster.servers:
         assert not cluster.lines(server.process, "event=(fenced|registering_again)")
+
+
+def test_a_full_disk_stops_what_is_new_and_nothing_else(scene: Scene) -> None:
+    """No file of the scheduler's grows: it says so, and goes on when there is room again; or it is
+    killed, and the next one has what was written last.
+    """
+    cluster = scene.cluster
+    tables = scene.tables("while the disk is full")
+    before = cluster.views.catch_up()
+    with (
+        counted_steps.under_load(COUNTED, tables, DEADLINE_S, DEADLINE_S) as loads,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        joins = _full_disk(cluster, pool, 1)
+        with urllib.request.urlopen(f"http://{cluster.scheduler_http}/healthz", timeout=20) as page:
+            assert "cannot be written" in page.read().decode()
+        counted_steps.progress(loads, DEADLINE_S, 3)
+        resource.prlimit(cluster.scheduler.pid, resource.RLIMIT_FSIZE, NO_LIMIT)
+        cluster.wait_line(cluster.scheduler, "event=journal_written_again")
+        joins.result(DEADLINE_S).close()
+
+        joins = _full_disk(cluster, pool, 2)
+        cluster.kill_scheduler()
+        cluster.start_scheduler_again()
+        joins.result(DEADLINE_S).close()
+        after = cluster.views.catch_up()
+    assert after.ranges == before.ranges
+    assert after.tables == before.tables
+
+
+def _full_disk(cluster: ReplicatedCluster, pool: ThreadPoolExecutor, count: int) -> Future[Any]:
+    """The journal takes no more, as the scheduler says when somebody comes: who that is waits."""
+    resource.prlimit(cluster.scheduler.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, NO_LIMIT[1]))
+    joins = pool.submit(ps.connect, cluster.address, role="reader", connect_deadline_s=DEADLINE_S)
+    words = "event=journal_not_written .*cannot be written .*: free space there"
+    cluster.wait_line(cluster.scheduler, words, count)
+    assert not joins.done()
+    return joins
 
 
 def _put(copy: Path, place: Path) -> None:
