@@ -474,6 +474,11 @@ class ParameterNode:
         yield from self._carrying_out(self.machine.tick(self.now()))
         self._arm()
 
+    @property
+    def ticks_within_s(self) -> float:
+        """In how many seconds something is due that `tick` does, at the earliest; 0: now."""
+        return math.inf if self.replicas is None else max(self.replicas.serves_within_s, 0.0)
+
     def _log_has_room(self) -> None:
         if self.replicas is not None:
             self.works.begin(self.replicas.looking_at_log())

@@ -16,6 +16,7 @@ What it deliberately does not do: know streams (`PeerQueues` say what they took)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,6 +99,10 @@ class PeerPacing:
             lacks[key] = _Lack(number, since_s)
         self._lacks = lacks
         return found
+
+    def hurry(self) -> None:
+        """Beats are due now: the scheduler should not wait to hear who backs up no more."""
+        self._beat_s = -math.inf
 
     def beats(self, now_s: float) -> Beats | None:
         """What is due; None: not yet."""

@@ -58,6 +58,7 @@ from ps_server.update_log import LogSetting
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
+_LEAST_TICK_S = 0.001
 _LEAST_GRACE_S = 0.5
 
 _FAILED = 1
@@ -213,6 +214,8 @@ async def _run(
         link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
         wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
         stack.callback(wishes.close)
+        if node.replicas is not None:
+            node.replicas.ask = wishes.stand
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
@@ -238,7 +241,8 @@ async def _run(
         leaving = asyncio.create_task(_leave_when_told(stop, server, link, settings, left))
         stack.callback(leaving.cancel)
         try:
-            await _until((finished, link.fenced, failed, left), tick)
+            ends = (finished, link.fenced, failed, left)
+            await _until(ends, tick, lambda: node.ticks_within_s)
             if left.is_set():
                 return
             if isinstance(link.fenced_by, ForeignCluster) and node.shards.stores:
@@ -508,7 +512,7 @@ async def _keep_values(
         kept_values.keep_saying(settings.scheduler, told, interval_s=link.lease_s)
     )
     try:
-        await _until(ends, node.tick)
+        await _until(ends, node.tick, lambda: node.ticks_within_s)
     finally:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
@@ -519,11 +523,15 @@ def _note_failure(failed: asyncio.Event, failure: Exception) -> None:
     failed.set()
 
 
-async def _until(events: Iterable[asyncio.Event], tick: Callable[[], None]) -> None:
+async def _until(
+    events: Iterable[asyncio.Event], tick: Callable[[], None], within_s: Callable[[], float]
+) -> None:
+    """Tick until one of the events: every `_TICK_S`, and when something is due before."""
     ends = [asyncio.create_task(event.wait()) for event in events]
     try:
         while not any(task.done() for task in ends):
-            await asyncio.wait(ends, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = min(_TICK_S, max(within_s(), _LEAST_TICK_S))
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             tick()
     finally:
         for task in ends:

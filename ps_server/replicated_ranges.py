@@ -75,6 +75,7 @@ class ReplicatedRanges:
             would do what was decided later before it (OC-1).
         log_has_room: called when something was written to the log: `looking_at_log` may be called.
         health: of the server.
+        ask: called with what the scheduler is to be asked for at once.
         wishes: what the scheduler is to be asked for.
     """
 
@@ -106,6 +107,7 @@ class ReplicatedRanges:
         self.release: Callable[[Iterable[RangeId]], None] = self._release
         self.log_has_room: Callable[[], None] = _nothing_to_do
         self.health = FailStop()
+        self.ask: Callable[[Sequence[BackupWish]], None] = _nothing_to_ask
         self.wishes: Sequence[BackupWish] = ()
         self._node_id = node_id
         self._shards = shards
@@ -183,12 +185,18 @@ class ReplicatedRanges:
                 self._shards.add(parts)
 
     def serve(self) -> ClusterView:
-        """The newest view as the machine shall see it; see `Replication.serve`."""
+        """The newest view as the machine shall see it; see `Replication.serve`. What this server
+        serves from now on nobody sees before the scheduler has left out who is dead: it is asked
+        at once.
+        """
         before = set(self.replication.primaries)
         view = self.replication.serve(self._now())
         taken = set(self.replication.primaries) - before
         if taken:
             logs.info("ranges_served", view=view.view_number, ranges=len(taken))
+            self._pacing.hurry()
+            self.keep_up()
+            self.ask(self.wishes)
         return view
 
     @property
@@ -200,6 +208,11 @@ class ReplicatedRanges:
     def waits(self) -> bool:
         """Whether an old lease keeps this server from serving: `serve` is to be called again."""
         return self.replication.waits
+
+    @property
+    def serves_within_s(self) -> float:
+        """When `serve` is to be called again, because an old lease has run out."""
+        return self.replication.serves_within(self._now())
 
     # --- what was decided
 
@@ -466,6 +479,10 @@ class ReplicatedRanges:
         await self._links.close()
         if self.update_log is not None:
             await self.update_log.close()
+
+
+def _nothing_to_ask(wishes: Sequence[BackupWish]) -> None:
+    """Nobody carries wishes to a scheduler."""
 
 
 def _nothing_to_do() -> None:

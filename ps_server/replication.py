@@ -24,6 +24,7 @@ What it deliberately does not do: carry messages or values (the edge does, in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 
@@ -275,6 +276,11 @@ class Replication:
     def waits(self) -> bool:
         """Whether an old lease keeps this server from serving."""
         return any(replica.is_promoted for replica in self.replicas.values())
+
+    def serves_within(self, now_s: float) -> float:
+        """Seconds until an old lease ends that keeps this server from serving; else infinite."""
+        times_s = (r.serves_s for r in self.replicas.values() if r.is_promoted)
+        return min(times_s, default=math.inf) - now_s
 
     @property
     def has_heirs(self) -> bool:

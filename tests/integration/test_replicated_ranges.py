@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import (
+    BackupWish,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+    Session,
+)
 from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
@@ -29,6 +38,7 @@ from ps_server.lanes import SharedLanes
 from ps_server.node import ParameterNode
 from ps_server.part_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.peer_links import REPLICATE
+from ps_server.replica import MAX_DRIFT
 from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
 from ps_server.replication import PLACED_EPOCH
 from ps_server.replication_messages import Ack, Batch, Beat, Snapshot
@@ -303,6 +313,46 @@ def test_what_was_refused_for_its_epoch_is_sent_again_with_the_new_one() -> None
         assert (again.number, again.assignment_epoch) == (1, PLACED_EPOCH + 1)
 
     lead(scenario)
+
+
+def test_who_takes_a_range_over_asks_at_once_to_be_without_the_dead() -> None:
+    """Nobody sees what it does before the scheduler has left them out."""
+    now_s, asked = 0.0, list[Sequence[BackupWish]]()
+    session = Session("cluster", b"t" * 16, TWO, Incarnation(2), Role.SERVER)
+    placed = RangeAssignment(
+        RANGE, key_ranges(1)[0], PLACED_EPOCH, ONE, (TWO,), (), initial_holders=(ONE, TWO)
+    )
+    epoch = AssignmentEpoch(PLACED_EPOCH + 1)
+    taken = replace(placed, assignment_epoch=epoch, primary=TWO, backups=(ONE,), tenure=epoch)
+
+    def observe(number: int, assignment: RangeAssignment) -> None:
+        at_once(ranges.observing(ClusterView(number, "cluster", 1, 2, (), (assignment,), ())))
+        ranges.serve()
+
+    ranges = ReplicatedRanges(
+        session,
+        ServerMachine(TWO, 1),
+        Shards(SharedLanes(), {}),
+        ReplicationSetting(LEASE_S),
+        lambda: now_s,
+    )
+    ranges.ask = asked.append
+    observe(1, placed)
+    assert ranges.serves_within_s == math.inf
+    now_s = 1.0
+    ranges.replication.beat(Beat(1.0, ((RANGE, PLACED_EPOCH),)), now_s)
+    now_s = 2.0
+    observe(2, taken)
+    assert ranges.serves_within_s == pytest.approx(LEASE_S * (1 + MAX_DRIFT) - 1.0)
+    now_s += ranges.serves_within_s - 0.01
+    ranges.keep_up()
+    ranges.serve()
+    assert asked == []
+    now_s += 0.02
+    ranges.keep_up()  # beats were said just now
+    ranges.serve()
+    assert asked == [[BackupWish(RANGE, epoch, frozenset())]]
+    assert ranges.serves_within_s == math.inf
 
 
 # --- the service
