@@ -4,34 +4,28 @@
 # To pin the base for good, name it by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS requirements
-WORKDIR /requirements
-COPY pyproject.toml constraints.txt ./
-# The same two files as everywhere else. What is not a dependency changes nothing of these lists.
-RUN python -c "import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-needed = project['dependencies']; heavy = ('torch', 'numpy', 'safetensors'); \
-light = [each for each in needed if re.match('[a-z-]*', each)[0] not in heavy]; \
-open('light.txt', 'w').write('\n'.join(light)); open('all.txt', 'w').write('\n'.join(needed))" \
- && rm pyproject.toml && touch --date=@0 ./*
-
 FROM ${PYTHON_IMAGE} AS light
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
-COPY --from=requirements /requirements ./
+# Versions and hashes of all packages but torch (make image-lock).
+COPY deploy/image/light.txt ./
 RUN python -m venv --without-pip /opt/pushpull \
- && python -m pip --python /opt/pushpull/bin/python install -c constraints.txt -r light.txt
+ && python -m pip --python /opt/pushpull/bin/python install --no-deps --require-hashes -r light.txt
 
 FROM light AS dependencies
+COPY constraints.txt deploy/image/rest.txt ./
 # Where pip looks for torch, and for torch alone, beside its own index: the CPU build is a tenth of
 # the CUDA one. Empty takes what pip's own index has.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN install="python -m pip --python /opt/pushpull/bin/python install -c constraints.txt" \
- && $install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
- && $install -r all.txt \
+RUN install="python -m pip --python /opt/pushpull/bin/python install" \
+ && $install --no-deps --require-hashes -r rest.txt \
+ && $install -c constraints.txt --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
+ # What a CUDA build needs besides: nothing is left of the CPU one's.
+ && $install -c constraints.txt torch \
  # Programs, headers and tests that only a compiler or the packages' own tests would use.
  && cd /opt/pushpull/lib/python3*/site-packages \
  && rm -rf torch/include torch/share torch/test sympy/*/tests sympy/*/*/tests numpy/*/tests \
-    networkx/*/tests networkx/*/*/tests \
+    networkx/*/tests networkx/*/*/tests torch/lib/*_test.so \
  && find torch/bin -type f ! -name torch_shm_manager -delete \
  && find . -name '*.a' -delete
 
@@ -57,12 +51,25 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
  && mv /code /layers/rest \
  && find /layers -exec touch --no-dereference --date=@0 {} +
 
-FROM ${PYTHON_IMAGE} AS base
+FROM ${PYTHON_IMAGE} AS trimmed
 RUN useradd --uid 10001 --no-create-home --home-dir /srv/pushpull --shell /usr/sbin/nologin pushpull \
  # Where volumes may be mounted: a new one takes over whose this is.
  && install --directory --owner=pushpull --group=pushpull /checkpoints /update-log /journal \
- && install --directory --owner=pushpull --group=pushpull --mode=0700 /run/pushpull
-ENV PATH=/opt/pushpull/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ && install --directory --owner=pushpull --group=pushpull --mode=0700 /run/pushpull \
+ # No role reads these. Licences stay, and pip, for packages of your own.
+ && rm -rf /usr/share/locale /usr/share/man /usr/share/info /var/lib/apt/lists/* \
+ && find /usr/share/doc ! -type d ! -name copyright -delete \
+ && find /var/cache /var/log -type f -delete \
+ && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+ && rm -rf test idlelib turtledemo ensurepip \
+ && find / -xdev -type f -perm /6000 -exec chmod a-s {} +
+
+# One layer without what was removed, whichever base is given.
+FROM scratch AS base
+COPY --from=trimmed / /
+# Base images say so themselves; their Python is in one of the two.
+ENV PATH=/opt/pushpull/bin:/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /srv/pushpull
 # A number, so that Kubernetes can check runAsNonRoot without reading the image's /etc/passwd.
 USER 10001:10001

@@ -32,7 +32,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test check protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ protos-check: $(READY) ## Fail if the committed stubs are not what the protos gi
 reference: $(READY) ## Write docs/REFERENCE.md and docs/API.md from the code again
 	PYTHONPATH=.:protos $(BIN)/python -m docs.reference
 	PYTHONPATH=.:protos $(BIN)/python -m docs.api
+
+image-lock: $(READY) ## Write deploy/image/*.txt again: versions and hashes of what the image installs
+	$(BIN)/python -m deploy.image_lock
 
 lint: $(READY) ## Lint and type-check the code and the protos
 	$(BIN)/ruff check .

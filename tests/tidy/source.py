@@ -16,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ps_core", "ps_runtime", "scheduler", "ps_server", "ps_worker", "ps_cli")
 """What a user installs, beside the generated stubs."""
 
-PYTHON_FOLDERS = (*PACKAGES, "protos", "tests", "examples", "benchmarks", "docs", "clients")
+PYTHON_FOLDERS = (
+    *PACKAGES,
+    "protos",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "deploy",
+    "clients",
+)
 
 _NOT_OURS = {"node_modules", "__pycache__", ".venv"}
 
