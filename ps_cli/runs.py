@@ -1,4 +1,4 @@
-"""`pushpull runs`: the runs of a cluster, and their end."""
+"""`pushpull runs`: the runs of a cluster, their end and their removal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 
 from ps_cli.output import Output
 from ps_cli.reported import reported
-from ps_cli.scheduler_query import addresses_of, end_run, first_status
+from ps_cli.scheduler_query import addresses_of, end_run, first_status, remove_run
 from ps_cli.tables import SchedulerAddress
 from ps_core.cluster_view import ClusterView, NodeState, Role
-from ps_core.runs import words
+from ps_core.runs import Run, words
 from ps_runtime import wire
 
 runs_app = typer.Typer(
@@ -23,7 +23,7 @@ runs_app = typer.Typer(
 
 class RunEntry(TypedDict):
     """One run. `name` is empty for the run without a name; `state` is "waiting" (not all workers
-    have come), "running" or "over".
+    have come), "running", "over" or "removed".
     """
 
     name: str
@@ -36,8 +36,8 @@ class RunEntry(TypedDict):
 def run_entries(view: ClusterView) -> list[RunEntry]:
     """The runs of a cluster, the one without a name first; that one only if it is used."""
     used = [run for run in ("",) if view.of_run(run).tables or _workers(view, run) or not view.runs]
-    ended = {run.name: run.has_ended for run in view.runs}
-    return [_entry(view, name, ended.get(name, False)) for name in (*used, *ended)]
+    named = {run.name: run for run in view.runs}
+    return [_entry(view, named.get(name, Run(name, view.worker_count))) for name in (*used, *named)]
 
 
 def _workers(view: ClusterView, run: str) -> dict[int, NodeState]:
@@ -46,14 +46,14 @@ def _workers(view: ClusterView, run: str) -> dict[int, NodeState]:
     return {node.rank: node.state for node in nodes if node.role is Role.WORKER}
 
 
-def _entry(view: ClusterView, name: str, has_ended: bool) -> RunEntry:
-    own, workers = view.of_run(name), _workers(view, name)
+def _entry(view: ClusterView, run: Run) -> RunEntry:
+    own, workers = view.of_run(run.name), _workers(view, run.name)
     have_come = all(rank in workers for rank in range(own.worker_count))
     state = "running" if have_come else "waiting"
-    if has_ended or (have_come and all(each is NodeState.LEFT for each in workers.values())):
-        state = "over"
+    if run.has_ended or (have_come and all(each is NodeState.LEFT for each in workers.values())):
+        state = "removed" if run.is_removed else "over"
     return RunEntry(
-        name=name,
+        name=run.name,
         state=state,
         worker_count=own.worker_count,
         alive_count=sum(each.is_member for each in workers.values()),
@@ -98,7 +98,7 @@ def runs_end(
     """End the run RUN of a cluster; other runs go on.
 
     Its workers are told so at their next call, and nobody joins it any more. Its tables stay, and
-    can be read.
+    can be read, until the run is removed.
 
     Example: `pushpull runs end nightly --scheduler 127.0.0.1:7000`
     """
@@ -109,3 +109,27 @@ def runs_end(
         return 0
 
     reported(end)
+
+
+@runs_app.command(name="remove")
+def runs_remove(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    scheduler: SchedulerAddress = "",
+) -> None:
+    """Remove the run RUN of a cluster, which is over: its tables are no more.
+
+    The servers give back the memory that they took. Who reads the run is told so. Another run
+    cannot have its name. There is no way back.
+
+    Example: `pushpull runs remove nightly --scheduler 127.0.0.1:7000`
+    """
+
+    def remove(output: Output) -> int:
+        had = asyncio.run(remove_run(addresses_of(scheduler), run))
+        output.say(
+            f"run '{run}' is removed; it had {had.table_count} tables, for which the servers had "
+            f"up to {had.byte_count / 1e6:.1f} MB"
+        )
+        return 0
+
+    reported(remove)

@@ -1,5 +1,6 @@
 """The calls that the command line makes, as an operator: the scheduler's status and the servers',
-the end of a process that it has started, the end of a run, and that a cluster begins anew.
+the end of a process that it has started, the end and the removal of a run, and that a cluster
+begins anew.
 """
 
 from __future__ import annotations
@@ -104,6 +105,22 @@ class SchedulerQuery:
         )
         return answer.ended_count
 
+    async def remove_run(self, run: str) -> scheduler_pb2.RemoveRunResponse:
+        """Remove a run that is over, with its tables; what it had.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            InvalidConfig: there is no such run, or it is not over.
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.RemoveRunRequest(session=session, run=run)
+        answer: scheduler_pb2.RemoveRunResponse = await answer_of(
+            self._stub.RemoveRun(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer
+
     async def _ask(
         self, session: types_pb2.SessionIdentity
     ) -> scheduler_pb2.GetClusterStatusResponse:
@@ -165,6 +182,16 @@ async def end_run(addresses: Sequence[str], run: str) -> int:
     Raises: as `_first`, InvalidConfig also where there is no such run.
     """
     return await _first(addresses, lambda query: query.end_run(run))
+
+
+async def remove_run(addresses: Sequence[str], run: str) -> scheduler_pb2.RemoveRunResponse:
+    """Remove a run at the first scheduler of the list that answers; what it had.
+
+    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`, InvalidConfig also where there is no such run, or it is not over.
+    """
+    return await _first(addresses, lambda query: query.remove_run(run))
 
 
 async def _first(

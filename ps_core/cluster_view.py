@@ -16,6 +16,7 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core.change import Checkpoint
+from ps_core.errors import TableNotFound
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
 from ps_core.runs import Run
 from ps_core.tables import Table
@@ -173,7 +174,8 @@ class BackupWish:
 @dataclass(frozen=True)
 class ClusterView:
     """The cluster at one moment. Nodes by id, ranges by id, tables by id. `worker_count` is of the
-    run without a name, `runs` are the others.
+    run without a name, `runs` are the others. Once tables were removed, `next_table_id` is above
+    all that were given; else 0.
     """
 
     view_number: int
@@ -187,6 +189,24 @@ class ClusterView:
     checkpoint: Checkpoint | None = None
     restored_from: str = ""
     runs: tuple[Run, ...] = ()
+    next_table_id: int = 0
+
+    def is_removed(self, table_id: TableId) -> bool:
+        """Whether there was a table of that number, of any run, and is no more. A number that this
+        view has not heard of may be of a table that is newer.
+        """
+        return table_id < self.next_table_id and table_id not in self.tables_by_id
+
+    def table(self, table_id: TableId) -> Table:
+        """A table that there was.
+
+        Raises:
+            TableNotFound: it was removed.
+        """
+        found = self.tables_by_id.get(table_id)
+        if found is None:
+            raise TableNotFound(f"there is no table {table_id} any more: its run was removed")
+        return found
 
     def of_run(self, name: str) -> ClusterView:
         """The cluster as a run sees it: its own workers, readers and tables, and all servers and

@@ -36,6 +36,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "CreateTable": _WORKERS,
     "ReportKeptValues": frozenset({Role.OPERATOR}),
     "EndRun": frozenset({Role.OPERATOR}),
+    "RemoveRun": frozenset({Role.OPERATOR}),
     "SetConsistency": _CHANGING,
     "PromiseChange": _SERVERS,
     "SetBackups": _SERVERS,

@@ -28,12 +28,13 @@ _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run and the number of workers that opens clock 1 of its BSP tables. One that `has_ended`
-    was ended by an operator: nobody joins it any more.
+    was ended by an operator: nobody joins it any more. Of one that `is_removed` no table is left.
     """
 
     name: str
     worker_count: int
     has_ended: bool = False
+    is_removed: bool = False
 
 
 def check_name(name: str) -> None:

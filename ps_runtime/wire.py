@@ -495,12 +495,14 @@ def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
 
 def run_to_proto(run: Run) -> types_pb2.Run:
     """A run that has a name."""
-    return types_pb2.Run(name=run.name, worker_count=run.worker_count, ended=run.has_ended)
+    return types_pb2.Run(
+        name=run.name, worker_count=run.worker_count, ended=run.has_ended, removed=run.is_removed
+    )
 
 
 def run_from_proto(message: types_pb2.Run) -> Run:
     """A run that has a name."""
-    return Run(message.name, message.worker_count, message.ended)
+    return Run(message.name, message.worker_count, message.ended, message.removed)
 
 
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
@@ -517,6 +519,7 @@ def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
         checkpoint=None if view.checkpoint is None else checkpoint_to_proto(view.checkpoint),
         restored_from=view.restored_from,
         runs=[run_to_proto(run) for run in view.runs],
+        next_table_id=view.next_table_id,
     )
 
 
@@ -539,4 +542,5 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
         checkpoint=checkpoint_from_proto(message.checkpoint) if has_checkpoint else None,
         restored_from=message.restored_from,
         runs=tuple(run_from_proto(run) for run in message.runs),
+        next_table_id=message.next_table_id,
     )

@@ -162,6 +162,10 @@ class ParameterNode:
     @decides
     def _observing(self, view: ClusterView) -> Work[None]:
         if self.replicas is None:
+            removed = self.machine.removed_by(view)
+            if removed:
+                self._do_now((yield from self.machine.removing(removed)))
+                yield from self.shards.removing_tables(removed)
             yield from self._serving(view)
         elif view.view_number >= self.machine.view_number:
             lost, effects = yield from self.replicas.observing(view)

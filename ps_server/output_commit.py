@@ -357,6 +357,13 @@ class OutputCommit:
         self._known = {p: told for p, told in self._known.items() if p[1] not in range_ids}
         self._kept = {key for key in self._kept if key[1] not in range_ids}
 
+    def forget_tables(self, table_ids: Collection[TableId]) -> None:
+        """Nothing of these tables is here any more."""
+        for of_places in (self._told, self._untold, self._known):
+            for place in [place for place in of_places if place[0] in table_ids]:
+                del of_places[place]
+        self._kept = {key for key in self._kept if key[0] not in table_ids}
+
     def _forget_told(self, range_ids: Collection[RangeId]) -> None:
         for place in [place for place in self._told if place[1] in range_ids]:
             del self._told[place]

@@ -56,9 +56,9 @@ class ReadWaits:
     def ended(self, read: ParkedRead, cause: WaitCause, now_s: float) -> float:
         """A read is parked no more, which at first it was for `cause`. For how long, in seconds."""
         place, session = read.place, read.session
-        if place.table_id in self._tables and cause in _FOR_STEPS:
-            workers = self._machine.parts[place.table_id, place.range_id].state.workers
-            reader = workers.get(session.incarnation)
+        part = self._machine.parts.get((place.table_id, place.range_id))
+        if part is not None and place.table_id in self._tables and cause in _FOR_STEPS:
+            reader = part.state.workers.get(session.incarnation)
             heard_s = read.parked_s if reader is None else reader.last_heard_s
             since_s = max(read.parked_s, heard_s)
             self._add((place.table_id, NodeId(session.node_id)), since_s, now_s)

@@ -84,6 +84,16 @@ class Replica:
         self.number = batch.number
         return True
 
+    def skip(self, batch: Batch) -> bool:
+        """As `take`, of a table that was removed, which its primary had not heard: nothing of it is
+        kept.
+        """
+        if batch.number != self.number + 1:
+            return False
+        self.follow(batch.assignment_epoch)
+        self.number = batch.number
+        return True
+
     def beat(self, assignment_epoch: AssignmentEpoch, now_s: float) -> bool:
         """The primary of `epoch` asks for the lease; whether it is granted."""
         if assignment_epoch < self.assignment_epoch or self.is_promoted:

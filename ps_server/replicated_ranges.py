@@ -136,10 +136,14 @@ class ReplicatedRanges:
         that wait. `serve` must follow.
         """
         self._links.observe(view)
+        removed = self.replication.removed_by(view)
         lost, effects = yield from self.replication.observing(view, self._now())
         if lost:
             yield from self._shards.removing(set(lost))
             self.output.forget(set(lost))
+        if removed:
+            self.output.forget_tables(removed)
+            yield from self._shards.removing_tables(removed)
         self._view = view
         self._view_came.set()
         yield from self._making_room(view)
@@ -443,6 +447,7 @@ class ReplicatedRanges:
         """All of a range came from its primary."""
         range_id = copy.snapshot.range_id
         before = self.replication.replicas.get(range_id)
+        copy = copy.of(self.replication.living(copy.snapshot))
         ack = self.replication.join(copy.snapshot)
         if ack is None or self.replication.replicas.get(range_id) is before:
             return ack

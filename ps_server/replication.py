@@ -16,6 +16,9 @@ Rules:
       whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
       left the range since has missed what came, and tells the scheduler that it is missing.
 
+    - Of a table that was removed nothing is taken, given or done any more, though its batches keep
+      their numbers: the view of a primary and those of its backups may differ for a while.
+
 Invariants:
     RN-1  A server serves what some view gives it.
 
@@ -29,8 +32,8 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 
 from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
-from ps_core.errors import InvariantViolation, NotOwner
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId
+from ps_core.errors import InvariantViolation, NotOwner, TableNotFound
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
 from ps_server.changes import Change
 from ps_server.events import AnswerPull, Effect, RefusePull
@@ -113,7 +116,7 @@ class Replication:
         who wait. `serve` must follow.
         """
         lost: list[RangeId] = []
-        effects: list[Effect] = []
+        effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
         self._view = view
         self.renewed, self.deposed = set(), set()
@@ -155,6 +158,30 @@ class Replication:
         if self.deposed - given_up:
             effects += yield from self._machine.suspending(self.deposed - given_up)
         return lost, effects
+
+    def removed_by(self, view: ClusterView) -> frozenset[TableId]:
+        """The tables of which something may be here, and that a newer view has not any more."""
+        recovered = [] if self._view is not None else self.replicas.values()
+        named = {table_id for replica in recovered for table_id in replica.copies}
+        return self._machine.removed_by(view) | (named - view.tables_by_id.keys())
+
+    def _removing(self, table_ids: frozenset[TableId]) -> Work[list[Effect]]:
+        """These tables were removed: what was decided of them and waits is not done, and nobody
+        goes on with them. Batches keep their numbers, whatever they are of.
+        """
+        if not table_ids:
+            return []
+        for replica in self.replicas.values():
+            for table_id in table_ids:
+                replica.copies.pop(table_id, None)
+        effects: list[Effect] = []
+        for primary in (*self.primaries.values(), *self.suspended.values()):
+            for held in primary.log.take_out(lambda held: table_of(held) in table_ids):
+                if isinstance(held, AnswerPull | RefusePull):
+                    error = TableNotFound(f"table {held.table_id} was removed")
+                    effects.append(RefusePull(held.waiter, held.table_id, held.range_id, error))
+            yield
+        return effects + (yield from self._machine.removing(table_ids))
 
     def _depose(self, range_id: RangeId) -> list[Effect]:
         """Another is primary: what this server decided waits, and reads do not."""
@@ -407,7 +434,8 @@ class Replication:
     # --- a backup
 
     def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> tuple[bool, Ack | None]:
-        """A batch came: whether its changes are to be made now, and what to answer.
+        """A batch came: whether its changes are to be made now, and what to answer. Of a table that
+        was removed it is taken, and nothing made of it.
 
         Raises:
             InvalidKeys: it does not go with what is here, of which nothing is of use any more.
@@ -415,8 +443,23 @@ class Replication:
         replica = self.replicas.get(batch.range_id)
         if replica is None or not replica.follows(batch):
             return False, None
+        if self._is_removed(batch.table_id):
+            replica.skip(batch)
+            return False, _ack(replica)
         is_next = replica.take(batch, fresh)
         return is_next, _ack(replica)
+
+    def _is_removed(self, table_id: TableId) -> bool:
+        return self._view is not None and self._view.is_removed(table_id)
+
+    def living(self, snapshot: Snapshot) -> Snapshot:
+        """The copy of a range without tables that were removed, which its primary had not heard."""
+        gone = {table_id for table_id in snapshot.copies if self._is_removed(table_id)}
+        if not gone:
+            return snapshot
+        copies = {t: copy for t, copy in snapshot.copies.items() if t not in gone}
+        held = tuple(each for each in snapshot.held if each.record.table_id not in gone)
+        return snapshot._replace(copies=copies, held=held)
 
     def leave(self, range_id: RangeId) -> None:
         """What is here of the range is of no use: be taken for dead, and join anew."""
@@ -467,6 +510,15 @@ class Replication:
             if range_id in self.replicas and self.replicas[range_id].beat(assignment_epoch, now_s)
         )
         return Grant(beat.sent_s, granted)
+
+
+def table_of(held: object) -> TableId | None:
+    """The table of something that waits in a range's log: an effect, a change, what was told."""
+    record, place = getattr(held, "record", None), getattr(held, "place", None)
+    if record is not None:
+        return TableId(record.table_id)
+    found = getattr(held, "table_id", None) if place is None else place[0]
+    return None if found is None else TableId(found)
 
 
 def _is_read(effect: object) -> bool:

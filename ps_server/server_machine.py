@@ -11,6 +11,7 @@ Invariants:
     SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
     SM-5  Nothing happens to a part that is suspended.
     SM-6  A part hears of nobody who is of another run than its table.
+    SM-7  Nothing is left of a table that was removed: no part, no gate memory, no read that waits.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -145,6 +146,36 @@ class ServerMachine:
                     added.append(self._add_part(table, range_id, blocks))
         self._ready.clear()
         return added
+
+    def removed_by(self, view: ClusterView) -> frozenset[TableId]:
+        """The tables that were there and are not in a newer view: they were removed."""
+        return frozenset(self._tables.keys() - view.tables_by_id.keys())
+
+    def removing(self, table_ids: Collection[TableId]) -> Work[list[Effect]]:
+        """These tables are removed by the view that is observed next (SM-7); reads that wait for
+        them are refused.
+        """
+        effects: list[Effect] = []
+        gone = {**self._parts, **self._suspended}
+        gone = {place: part for place, part in gone.items() if place[0] in table_ids}
+        places = {part: place for place, part in gone.items()}
+        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
+            part = self._waiting.pop(waiter)
+            table_id, range_id = places[part]
+            part.cancel(waiter)
+            error = TableNotFound(f"table '{part.state.table.spec.name}' was removed")
+            effects.append(RefusePull(waiter, table_id, range_id, error))
+        for place, part in gone.items():
+            self._past_resent_count += part.resent_count
+            self._timed.pop(part, None)
+            self._parts.pop(place, None)
+            self._suspended.pop(place, None)
+            yield
+        self._new_parts = [part for part in self._new_parts if part not in places]
+        self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
+        for table_id in table_ids:
+            self._rooms.pop(table_id, None)
+        return effects
 
     def adopt(self, range_id: RangeId, copies: Mapping[TableId, PartCopy], now_s: float) -> None:
         """This server has been a backup of the range, and the next view that is observed makes it

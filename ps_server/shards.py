@@ -194,6 +194,16 @@ class Shards:
             yield
         yield from self.homes.removing(range_ids)
 
+    def removing_tables(self, table_ids: Collection[TableId]) -> Work[None]:
+        """Nothing of these tables is here any more, in any range."""
+        for key in [key for key in self.stores if key[0] in table_ids]:
+            self._keep_held(key, self.stores[key].blocks)
+            del self.stores[key]
+            self._held.pop(key, None)
+            yield
+        self._ready = {key: each for key, each in self._ready.items() if key[0] not in table_ids}
+        self.homes.remove_tables(table_ids)
+
     def custom_state(self, name: str) -> tuple[str, ...]:
         """What a custom update keeps of each element, by name; nothing if it is not here."""
         update = self._updates.get(name)

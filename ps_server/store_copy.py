@@ -66,6 +66,12 @@ class RangeCopy(NamedTuple):
     snapshot: Snapshot
     stores: Mapping[TableId, StoreCopy]
 
+    def of(self, snapshot: Snapshot) -> RangeCopy:
+        """The tables of this snapshot alone, which is of the same moment."""
+        if snapshot is self.snapshot:
+            return self
+        return RangeCopy(snapshot, {t: self.stores[t] for t in snapshot.copies if t in self.stores})
+
 
 def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
     """The block as it is now; shares nothing with it."""

@@ -192,6 +192,17 @@ class ValueHomes:
             self._keep(table_id, homes)
             yield
 
+    def remove_tables(self, table_ids: Collection[TableId]) -> None:
+        """Nothing of these tables is or will be here, in any range; as `removing`."""
+        for key in [key for key in self._lent if key[0] in table_ids]:
+            del self._lent[key]
+        for table_id in table_ids:
+            for home in self._homes.pop(table_id, ()):
+                home.range_ids.clear()
+                home.spare.clear()
+                self._close_if_empty(home)
+            self._codecs.pop(table_id, None)
+
     def close(self) -> None:
         """Nothing is lent from now on; what sessions have mapped stays readable for them."""
         for home in itertools.chain(*self._homes.values()):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.consistency import Mode
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import AlreadyPast, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.tables import Table
@@ -60,7 +60,7 @@ class ConsistentPuller:
             PushpullError: a server refused for good.
         """
         while True:
-            setting = self._view().tables_by_id[order.table.table_id].consistency
+            setting = self._setting(order)
             try:
                 match setting.mode:
                     case Mode.BSP:
@@ -70,8 +70,11 @@ class ConsistentPuller:
                     case Mode.ASP:
                         return await self._puller.read(replace(order, consistent=False))
             except InvalidConfig:
-                if self._view().tables_by_id[order.table.table_id].consistency == setting:
+                if self._setting(order) == setting:
                     raise
+
+    def _setting(self, order: ReadOrder) -> Consistency:
+        return self._view().table(order.table.table_id).consistency
 
     # --- BSP
 

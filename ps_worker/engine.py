@@ -364,8 +364,12 @@ class Engine:
         return await self._scheduler.view_where(holds, what, deadline_s)
 
     def table(self, table_id: TableId) -> Table:
-        """A table as the newest view has it."""
-        return self._view.tables_by_id[table_id]
+        """A table as the newest view has it.
+
+        Raises:
+            TableNotFound: an operator has removed it.
+        """
+        return self._view.table(table_id)
 
     async def open_tables(
         self, prefix: str, is_complete: Callable[[list[TableSpec]], bool], deadline_s: float

@@ -274,7 +274,12 @@ def check_run(request: Registration, state: ClusterState) -> None:
     """
     run = state.runs.get(request.run)
     if request.role is Role.WORKER and run is not None and run.has_ended:
-        raise InvalidConfig(over_words(run.name, "an operator ended it"))
+        ended = "removed" if run.is_removed else "ended"
+        raise InvalidConfig(over_words(run.name, f"an operator {ended} it"))
+    if request.role is Role.READER and run is not None and run.is_removed:
+        raise InvalidConfig(
+            f"run '{run.name}' was removed by an operator: it has no tables to read"
+        )
     if request.role is Role.READER and request.run and run is None:
         known = ", ".join(f"'{name}'" for name in list(state.runs)[:_LISTED_COUNT]) or "none"
         raise InvalidConfig(

@@ -325,6 +325,8 @@ class Changes:
             InvalidConfig: the clock is before the one that was proposed.
         """
         table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
+        if table is None and table_id < self._state.next_table_id:
+            return []  # it was removed, which the server has not heard
         if table is None:
             raise TableNotFound(f"there is no table {table_id}")
         change, proposal = table.proposed, self._state.proposals.get(table_id)

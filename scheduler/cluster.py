@@ -40,6 +40,7 @@ from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role,
 from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
+from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from scheduler import admission, update_offers, view_size
 from scheduler.adaptation import KeptCourse
@@ -56,6 +57,7 @@ from scheduler.cluster_state import (
     RangesLost,
     Registration,
     Restored,
+    RunRemoved,
     Transition,
     WorkerGone,
 )
@@ -151,6 +153,7 @@ class Cluster:
                 checkpoint=self._checkpoints.under_way,
                 restored_from="" if self.settings.restored is None else self.settings.restored.url,
                 runs=tuple(state.runs.values()),
+                next_table_id=state.next_table_id,
             )
         return self._view
 
@@ -374,14 +377,41 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         self.caller(session, "EndRun")
+        if self._run(name).has_ended:
+            return Decision(0)
+        ended = self._members.end_run(name)
+        return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
+
+    def remove_run(self, session: Session, name: str) -> Decision[RunRemoved]:
+        """Remove a run that is over, with its tables; the reply says what it had.
+
+        Raises:
+            InvalidConfig: there is no run of that name, or it is not over.
+            NotPermitted: the caller is no operator.
+            Fenced: the caller is of another cluster.
+            Unauthenticated: its token is wrong.
+        """
+        self.caller(session, "RemoveRun")
+        run = self._run(name)
+        if run.is_removed:
+            return Decision(RunRemoved(run, 0, 0))
+        if not self._members.is_over(name):
+            raise InvalidConfig(
+                f"run '{name}' is not over: wait for its workers, or end it first (pushpull runs "
+                f"end {name})"
+            )
+        tables = self._state.tables_of(name)
+        byte_count = sum(self._tables.remove(table) for table in tables)
+        left = self._members.remove_run(name)
+        removed = RunRemoved(self._state.runs[name], len(tables), byte_count)
+        return Decision(removed, self._changed(*left, removed))
+
+    def _run(self, name: str) -> Run:
         run = self._state.runs.get(name)
         if run is None:
             known = ", ".join(f"'{each}'" for each in self._state.runs) or "none that has a name"
             raise InvalidConfig(f"there is no run '{name[:100]}'; the runs of the cluster: {known}")
-        if run.has_ended:
-            return Decision(0)
-        ended = self._members.end_run(name)
-        return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
+        return run
 
     def caller(self, session: Session, method: str) -> Node:
         """Who calls a method of the contract, which it may.

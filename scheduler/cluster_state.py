@@ -293,6 +293,7 @@ class ClusterState:
     view_number: int = 1
     next_node_id: int = 1
     next_ordinal: int = 0
+    next_table_id: int = 0  # 0 until a table is removed: they are numbered without gaps
     members: dict[NodeId, Member] = field(default_factory=dict)
     node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
     tables: dict[tuple[str, str], Table] = field(default_factory=dict)
@@ -529,6 +530,15 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRemoved:
+    """An operator removed a run: so many tables, which took so many bytes of all servers."""
+
+    run: Run
+    table_count: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFinished:
     """All workers have left or are gone, and the cluster was told to end then."""
 
@@ -556,6 +566,7 @@ Transition = (
     | CheckpointFailed
     | RunBegun
     | RunEnded
+    | RunRemoved
     | ClusterFinished
 )
 """One thing that changed."""

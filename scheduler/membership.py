@@ -206,9 +206,10 @@ class Membership:
         node = member.node
         run = self._state.runs.get(node.run)
         if node.state is NodeState.LEFT and run is not None and run.has_ended:
+            what = "removed" if run.is_removed else "ended"
             raise Fenced(
-                f"{words(run.name)} was ended by an operator, and node {node.node_id} with it: end "
-                "this process"
+                f"{words(run.name)} was {what} by an operator, and node {node.node_id} with it: "
+                "end this process"
             )
         if not node.state.is_member:
             raise Fenced(self._taken_over_words(member) or node.fence_words)
@@ -347,6 +348,15 @@ class Membership:
             self._may_return.pop(node.node_id, None)
             if node.state.is_member:
                 transitions += self._leave(node, f"run '{name}' was ended")
+        return transitions
+
+    def remove_run(self, name: str) -> list[Transition]:
+        """An operator removes a run that is over: who reads it is a member no more."""
+        self._state.runs[name] = replace(self._state.runs[name], has_ended=True, is_removed=True)
+        transitions: list[Transition] = []
+        for node in self._state.nodes_of(Role.READER):
+            if node.run == name and node.state.is_member:
+                transitions += self._leave(node, f"run '{name}' was removed")
         return transitions
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:

@@ -518,6 +518,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             ended_count = self._carry_out(self._cluster.end_run(session, request.run))
         return scheduler_pb2.EndRunResponse(ended_count=ended_count)
 
+    @translated
+    async def RemoveRun(
+        self, request: scheduler_pb2.RemoveRunRequest, context: Context
+    ) -> scheduler_pb2.RemoveRunResponse:
+        """Removes a run."""
+        async with self._answering():
+            session = self._caller(request.session, "RemoveRun")
+            had = self._carry_out(self._cluster.remove_run(session, request.run))
+        return scheduler_pb2.RemoveRunResponse(
+            table_count=had.table_count, byte_count=had.byte_count
+        )
+
     async def _created(
         self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
     ) -> Created:

@@ -4,6 +4,7 @@ Rules:
     - Creation is idempotent by specification: the identical table is found, another of its name is
       refused.
     - A table comes to be whole, with a server for each of its blocks, or not yet.
+    - One that is removed leaves its ranges where they are, and its numbers to nobody.
 
 Invariants: CL-1 for tables and ordinals, and CL-5 of `scheduler.cluster`.
 
@@ -114,7 +115,7 @@ class Tables:
         """
         # What the cluster starts from is a checkpoint of the run without a name.
         state, restored = self._state, None if run else self._restored(spec)
-        table_id = TableId(len(state.tables) + 1)
+        table_id = TableId(state.next_table_id or len(state.tables) + 1)
         table = Table(table_id, state.next_ordinal, spec, joins=joins, run=run)
         if restored is not None:
             table = restored_as(table, restored)
@@ -134,7 +135,32 @@ class Tables:
             state.change_counts[table_id] = table.change.number
         state.join_rooms |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
+        if state.next_table_id:
+            state.next_table_id += 1
         return table, [TableCreated(table), *placed]
+
+    def remove(self, table: Table) -> int:
+        """The table is no more, nor what was to become of it; its ranges stay where they are. What
+        it took of all servers together, in bytes.
+        """
+        state, table_id, range_count = self._state, table.table_id, len(self._state.ranges)
+        rooms = {room for room in state.join_rooms if room[0] == table_id}
+        state.next_table_id = state.next_table_id or len(state.tables) + 1  # CL-1
+        del state.tables[table.key]
+        state.join_rooms -= rooms
+        state.view_bytes -= view_size.table_bytes(table.spec) + view_size.of_run_bytes(table.run)
+        state.view_bytes -= view_size.JOIN_BYTES * len(rooms)
+        if state.change_counts.pop(table_id, 0):
+            state.view_bytes -= view_size.CHANGE_BYTES
+        for of_tables in (state.proposals, state.withdrawals, state.joins_due):
+            of_tables.pop(table_id, None)
+        for range_id, size_bytes in placement.bytes_by_range(table, range_count).items():
+            state.range_bytes[range_id] -= size_bytes
+        held_bytes = 0
+        for range_id, needed in server_memory.needed_by_range(table, range_count).items():
+            state.range_memory_bytes[range_id] -= needed.total
+            held_bytes += needed.total * len(state.ranges[range_id].holders)
+        return held_bytes
 
     def _placed(self, table: Table, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
         """Servers for the ranges of a table; nothing has changed where they have no memory."""

@@ -31,6 +31,7 @@ from scheduler.cluster_state import (
     RangesPlaced,
     RunBegun,
     RunEnded,
+    RunRemoved,
     TableCreated,
     Transition,
     WorkerGone,
@@ -101,6 +102,8 @@ def log_transition(transition: Transition) -> None:
             logs.info("run_begun", run=run.name, workers=run.worker_count)
         case RunEnded(run):
             logs.info("run_ended", run=run.name, reason="an operator ended it")
+        case RunRemoved(run, table_count, byte_count):
+            logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
 

@@ -76,7 +76,7 @@ def of_run_bytes(run: str) -> int:
 
 def run_bytes(run: Run) -> int:
     """The most bytes that a run takes of a view, beside its nodes and tables."""
-    return 4 * _FIELD_BYTES + len(run.name.encode())
+    return 5 * _FIELD_BYTES + len(run.name.encode())
 
 
 def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
@@ -86,7 +86,7 @@ def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
     if replica_count > 1:  # who backs it up, and who joins it: together twice what should, at most
         range_bytes += 2 * _LENGTH_BYTES + 2 * (replica_count - 1) * _NODE_ID_BYTES
     urls = 2 * (limits.MAX_CHECKPOINT_URL_BYTES + limits.CHECKPOINT_DIRECTORY_BYTES)
-    return 15 * _FIELD_BYTES + urls + len(cluster_id.encode()) + range_count * range_bytes
+    return 16 * _FIELD_BYTES + urls + len(cluster_id.encode()) + range_count * range_bytes
 
 
 def room_bytes(settings: ClusterSettings, state: ClusterState) -> int:

@@ -14,15 +14,21 @@ from typer.testing import CliRunner
 
 import ps_worker as ps
 from ps_cli.__main__ import app
+from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 
 SIZE = 300
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with ps.local_cluster(servers=2, workers=2) as cluster:
-        yield cluster.address
+def cluster() -> Iterator[LaneCluster]:
+    with lane_cluster(servers=2, workers=2, environment={"PUSHPULL_REPLICAS": "2"}) as standing:
+        yield standing
+
+
+@pytest.fixture
+def address(cluster: LaneCluster) -> str:
+    return cluster.address
 
 
 def trained(address: str, run: str, rank: int, rate: float = 1.0) -> list[float]:
@@ -120,3 +126,35 @@ def end_a_run(at: tuple[str, str]) -> None:
         assert "ended:model" in command("status", *at)
         assert "run 'ended' has ended; 1 workers were in it" in command("runs", "end", "ended", *at)
         worker.create_table("later", SIZE, optimizer=ps.SGD(lr=1.0))
+
+
+def test_a_run_that_is_removed_gives_its_memory_back(cluster: LaneCluster) -> None:
+    """Its primaries' and its backups': each of the two servers has all of it."""
+    size, at = 1024 * 1024, ("--scheduler", cluster.address)
+
+    def held() -> list[float]:
+        return [server.metric("pushpull_server_state_bytes") for server in cluster.servers]
+
+    with ps.connect(cluster.address, run="stays-on", world_size=1) as other:
+        kept = other.create_table("model", SIZE, optimizer=ps.SGD(lr=1.0))
+        other.push_pull(kept, np.full(SIZE, -1.0, np.float32))
+        before = held()
+        with ps.connect(cluster.address, run="large", world_size=1) as worker:
+            large = worker.create_table("model", size, optimizer=ps.SGD(lr=1.0, momentum=0.9))
+            worker.push_pull(large, np.ones(size, np.float32))
+            refused = CliRunner().invoke(app, ["runs", "remove", "large", *at])
+            assert (refused.exit_code, "is not over" in refused.output) == (2, True)
+        assert all(now >= was + 2 * 4 * size for now, was in zip(held(), before, strict=True))
+        reader = ps.connect(cluster.address, role="reader", run="large")
+        read = reader.table("model")
+        said = command("runs", "remove", "large", *at)
+        assert "run 'large' is removed; it had 1 tables" in said
+        until(lambda: held() == before, "the servers have what they had before")
+        with pytest.raises((ps.Fenced, ps.TableNotFound), match="removed"):
+            reader.pull(read)
+        reader.close(leave=False)
+        assert "run 'large': removed, 0 of 1 workers, 0 tables" in command("runs", "list", *at)
+        assert set(other.push_pull(kept, np.full(SIZE, -1.0, np.float32)).tolist()) == {2.0}
+    with ps.connect(cluster.address, run="next", world_size=1) as again:
+        table = again.create_table("model", SIZE, optimizer=ps.SGD(lr=1.0))
+        assert set(again.push_pull(table, np.full(SIZE, -3.0, np.float32)).tolist()) == {3.0}

@@ -120,10 +120,10 @@ def test_who_is_started_again_with_its_identity_waits_for_no_lease() -> None:
     """The scheduler declares nobody gone by itself here: without one they would stand for ever."""
 
     def comes(number: int) -> AbstractContextManager[Victim]:
-        return victim(placed, "auto", "bsp", functools.partial(take_steps_as, f"pod-{number}"))
+        return victim(standing, "auto", "bsp", functools.partial(take_steps_as, f"pod-{number}"))
 
     with (
-        lane_cluster(servers=2, workers=2, environment=NEVER_GIVEN_UP) as placed,
+        lane_cluster(servers=2, workers=2, environment=NEVER_GIVEN_UP) as standing,
         comes(0) as other,
     ):
         with comes(1) as dead:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
-from ps_core.errors import PushpullError
+from ps_core.errors import InvalidConfig, PushpullError
 from scheduler.changes import Wish
+from scheduler.store import records
 from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness
 
@@ -113,7 +114,19 @@ def cluster_of(size: int, further: int) -> WithServers:
 
 events = st.tuples(
     st.sampled_from(
-        ["join", "join", "join", "leave", "end in the middle", "table", "table", "set", "promise"]
+        [
+            "join",
+            "join",
+            "join",
+            "leave",
+            "leave",
+            "end in the middle",
+            "table",
+            "table",
+            "set",
+            "promise",
+            "remove",
+        ]
     ),
     st.sampled_from(RUNS),
     st.integers(0, 5),
@@ -127,8 +140,11 @@ def test_a_run_is_as_if_it_were_alone(what: list[Any], further: int) -> None:
     shared = cluster_of(SIZES[""], further)
     together = {run: Place(shared, run, SIZES[run]) for run in RUNS}
     alone = {run: Place(cluster_of(SIZES[run], further), "", SIZES[run]) for run in RUNS}
+    removed: set[str] = set()
     for event, run, number in what:
-        if event == "pause":
+        if event == "remove":
+            _remove(together[run], removed)
+        elif event == "pause":
             _pause(shared, [*together.values()], run, number)
             for place in alone.values():
                 _pause(place.cluster, [place], run, number)
@@ -137,8 +153,33 @@ def test_a_run_is_as_if_it_were_alone(what: list[Any], further: int) -> None:
         else:
             assert together[run].act(event, number) == alone[run].act(event, number)
         for each in RUNS:
-            if together[each].workers:  # it has begun
+            if each in removed:
+                assert shared.cluster.view.of_run(each).tables == ()
+            elif together[each].workers:  # it has begun
                 assert together[each].seen() == alone[each].seen()
+
+
+def _remove(place: Place, removed: set[str]) -> None:
+    """An operator wants the run to be no more. What is left of a cluster is what its journal gives
+    one that never had the run's tables.
+    """
+    cluster, is_over = place.cluster, place.is_over
+    operator = cluster.join(Role.OPERATOR)
+    try:
+        cluster.transitions += cluster.cluster.remove_run(operator, place.name).transitions
+    except InvalidConfig:
+        assert not is_over
+        return
+    assert is_over
+    removed.add(place.name)
+    kept = cluster.cluster.kept(cluster.now_s)
+    twin = records.read(records.Differences().since(kept).encoded())
+    assert twin is not None
+    for name in ("view_bytes", "join_rooms", "change_counts", "tables", "next_table_id"):
+        assert getattr(kept.state, name) == getattr(twin.state, name), name
+    for name in ("range_bytes", "range_memory_bytes"):
+        held = {range_id: size for range_id, size in getattr(kept.state, name).items() if size}
+        assert held == getattr(twin.state, name), name
 
 
 def _pause(cluster: WithServers, places: list[Place], quiet: set[int], seconds: int) -> None:

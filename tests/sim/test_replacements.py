@@ -63,9 +63,9 @@ _BACK_WITHIN_S = 4.0
 """... so soon, while they may be members still."""
 
 
-def identity_of(rank: int) -> str:
-    """What the workers that have a rank come with, one after the other, in each run."""
-    return f"worker-{rank}"
+def identity_of(number: int) -> str:
+    """What a worker, and those that replace it, come with; other runs have the same."""
+    return f"worker-{number}"
 
 
 class ReplacementSimulation(FailoverSimulation):
@@ -93,7 +93,7 @@ class ReplacementSimulation(FailoverSimulation):
         self.has_left: set[SimWorker] = set()
         self.first: dict[Incarnation, Session] = {}
         self._asked_count = 0
-        self._identity_draws = random.Random(f"identities of {seed}")
+        self._who_returns = random.Random(f"identities of {seed}")
         self._is_ending = False
         super().__init__(seed, narrate=narrate)
         self.first = {session.incarnation: session for session in self.sessions[-WORKERS:]}
@@ -137,9 +137,9 @@ class ReplacementSimulation(FailoverSimulation):
         if others and not self.slow and draw.random() < 0.7:
             self._slow_down(draw.choice(others))
             at_s = draw.random()
-        if self._identity_draws.random() < _AT_ONCE:
-            back_s = at_s + self._identity_draws.random() * _BACK_WITHIN_S
-            self.world.after(back_s, lambda: self._start_worker_again(worker))
+        if self._who_returns.random() < _AT_ONCE:
+            back_s = at_s + self._who_returns.random() * _BACK_WITHIN_S
+            self.world.after(back_s, lambda: self._return_as_itself(worker))
         if draw.random() < 0.75:
             self.world.after(at_s, worker.stop)
             return
@@ -251,12 +251,10 @@ class ReplacementSimulation(FailoverSimulation):
 
     def asking(self, index: int, role: Role) -> Registration:
         """What one of the first nodes registers with: workers have identities."""
-        asking = super().asking(index, role)
-        if role is not Role.WORKER:
-            return asking
-        return replace(asking, identity=identity_of(index - self.settings().server_count))
+        identity = identity_of(index) if role is Role.WORKER else ""
+        return replace(super().asking(index, role), identity=identity)
 
-    def _start_worker_again(self, worker: SimWorker) -> None:
+    def _return_as_itself(self, worker: SimWorker) -> None:
         """A worker comes with the identity of one that is dead, or paused, and is a member still:
         nobody waits until that one is declared gone.
         """
@@ -287,13 +285,14 @@ class ReplacementSimulation(FailoverSimulation):
     def _ask_as(self, run: str, rank: int) -> None:
         """Another worker registers for the one that had this rank, and its identity."""
         self._asked_count += 1
+        before = self.scheduler._state.workers_by_rank(run)[rank]
         asking = Registration(
             f"replacement {self._asked_count}".encode().ljust(16),
             Role.WORKER,
-            requested_rank=self._identity_draws.choice((None, rank)),
+            requested_rank=self._who_returns.choice((None, rank)),
             features=(CHECKPOINTS_FEATURE,),
             run=run,
-            identity=identity_of(rank),
+            identity=self.scheduler._state.members[before.node_id].registration.identity,
         )
         self._admitted(asking, self._takes_over)
 

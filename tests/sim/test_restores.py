@@ -37,7 +37,7 @@ from tests.sim.checkpointing import Checkpointer
 from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.scheduled import BEAT_S, LOOK_S, SCHEDULER
 from tests.sim.server import SimServer
-from tests.sim.test_replacements import ReplacementSimulation, identity_of
+from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import (
     QUICK_SEEDS,
@@ -224,11 +224,11 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
             return
         super()._replace(rank)
 
-    def _start_worker_again(self, worker: SimWorker) -> None:
+    def _return_as_itself(self, worker: SimWorker) -> None:
         if self.is_there and not self.is_past:
-            super()._start_worker_again(worker)
+            super()._return_as_itself(worker)
         elif not self.is_past:
-            self.world.after(LOOK_S, lambda: self._start_worker_again(worker))
+            self.world.after(LOOK_S, lambda: self._return_as_itself(worker))
 
     def _takes_over(self, decision: Decision[Session]) -> None:
         super()._takes_over(decision)
@@ -490,9 +490,8 @@ class Restoration:
         self._reach(register)
 
     def _worker(self) -> None:
-        asking = self.before.asking(0, Role.WORKER)
-        drawn, identity = self.world.draw.randbytes(16), identity_of(len(self.workers))
-        asking = replace(asking, registration_id=drawn, identity=identity)
+        asking = self.before.asking(len(self.workers), Role.WORKER)
+        asking = replace(asking, registration_id=self.world.draw.randbytes(16))
         session = self.scheduler.register(asking, self.world.now_s).reply
         self._changed()
         self._check_new(session)

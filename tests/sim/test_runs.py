@@ -388,8 +388,8 @@ class RunAwaySimulation(RunSimulation, AwaySimulation):
     def _follow(self, node: Node) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._follow(node))
 
-    def _start_worker_again(self, worker: SimWorker) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._start_worker_again(worker))
+    def _return_as_itself(self, worker: SimWorker) -> None:
+        self._when_there(lambda: super(RunAwaySimulation, self)._return_as_itself(worker))
 
     def _leave(self, session: Session) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._leave(session))

@@ -9,7 +9,13 @@ import pytest
 
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
-from ps_core.errors import Fenced, InvalidConfig, TableExists, TableNotFound, Unauthenticated
+from ps_core.errors import (
+    Fenced,
+    InvalidConfig,
+    TableExists,
+    TableNotFound,
+    Unauthenticated,
+)
 from ps_core.runs import MAX_NAME_BYTES, Run, check_name, words
 from ps_runtime import wire
 from pushpull.v1 import types_pb2

@@ -8,6 +8,7 @@ from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role,
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, ReplyKind
+from ps_core.work import at_once
 from ps_server.changes import Put
 from ps_server.events import AnswerPull, Record, RefusePull
 from ps_server.part_copy import (
@@ -502,3 +503,82 @@ def test_what_another_server_held_goes_to_the_new_primary() -> None:
     window.assign({RANGE: TWO})
     assert {e.server for e in window.poll(0.4)} == {TWO}  # type: ignore[union-attr]
     assert [state for _, state in window.open_entries()] == [EntryState.SENT] * 3
+
+
+# --- a table that was removed
+
+REMOVED = replace(view(2, (PLACED_EPOCH, ONE, (TWO,), ())), next_table_id=2)
+
+
+def _backup_of(number: int) -> Replication:
+    """A backup that has so many batches of the table."""
+    two = replication(TWO)
+    made = replace(view(1, (PLACED_EPOCH, ONE, (TWO,), ())), tables=(make_table(),))
+    two.observe(made, 0.0)
+    two._machine.observe(two.serve(0.0))
+    for each in range(1, number + 1):
+        assert two.take(_batch(each), lambda: fresh_copy(make_table(), range(4)))[0]
+    return two
+
+
+def _batch(number: int, table_id: TableId = TABLE) -> Batch:
+    return Batch(RANGE, EPOCH, EPOCH, number, table_id, delta(), ())
+
+
+def test_a_backup_goes_on_with_the_numbers_of_a_table_that_was_removed() -> None:
+    """Its primary has not heard so, or had decided it before: later batches are of other tables."""
+    two = _backup_of(2)
+    two.observe(REMOVED, 0.0)
+    assert two.replicas[RANGE].copies == {}
+    for number in (3, 3, 4):
+        assert two.take(_batch(number), lambda: None) == (False, Ack(RANGE, number, EPOCH))
+    assert two.take(_batch(6), lambda: None) == (False, Ack(RANGE, 4, EPOCH)), "5 did not come"
+    other = fresh_copy(make_table(), range(4))
+    assert two.take(_batch(5, TableId(2)), lambda: other) == (True, Ack(RANGE, 5, EPOCH))
+    assert two.replicas[RANGE].copies == {TableId(2): other}
+
+
+def test_a_backup_that_has_not_heard_of_a_table_waits_for_the_view_that_has_it() -> None:
+    two = _backup_of(0)
+    newer = _batch(1, TableId(2))
+    assert two.take(newer, lambda: None) == (False, Ack(RANGE, 0, EPOCH))
+
+
+def test_a_copy_of_a_range_is_taken_without_what_was_removed() -> None:
+    two = replication(TWO)
+    joining = replace(view(2, (3, ONE, (), (TWO,))), next_table_id=2)
+    two.observe(joining, 0.0)
+    record = Record(TABLE, RANGE, 1, 1, False, (), (), ())
+    copies = {each: fresh_copy(make_table(), range(4)) for each in (TABLE, TableId(2))}
+    came = Snapshot(RANGE, AssignmentEpoch(3), EPOCH, 7, copies, (Put(record, None),))
+    living = two.living(came)
+    assert (list(living.copies), living.held) == ([TableId(2)], ())
+    assert two.join(living) == Ack(RANGE, 7, AssignmentEpoch(3))
+    assert list(two.replicas[RANGE].copies) == [TableId(2)]
+
+
+def test_what_waits_of_a_table_that_was_removed_is_not_done() -> None:
+    """Its values are not there any more; what others decided meanwhile is done in its order."""
+    one = _primary(ONE, TWO)
+    log, record = one.primaries[RANGE].log, Record(TABLE, RANGE, 1, 1, False, (), (), ())
+    other = Put(record._replace(table_id=TableId(2)), None)
+    one._machine._tables = {TABLE: make_table()}
+    read = AnswerPull(7, TABLE, RANGE, 1, 1, {}, {})
+    log.decide(TABLE, delta(), (), [Put(record, None), read])
+    log.decide(TableId(2), delta(), (), [other])
+    effects = at_once(one.observing(REMOVED, 0.0))[1]
+    assert [(type(each), each.waiter) for each in effects] == [(RefusePull, 7)]  # type: ignore[union-attr]
+    one.acked(TWO, Ack(RANGE, 2, EPOCH), 0.0)
+    one.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
+    assert one.release(0.0, [RANGE]) == [other]
+
+
+def test_what_came_from_an_update_log_of_a_table_that_was_removed_is_nothing() -> None:
+    two = replication(TWO)
+    copies = {TABLE: fresh_copy(make_table(), range(4))}
+    two.recover([Replica(RANGE, EPOCH, LEASE_S, EPOCH, copies, 4)])
+    seen = replace(view(3, (3, TWO, (), ())), next_table_id=2)
+    assert two.removed_by(seen) == {TABLE}
+    two.observe(seen, 0.0)
+    assert two.replicas[RANGE].copies == {}
+    assert two.removed_by(seen) == frozenset()

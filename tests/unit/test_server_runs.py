@@ -12,12 +12,14 @@ from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.runs import Run
 from ps_core.tables import Table
+from ps_core.work import at_once
 from ps_server.collectives import Collectives
 from ps_server.events import (
     Effect,
     Place,
     PullEvent,
     PushEvent,
+    RefusePull,
     ReplyTo,
     SealEvent,
     SealTerms,
@@ -135,3 +137,43 @@ def test_a_round_is_of_one_run() -> None:
         rounds = Collectives(NodeId(1))
         rounds.observe(server.view.of_run(run))
         assert len(rounds.missing().split(", which has not made the call")) == count + 1
+
+
+# --- a table that is removed
+
+
+class Without(Runs):
+    """The same, and a view that has table 2 no more."""
+
+    def remove(self) -> list[Effect]:
+        tables = tuple(table for table in self.view.tables if table.table_id != 2)
+        number = self.view.view_number + 1
+        self.view = replace(self.view, view_number=number, tables=tables, next_table_id=4)
+        gone = self.machine.removed_by(self.view)
+        effects = at_once(self.machine.removing(gone))
+        return effects + self.change()
+
+
+def test_nothing_is_left_of_a_table_that_is_removed() -> None:
+    server = Without()
+    server.step_of("a", 0, 2)
+    server.push("a", 1, 2)
+    server.push("", 0, 1)
+    held_bytes = server.machine.gate_bytes
+    place, reader = PLACE._replace(table_id=TableId(2)), worker_of("a", 0).incarnation
+    assert server.machine.pull(PullEvent(place, 7, reader, 1, False, 110.0, run="a"), 100.0) == []
+    (refused,) = [each for each in server.remove() if isinstance(each, RefusePull)]
+    assert (refused.waiter, type(refused.error)) == (7, TableNotFound)
+    assert {table_id for table_id, _ in server.machine.parts} == {1}
+    assert 0 < server.machine.gate_bytes < held_bytes
+    assert isinstance(problem(server.seal("a", 1, 2)), TableNotFound)
+    assert server.machine.tick(200.0) == []
+
+
+def test_the_end_of_its_workers_is_heard_when_its_tables_are_gone() -> None:
+    server = Without()
+    server.step_of("a", 0, 2)
+    server.remove()
+    assert server.change(worker_of("a", 0, NodeState.LEFT), worker_of("a", 1, NodeState.LEFT)) == []
+    server.change(tables=(table_of("a", 5),))
+    assert {table_id for table_id, _ in server.machine.parts} == {1, 5}

@@ -7,6 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RemoveRunRequest(_message.Message):
+    __slots__ = ("session", "run")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    run: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
+
+class RemoveRunResponse(_message.Message):
+    __slots__ = ("table_count", "byte_count")
+    TABLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    table_count: int
+    byte_count: int
+    def __init__(self, table_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
 class EndRunRequest(_message.Message):
     __slots__ = ("session", "run")
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -115,6 +115,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.FromString,
                 _registered_method=True)
+        self.RemoveRun = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/RemoveRun',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -255,6 +260,15 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveRun(self, request, context):
+        """Operators only: removes a run that is over, with its tables: servers, backups and update logs give back what these take.
+        The memberships of its readers end. Its name and the table_ids are not given again. Idempotent. INVALID_ARGUMENT where
+        there is no such run, or it is not over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -337,6 +351,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.EndRun,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.SerializeToString,
+            ),
+            'RemoveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveRun,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -772,6 +791,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/EndRun',
             pushpull_dot_v1_dot_scheduler__pb2.EndRunRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.EndRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/RemoveRun',
+            pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

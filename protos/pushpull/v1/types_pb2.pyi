@@ -461,17 +461,19 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., silence_ms: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("name", "worker_count", "ended")
+    __slots__ = ("name", "worker_count", "ended", "removed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
     name: str
     worker_count: int
     ended: bool
-    def __init__(self, name: _Optional[str] = ..., worker_count: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
+    removed: bool
+    def __init__(self, name: _Optional[str] = ..., worker_count: _Optional[int] = ..., ended: _Optional[bool] = ..., removed: _Optional[bool] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint", "restored_from", "runs")
+    __slots__ = ("view_number", "cluster_id", "worker_count", "server_count", "nodes", "ranges", "tables", "finished", "checkpoint", "restored_from", "runs", "next_table_id")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -483,6 +485,7 @@ class ClusterView(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FROM_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     cluster_id: str
     worker_count: int
@@ -494,4 +497,5 @@ class ClusterView(_message.Message):
     checkpoint: Checkpoint
     restored_from: str
     runs: _containers.RepeatedCompositeFieldContainer[Run]
-    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., restored_from: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+    next_table_id: int
+    def __init__(self, view_number: _Optional[int] = ..., cluster_id: _Optional[str] = ..., worker_count: _Optional[int] = ..., server_count: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[RangeAssignment, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., finished: _Optional[bool] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., restored_from: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., next_table_id: _Optional[int] = ...) -> None: ...
