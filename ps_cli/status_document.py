@@ -130,7 +130,8 @@ class StatusDocument(TypedDict):
     the numbers of ranges, of those that hold anything, by how many living replicas hold all that is
     committed; `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is
     where one is being made, `checkpoints` what became of those before (null where there are to be
-    none), `restored_from` the one that the cluster was started from.
+    none), `restored_from` the one that the cluster was started from. `lost` and `awaited` are words:
+    of the ranges whose values nobody has, and of those whose only servers are silent.
     """
 
     cluster_id: str
@@ -150,6 +151,7 @@ class StatusDocument(TypedDict):
     unserved_ranges: list[str]
     lost_ranges: list[str]
     lost: str | None
+    awaited: str | None
     kept_values: list[KeptEntry]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
@@ -199,6 +201,7 @@ def status_document(
         unserved_ranges=spans(unserved),
         lost_ranges=spans(int(r.range_id) for r in view.lost_ranges),
         lost=view.lost_words or None,
+        awaited=view.awaited_words or None,
         kept_values=[
             KeptEntry(
                 address=kept.address,

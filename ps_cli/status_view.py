@@ -32,6 +32,7 @@ def status_view(document: StatusDocument) -> RenderableType:
     parts: list[RenderableType] = [
         _head(document),
         *([Text(f"lost: {document['lost']}", "bold red")] if document["lost"] else []),
+        *([Text(f"waiting: {document['awaited']}", "red")] if document["awaited"] else []),
         *_checkpoints(document["checkpoints"]),
         *map(_kept, document["kept_values"]),
     ]

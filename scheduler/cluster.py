@@ -233,6 +233,7 @@ class Cluster:
         transitions = self._members.add(node, request, now_s)
         transitions += self._given_back(node, request)
         if node.role is Role.SERVER:  # its first view says which ranges it is to be brought
+            transitions += self._members.succeeded(node)
             transitions += self._configured()
         if is_late:
             self._changes.join(run.name, Join(node.rank, node.incarnation))

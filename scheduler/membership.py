@@ -381,6 +381,18 @@ class Membership:
                 transitions += self._leave(other, reason)
         return transitions
 
+    def succeeded(self, node: Node) -> list[Transition]:
+        """A server came to the address of one that is silent: nobody reaches that one there any
+        more, and what it alone had is lost, unless it kept an update log.
+        """
+        reason = f"server node {node.node_id} came to its address, with nothing of it"
+        transitions: list[Transition] = []
+        for other in self._state.nodes_of(Role.SERVER):
+            is_before = other.node_id != node.node_id and other.address == node.address
+            if is_before and other.state is NodeState.SILENT:
+                transitions += self._leave(other, reason)
+        return transitions
+
     def deregister(
         self, session: Session, reason: str, now_s: float, *, unfinished: bool = False
     ) -> list[Transition]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.change import Settled
@@ -200,7 +200,9 @@ class ReplicatedServer(SimServer):
         self._keep_links(view)
         waited = {r for r, replica in self.replication.replicas.items() if replica.is_promoted}
         suspended = set(self.replication.suspended)
+        removed = self.replication.removed_by(view)
         lost, effects = self.replication.observe(view, self.now_s)
+        self._forget_tables(removed)
         deposed = {r.range_id for r in view.ranges if r.primary != self.node_id}
         self.world.counts["deposed before it served"] += len(waited & deposed)
         self.world.counts["ranges suspended"] += len(self.replication.deposed.difference(lost))
@@ -290,6 +292,15 @@ class ReplicatedServer(SimServer):
             del self.reduced[key]
         self.numbers.forget(range_id)
         self.output.forget((range_id,))
+
+    def _forget_tables(self, table_ids: Collection[TableId]) -> None:
+        """They were removed."""
+        self.world.counts["tables given up"] += len(table_ids)
+        for of_keys in (self.values, self.updates, self.given, self.sums, self.reduced):
+            for key in [key for key in of_keys if key[0] in table_ids]:
+                del of_keys[key]
+        at_once(self.numbers.shards.removing_tables(table_ids))
+        self.output.forget_tables(table_ids)
 
     def _tick(self) -> None:
         if self.is_dead or self.is_paused:
@@ -603,6 +614,8 @@ class ReplicatedServer(SimServer):
 
     def _following(self, batch: Batch) -> Work[Ack | None]:
         is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
+        is_removed = self._view is not None and self._view.is_removed(batch.table_id)
+        self.world.counts["decisions of removed tables"] += is_removed
         if is_taken:
             yield from self._making(batch)
         return ack
@@ -678,7 +691,18 @@ class ReplicatedServer(SimServer):
         }
 
     def _joining(self, snapshot: Snapshot, values: dict[str, dict]) -> Work[Ack | None]:  # type: ignore[type-arg]
-        before = self.replication.replicas.get(snapshot.range_id)
+        before, came = self.replication.replicas.get(snapshot.range_id), snapshot
+        snapshot = self.replication.living(came)
+        if snapshot is not came:
+            self.world.counts["copies without what was removed"] += 1
+            values = {
+                what: {
+                    key: value
+                    for key, value in of_keys.items()
+                    if (key[0] if isinstance(key, tuple) else key) in snapshot.copies
+                }
+                for what, of_keys in values.items()
+            }
         copies = {t: c.twin() for t, c in snapshot.copies.items()}  # both go on
         ack = self.replication.join(snapshot._replace(copies=copies))
         if ack is None or self.replication.replicas.get(snapshot.range_id) is before:

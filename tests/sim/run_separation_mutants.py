@@ -75,4 +75,28 @@ RUN_SEPARATION_MUTANTS = (
         "        for node in self._state.nodes_of(Role.WORKER):\n            self._may_return",
         _RUNS,
     ),
+    Mutant(
+        "what was decided of a table is done when it is removed",
+        "S19",
+        "ps_server/replication.py",
+        "primary.log.take_out(lambda held: table_of(held) in table_ids)",
+        "primary.log.take_out(lambda held: False)",
+        _RUNS,
+    ),
+    Mutant(
+        "a copy of a range brings a removed table back",
+        "S19",
+        "ps_server/replication.py",
+        "        gone = {table_id for table_id in snapshot.copies if self._is_removed(table_id)}\n",
+        "        gone = set()\n",
+        _RUNS,
+    ),
+    Mutant(
+        "a backup keeps what it has of a removed table",
+        "S19",
+        "ps_server/replication.py",
+        "                replica.copies.pop(table_id, None)\n",
+        "                pass\n",
+        _RUNS,
+    ),
 )

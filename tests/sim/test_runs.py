@@ -35,6 +35,7 @@ from scheduler.cluster_state import (
     Registration,
     RunBegun,
     RunEnded,
+    RunRemoved,
     Transition,
     WorkerGone,
 )
@@ -60,6 +61,8 @@ _BEGIN_S = (0.1, 3.0, 12.0)
 _COME_WITHIN_S = 4.0
 _ENDED = 0.4
 """Of the named runs: by an operator."""
+_REMOVED = 0.7
+"""Of the named runs: when they are over."""
 _STRANGER = -1
 """The stream of who is of another run."""
 
@@ -119,14 +122,18 @@ class RunSimulation(ReplacementSimulation):
         "runs begun", "runs begun late", "runs ended", "runs ended while they train",
         "runs that are over", "refused as the run is over", "joined in a run", "gone in a run",
         "reads by another run", "seals by another run", "checkpoints beside a run",
-        "changed in a run", "trained in a run", "beside runs that ended",
+        "changed in a run", "trained in a run", "beside runs that ended", "runs removed",
+        "tables given up",
     })  # fmt: skip
-    seldom: ClassVar[frozenset[str]] = frozenset({"replaced again"})
+    seldom: ClassVar[frozenset[str]] = frozenset({
+        "replaced again", "decisions of removed tables",
+    })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "runs begun": 1, "trained in a run": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self._draw = random.Random(f"runs of {seed}")
         self._numbers = random.Random(f"numbers of runs of {seed}")
+        self._removals = random.Random(f"removals of runs of {seed}")
         self._to_come = 0
         self._sizes: dict[str, int] = {}
         self._opened: set[str] = set()
@@ -175,6 +182,8 @@ class RunSimulation(ReplacementSimulation):
             at_s += draw.random() * draw.choice((0.1, _COME_WITHIN_S))
         if draw.random() < _ENDED:
             self.world.after(at_s + draw.random() * 8.0, lambda: self._end(name))
+        if self._removals.random() < _REMOVED:
+            self.world.after(at_s, lambda: self._remove(name))
 
     def _come(self, name: str, rank: int) -> None:
         """One of the run's first workers."""
@@ -293,10 +302,28 @@ class RunSimulation(ReplacementSimulation):
         operator = self.scheduler.register(Registration(b"operator".ljust(16), Role.OPERATOR), 0.0)
         self._publish(self.scheduler.end_run(operator.reply, name).transitions)
 
+    def _remove(self, name: str) -> None:
+        """An operator has no use for a run that is over, at once or later."""
+        is_over = name in self._over or self.scheduler._members.is_over(name)
+        if name in self.scheduler._state.runs and is_over and self._removals.random() < 0.5:
+            operator = Registration(b"operator".ljust(16), Role.OPERATOR)
+            session = self.scheduler.register(operator, 0.0).reply
+            self._publish(self.scheduler.remove_run(session, name).transitions)
+        else:
+            self.world.after(0.1 + self._removals.random(), lambda: self._remove(name))
+
+    def _has_removed(self, name: str) -> None:
+        counts, tables = self.world.counts, self.layout.tables
+        counts["runs removed"] += 1
+        self._over.add(name)
+        tables[:] = [table for table in tables if table.run != name]
+
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
         counts = self.world.counts
-        if isinstance(transition, RunBegun):
+        if isinstance(transition, RunRemoved):
+            self._has_removed(transition.run.name)
+        elif isinstance(transition, RunBegun):
             counts["runs begun"] += 1
             counts["runs begun late"] += self.world.now_s > 1.0
         elif isinstance(transition, RunEnded):
@@ -387,6 +414,9 @@ class RunAwaySimulation(RunSimulation, AwaySimulation):
 
     def _follow(self, node: Node) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._follow(node))
+
+    def _remove(self, name: str) -> None:
+        self._when_there(lambda: super(RunAwaySimulation, self)._remove(name))
 
     def _return_as_itself(self, worker: SimWorker) -> None:
         self._when_there(lambda: super(RunAwaySimulation, self)._return_as_itself(worker))

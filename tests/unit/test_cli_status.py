@@ -279,7 +279,13 @@ def test_a_degraded_cluster_says_so_in_a_line() -> None:
     dead = replicated()
     dead.view.nodes[0].state = types_pb2.NODE_STATE_SILENT
     dead.min_in_sync = 1
-    assert "degraded: 6 ranges have fewer than 2 replicas; 4 have none that lives" in shown(dead)
+    text = shown(dead)
+    assert "degraded: 6 ranges have fewer than 2 replicas; 4 have none that lives" in text
+    assert "waiting: 4 of 8 key ranges wait for server 1 at " in text
+    assert "not heard for a lease, which alone has their values. Where it cannot come" in text
+    for number in range(len(dead.view.ranges)):
+        dead.view.ranges[number].lost = True
+    assert "waiting:" not in shown(dead), "what is lost is told as that"
 
 
 def test_a_whole_cluster_says_nothing_of_replicas() -> None:

@@ -700,6 +700,25 @@ class TestLoss:
         single.pass_time(60.0, worker)
         assert single.cluster.view.lost_ranges == ()
 
+    @pytest.mark.parametrize("has_log", [False, True])
+    def test_not_where_another_has_its_address(self, has_log: bool) -> None:
+        """As a container that is started again has; with an update log its values are somewhere."""
+        single = Harness(server_count=1, range_count=8)
+        log = UpdateLogClaim(b"l" * 16) if has_log else None
+        before = single.join(Role.SERVER, address="h:70", update_log=log)
+        worker = single.join(Role.WORKER)
+        single.create(worker)
+        single.pass_time(4.0, worker)
+        single.join(Role.SERVER, address="elsewhere:70")
+        assert single.node(before).state is NodeState.SILENT
+        single.join(Role.SERVER, address="h:70")
+        assert single.node(before).state is NodeState.LEFT
+        placed = [r for r in single.cluster.view.ranges if r.primary is not None]
+        assert single.cluster.view.lost_ranges == (() if has_log else tuple(placed))
+        told = [each for each in single.transitions if isinstance(each, RangesLost)]
+        assert [len(each.range_ids) for each in told] == ([] if has_log else [len(placed)])
+        refused(errors.Fenced, "has left", by=lambda: single.beat(before), of=single)
+
     def test_so_may_one_with_an_update_log(self) -> None:
         log = UpdateLogClaim(b"l" * 16)
         single = Harness(server_count=1, range_count=8)
