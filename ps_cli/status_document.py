@@ -130,8 +130,8 @@ class StatusDocument(TypedDict):
     the numbers of ranges, of those that hold anything, by how many living replicas hold all that is
     committed; `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is
     where one is being made, `checkpoints` what became of those before (null where there are to be
-    none), `restored_from` the one that the cluster was started from. `lost` and `awaited` are words:
-    of the ranges whose values nobody has, and of those whose only servers are silent.
+    none), `restored_from` the one that the cluster was started from. `lost` and `awaited` are
+    words: of the ranges whose values nobody has, and of those whose only servers are silent.
     """
 
     cluster_id: str

@@ -321,22 +321,23 @@ class ClusterView:
         does. What is lost is told elsewhere.
         """
         held = {r for table in self.tables for r in table.blocks_by_range(len(self.ranges))}
-        silent: dict[NodeId, int] = {}
+        silent: set[NodeId] = set()
+        count = 0
         for each in self.ranges:
             states = {self.nodes_by_id[holder].state for holder in each.in_sync}
             if each.range_id not in held or each.is_lost or NodeState.ALIVE in states:
                 continue
-            for holder in each.in_sync:
-                silent[holder] = silent.get(holder, 0) + 1
+            silent.update(each.in_sync)
+            count += bool(each.in_sync)
         if not silent:
             return ""
         nodes = [self.nodes_by_id[node_id] for node_id in sorted(silent)]
         who = " and ".join(f"server {node.node_id} at {node.address}" for node in nodes)
-        have, count = ("has", "it") if len(nodes) == 1 else ("have", "they")
+        have, they = ("has", "it") if len(nodes) == 1 else ("have", "they")
         return (
-            f"{max(silent.values())} of {len(self.ranges)} key ranges wait for {who}, not heard for "
-            f"a lease, which alone {have} their values. Where {count} cannot come back, restore a "
-            "checkpoint (pushpull checkpoint restore), or start the cluster anew"
+            f"{count} of {len(self.ranges)} key ranges wait for {who}, not heard for a lease, "
+            f"which alone {have} their values. Where {they} cannot come back, restore a checkpoint "
+            "(pushpull checkpoint restore), or start the cluster anew"
         )
 
     @cached_property
