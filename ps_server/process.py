@@ -212,10 +212,7 @@ async def _run(
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
-        wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
-        stack.callback(wishes.close)
-        if node.replicas is not None:
-            node.replicas.ask = wishes.stand
+        wishes = _wishing(link, node, stack)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
@@ -256,6 +253,17 @@ async def _run(
         if link.fenced_by is not None:
             raise link.fenced_by
         logs.info("finished", reason="all workers have left")
+
+
+def _wishing(
+    link: SchedulerLink, node: ParameterNode, stack: contextlib.AsyncExitStack
+) -> BackupWishes:
+    """What carries wishes to the scheduler: again and again, and at once where ranges are taken."""
+    wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
+    stack.callback(wishes.close)
+    if node.replicas is not None:
+        node.replicas.ask = wishes.stand
+    return wishes
 
 
 async def _begin_to_serve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ps_core.change import Settled
 from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
@@ -297,8 +297,7 @@ class ReplicatedServer(SimServer):
         """They were removed."""
         self.world.counts["tables given up"] += len(table_ids)
         for of_keys in (self.values, self.updates, self.given, self.sums, self.reduced):
-            for key in [key for key in of_keys if key[0] in table_ids]:
-                del of_keys[key]
+            _drop_tables(of_keys, table_ids)
         at_once(self.numbers.shards.removing_tables(table_ids))
         self.output.forget_tables(table_ids)
 
@@ -748,3 +747,9 @@ def _shows(deed: Deed) -> RangeId | None:
             return deed.range_id
         case _:
             return None
+
+
+def _drop_tables(of_keys: dict[Any, Any], table_ids: Collection[TableId]) -> None:
+    """Of a dict whose keys begin with a table's id."""
+    for key in [key for key in of_keys if key[0] in table_ids]:
+        del of_keys[key]
