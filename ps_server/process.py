@@ -212,7 +212,7 @@ async def _run(
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
-        wishes = _wishing(link, node, stack)
+        wishes = _wishes(link, node, stack)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
@@ -255,10 +255,10 @@ async def _run(
         logs.info("finished", reason="all workers have left")
 
 
-def _wishing(
+def _wishes(
     link: SchedulerLink, node: ParameterNode, stack: contextlib.AsyncExitStack
 ) -> BackupWishes:
-    """What carries wishes to the scheduler: again and again, and at once where ranges are taken."""
+    """What the server wishes of its ranges' backups gets to the scheduler."""
     wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
     stack.callback(wishes.close)
     if node.replicas is not None:
