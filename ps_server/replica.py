@@ -73,7 +73,7 @@ class Replica:
         """A batch of its primary came: whether it is the next, and was taken. `fresh` makes the
         copy of a table of which it has heard nothing, if the newest view has it.
         """
-        if batch.number != self.number + 1:
+        if not self._is_next(batch):
             return False
         copy = self.copies.get(batch.table_id) or fresh()
         if copy is None:
@@ -88,11 +88,14 @@ class Replica:
         """As `take`, of a table that was removed, which its primary had not heard: nothing of it is
         kept.
         """
-        if batch.number != self.number + 1:
+        if not self._is_next(batch):
             return False
         self.follow(batch.assignment_epoch)
         self.number = batch.number
         return True
+
+    def _is_next(self, batch: Batch) -> bool:
+        return batch.number == self.number + 1
 
     def beat(self, assignment_epoch: AssignmentEpoch, now_s: float) -> bool:
         """The primary of `epoch` asks for the lease; whether it is granted."""

@@ -100,7 +100,7 @@ class Twin:
     def refusal(self, request: Registration) -> type[errors.PushpullError] | None:
         """What a registration under a new id must be refused with, if it must be."""
         if self.finished():
-            return errors.Draining
+            return errors.InvalidConfig
         if request.role is Role.SERVER:
             here = [n for n in self.nodes if n.request.role is Role.SERVER and not n.has_left]
             alive = [n.request.address for n in self.alive_servers()]
@@ -110,6 +110,13 @@ class Twin:
             free, asked = self.free_ranks(), request.requested_rank
             return None if (free if asked is None else asked in free) else errors.InvalidConfig
         return None
+
+    def end_silent_servers(self, address: str) -> None:
+        """Another server has come to where they were."""
+        for node in self.nodes:
+            is_there = bool(address) and node.request.address == address
+            if is_there and node.state(self.last_tick_s) is NodeState.SILENT:
+                node.has_left = True
 
     def ordinal_of(self, index: int) -> int:
         return sum(-(-t.element_count // t.block_elements) for t in self.tables[:index])
@@ -209,6 +216,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
                 assert session.rank == request.requested_rank
             elif role is Role.WORKER:
                 assert session.rank == lowest
+            self.twin.end_silent_servers(request.address)
             self.twin.nodes.append(TwinNode(request, session, [self.now_s]))
 
     @rule()

@@ -236,8 +236,8 @@ REPLICATION_MUTANTS = (
         "a gap in the batches is passed over",
         "S8",
         _REPLICA,
-        "        if batch.number != self.number + 1:",
-        "        if batch.number <= self.number:",
+        "        return batch.number == self.number + 1\n",
+        "        return batch.number > self.number\n",
         ("tables",),
     ),
     Mutant(

@@ -91,12 +91,4 @@ RUN_SEPARATION_MUTANTS = (
         "        gone = set()\n",
         _RUNS,
     ),
-    Mutant(
-        "a backup keeps what it has of a removed table",
-        "S19",
-        "ps_server/replication.py",
-        "                replica.copies.pop(table_id, None)\n",
-        "                pass\n",
-        _RUNS,
-    ),
 )
