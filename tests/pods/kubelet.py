@@ -43,29 +43,39 @@ class Pod:
     container: str
 
 
+class Namespace:
+    """Where pods find each other by name, and where claims outlive them."""
+
+    def __init__(self) -> None:
+        self.name = f"pods-{uuid.uuid4().hex[:8]}"
+        engine("network", "create", self.name)
+
+    def close(self) -> None:
+        """Remove it, with its claims; its pods are gone."""
+        for volume in engine("volume", "ls", "--quiet", f"--filter=name={self.name}").split():
+            engine("volume", "rm", "--force", volume)
+        engine("network", "rm", self.name)
+
+
 class Kubelet:
     """The workloads of a folder, each pod of them a container.
 
     Args:
         folder: as `kubectl apply -k` takes it.
         image: the image of all pods.
+        namespace: where they are.
     """
 
-    def __init__(self, folder: Path, image: str) -> None:
+    def __init__(self, folder: Path, image: str, namespace: Namespace) -> None:
         self._manifests = rendered(folder)
         self._image = image
-        self._namespace = f"pods-{uuid.uuid4().hex[:8]}"
+        self._namespace = namespace.name
         self._pods: dict[tuple[str, int], Pod] = {}
-        engine("network", "create", self._namespace)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove every pod."""
         for component, ordinal in list(self._pods):
             self.delete(component, ordinal, grace_s=0)
-        claims = [m for m in self._manifests if m["kind"] == "PersistentVolumeClaim"]
-        for claim in claims:
-            engine("volume", "rm", "--force", self._volume(claim["metadata"]["name"]))
-        engine("network", "rm", self._namespace)
 
     def apply(self) -> None:
         """Start every pod."""

@@ -44,14 +44,20 @@ def process_of(container: str) -> int:
     return pid
 
 
-def read_until(container: str, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
-    """The first line of a container that matches, printed or yet to be, over all of its starts."""
+def read_until(
+    container: str, pattern: str, timeout_s: float = 60.0, count: int = 1
+) -> re.Match[str]:
+    """The line of a container that is the first that matches, or the `count`th, printed or yet to
+    be, over all of its starts.
+    """
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
+        left = count
         with _following(container, end_s - time.monotonic()) as lines:
             for line in lines:
                 found = re.search(pattern, line)
-                if found:
+                left -= found is not None
+                if found and not left:
                     return found
         # It has ended; unless it is done, the engine starts it again, or has.
     raise AssertionError(f"'{pattern}' did not come: {engine('logs', container)[-8000:]}")

@@ -43,11 +43,14 @@ def container_of(workload: Manifest) -> Manifest:
 
 def variables(workload: Manifest, ordinal: int) -> dict[str, str]:
     """The variables of a pod's container as the cluster would set them."""
-    template = workload["spec"]["template"]
+    name = workload["metadata"]["name"]
+    labels = dict(workload["spec"]["template"]["metadata"]["labels"])
+    if workload["kind"] == "Job":
+        labels["batch.kubernetes.io/job-name"] = name
     fields = {
-        "metadata.name": f"{workload['metadata']['name']}-{ordinal}",
+        "metadata.name": f"{name}-{ordinal}",
         "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(ordinal),
-    } | {f"metadata.labels['{k}']": v for k, v in template["metadata"]["labels"].items()}
+    } | {f"metadata.labels['{k}']": v for k, v in labels.items()}
     container = container_of(workload)
     found: dict[str, str] = {}
     for variable in container["env"]:
