@@ -102,7 +102,7 @@ class Kubelet:
             f"--memory={_mebibytes(container['resources']['limits']['memory'])}m",
             f"--restart={'no' if pod.get('restartPolicy') == 'Never' else 'always'}",
             *(f"--env={variable}={value}" for variable, value in environment.items()),
-            *self._volumes(pod, container, name),
+            *self._volumes(workload, name),
             self._image, *container["command"], *container.get("args", ()),
         )  # fmt: skip
         self._pods[component, ordinal] = Pod(name, started.split()[-1])
@@ -199,10 +199,13 @@ class Kubelet:
         governing = workload["spec"].get("serviceName")
         return [*names, *(f"{pod_name}.{name}" for name in names if name == governing)]
 
-    def _volumes(self, pod: Manifest, container: Manifest, pod_name: str) -> list[str]:
-        declared = {volume["name"]: volume for volume in pod["volumes"]}
+    def _volumes(self, workload: Manifest, pod_name: str) -> list[str]:
+        declared = {volume["name"]: volume for volume in pod_of(workload)["volumes"]}
+        for template in workload["spec"].get("volumeClaimTemplates", ()):
+            name = template["metadata"]["name"]
+            declared[name] = {"persistentVolumeClaim": {"claimName": f"{name}-{pod_name}"}}
         options = []
-        for mount in container["volumeMounts"]:
+        for mount in container_of(workload)["volumeMounts"]:
             volume, path = declared[mount["name"]], mount["mountPath"]
             if volume.get("emptyDir", {}).get("medium") == "Memory":
                 assert path == "/dev/shm"  # noqa: S108 - Linux's place for shared memory

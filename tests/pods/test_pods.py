@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pods.kubelet import Kubelet, Namespace
-from tests.pods.training import TIMEOUT_S, begun, ended, overlay, progress, steps
+from tests.pods.training import TIMEOUT_S, begun, ended, overlay, progress, steps, words_after
 from tests.system.containers import BUILD_TIMEOUT_S, engine, read_until
+from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
 
+PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
 KILLS = 5
 
 
@@ -23,7 +25,7 @@ KILLS = 5
 def cluster(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubelet]:
     """All pods of the base, in training."""
     namespace = Namespace()
-    folder = overlay(tmp_path_factory.mktemp("overlay"), "deploy/kubernetes")
+    folder = overlay(tmp_path_factory.mktemp("overlay"), ROOT / "deploy/kubernetes")
     started = Kubelet(folder, image, namespace)
     try:
         started.apply()
@@ -57,6 +59,9 @@ def test_pods_run_as_their_manifests_say(cluster: Kubelet) -> None:
         assert (
             int(engine("inspect", "--format", "{{.HostConfig.Memory}}", container)) == limit_bytes
         )
+    status = cluster.run_in("scheduler", 0, *words_after(PAGE, "pushpull status"))
+    for component in ("server", "worker"):
+        assert len(re.findall(rf"^ *{component} ", status, re.MULTILINE)) == 2, status
 
 
 @pytest.mark.usefixtures("trains")
@@ -107,6 +112,9 @@ def test_each_worker_that_is_started_again_has_its_rank_at_once(cluster: Kubelet
         assert came.rank == ordinal
         assert came.clock >= passed, "it goes on where the cluster is"
         progress(cluster)
+    gone = re.findall(r'event=worker_gone .*reason="(.*?)"', cluster.logs("scheduler", 0))
+    assert len(gone) >= 2
+    assert all(reason.endswith("its process has ended") for reason in gone), gone
 
 
 @pytest.mark.usefixtures("trains")
@@ -117,10 +125,5 @@ def test_a_node_that_is_lost_with_a_server_and_a_worker_loses_nothing(cluster: K
 
 
 def test_training_ends_exact(cluster: Kubelet) -> None:
-    """The last test: no worker was waited for until its silence had lasted too long."""
-    counts = ended(cluster)
-    print(counts)
-    gone = re.findall(r'event=worker_gone .*reason="(.*?)"', cluster.logs("scheduler", 0))
-    print(gone)
-    assert gone
-    assert all(reason.endswith("its process has ended") for reason in gone)
+    """The last test."""
+    ended(cluster)

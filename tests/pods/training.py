@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 from tests.pods.kubelet import Kubelet
 from tests.system.containers import process_of, read_until
-from tests.tidy.source import ROOT
 
 TIMEOUT_S = 300.0
 PATIENCE_S = 60.0
@@ -32,9 +32,10 @@ patches:
 """
 
 
-def overlay(folder: Path, base: str, more: str = "") -> Path:
-    """A folder of the repository with the test's script, and what else is said."""
-    above = os.path.relpath(ROOT / base, folder)
+def overlay(folder: Path, base: Path, more: str = "") -> Path:
+    """Makes a folder of manifests: another's, with the test's script and further patches."""
+    folder.mkdir(exist_ok=True)
+    above = os.path.relpath(base, folder)
     (folder / "kustomization.yaml").write_text(OVERLAY.format(base=above) + more, encoding="utf-8")
     return folder
 
@@ -50,6 +51,12 @@ class Count:
     least: list[int]
     most: list[int]
     alone: int = 0
+
+
+def words_after(page: str, command: str) -> list[str]:
+    """What a page has kubectl run in a pod: the only such command that begins so."""
+    (line,) = re.findall(rf"^kubectl exec \S+ -- ({command}.*)$", page, re.MULTILINE)
+    return shlex.split(line)
 
 
 def begun(cluster: Kubelet, ordinal: int) -> Count:

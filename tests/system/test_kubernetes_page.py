@@ -25,7 +25,9 @@ from tests.system.manifests import VERSIONS, Manifest, rendered
 from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
-OVERLAY, SECOND = "deploy/my-run", "deploy/second"
+RUNS_PAGE = (ROOT / "docs/RUNS.md").read_text(encoding="utf-8")
+OVERLAY, ANOTHER = "deploy/my-run", "deploy/another"
+ELSEWHERE, NIGHTLY = "deploy/second", "deploy/nightly"
 
 KUBECONFIG: dict[str, Any] = {
     "apiVersion": "v1",
@@ -34,6 +36,11 @@ KUBECONFIG: dict[str, Any] = {
     "contexts": [{"name": "none", "context": {"cluster": "none", "namespace": "training"}}],
     "current-context": "none",
 }
+
+
+def blocks(page: str) -> list[str]:
+    """The manifests of a page."""
+    return re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
 
 
 def lines() -> list[str]:
@@ -47,8 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with the page's overlay in it, and a configuration of kubectl that leads nowhere."""
     made = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "deploy", made / "deploy")
-    overlay, components, addition = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    for name, text in ((OVERLAY, overlay + components), (SECOND, overlay + components + addition)):
+    overlay, components, addition, elsewhere = blocks(PAGE)
+    _, nightly = blocks(RUNS_PAGE)
+    for name, text in (
+        (OVERLAY, overlay + components),
+        (ANOTHER, overlay + components + addition),
+        (ELSEWHERE, elsewhere),
+        (NIGHTLY, nightly),
+    ):
         (made / name).mkdir()
         (made / name / "kustomization.yaml").write_text(text, encoding="utf-8")
     (made / "config").write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
@@ -78,7 +91,7 @@ def test_the_overlay_matches_the_schemas(overlaid: dict[str, Manifest]) -> None:
 def test_another_run_has_names_of_its_own(folder: Path, overlaid: dict[str, Manifest]) -> None:
     """How its pods find each other: `test_kubernetes.py`."""
     names = {
-        f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rendered(folder / SECOND)
+        f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rendered(folder / ANOTHER)
     }
     assert names == {name.replace("/", "/second-") for name in overlaid}
 
@@ -127,12 +140,64 @@ def test_every_object_that_a_command_names_is_there(overlaid: dict[str, Manifest
     for line in lines():
         for name in re.findall(r"\b((?:deployment|statefulset|job)/[\w-]+)", line):
             assert name in overlaid, line
-        for key, value in re.findall(r"-l (\S+)=(\S+)", line):
-            labels = [each["metadata"]["labels"].get(key) for each in overlaid.values()]
-            assert value in labels, line
-    spared = overlaid["persistentvolumeclaim/pushpull-checkpoints"]["kind"].lower()
-    (deleted,) = [line for line in lines() if line.startswith("kubectl delete deployment")]
-    assert spared not in deleted
+        for chosen in re.findall(r"-l (\S+)", line):
+            labels = dict(each.split("=") for each in chosen.split(","))
+            assert any(
+                labels.items() <= each["metadata"]["labels"].items() for each in overlaid.values()
+            ), line
+
+
+def test_what_stays_is_what_the_page_says(folder: Path, overlaid: dict[str, Manifest]) -> None:
+    """`kubectl delete -k` removes what is rendered, the command by labels what it chooses; claims
+    that a StatefulSet's controller makes are in no manifest.
+    """
+    (line,) = [line for line in lines() if line.startswith("kubectl delete deployment")]
+    kinds, (key, value) = line.split()[2].split(","), line.split("-l ")[1].split("=")
+    rows = re.findall(r"^\| `([a-z]+/[\w-]+)`.*?\| (\w+).*?\| (\w+).*?\|$", PAGE, re.MULTILINE)
+    kept = {
+        name
+        for name, each in overlaid.items()
+        if each["kind"].lower() not in kinds or each["metadata"]["labels"].get(key) != value
+    }
+    assert {name for name, by_label, _ in rows if by_label == "stays"} == kept
+    assert {by_folder for _, _, by_folder in rows} == {"is"}, "they are rendered: removed"
+    components = (folder / OVERLAY).with_name("with-logs")
+    components.mkdir()
+    text = (folder / OVERLAY / "kustomization.yaml").read_text(encoding="utf-8")
+    (components / "kustomization.yaml").write_text(text + "  - ../components/update-log\n")
+    servers = [each for each in rendered(components) if each["kind"] == "StatefulSet"]
+    (made,) = servers[0]["spec"]["volumeClaimTemplates"]
+    assert f"`{made['metadata']['name']}-{servers[0]['metadata']['name']}-0`" in PAGE
+    assert "persistentVolumeClaimRetentionPolicy" not in servers[0]["spec"], "they would go with it"
+
+
+def test_the_other_cluster_starts_from_the_first_one_s_claim(
+    folder: Path, overlaid: dict[str, Manifest]
+) -> None:
+    others = {
+        f"{m['kind'].lower()}/{m['metadata']['name']}": m for m in rendered(folder / ELSEWHERE)
+    }
+    assert not others.keys() & overlaid.keys()
+    assert "persistentvolumeclaim/second-pushpull-checkpoints" not in others
+    for manifest in others.values():
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+        volumes = manifest["spec"].get("template", {}).get("spec", {}).get("volumes", ())
+        claims = [
+            v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v
+        ]
+        assert claims == ["pushpull-checkpoints"] * bool(volumes)
+    said = variables(others["deployment/second-pushpull-scheduler"])
+    servers = others["statefulset/second-pushpull-server"]["spec"]["replicas"]
+    assert int(said["PUSHPULL_SERVERS"]) == servers != 2
+
+
+def test_another_job_is_the_job_alone(folder: Path, overlaid: dict[str, Manifest]) -> None:
+    """docs/RUNS.md; with the variables of the page it is a run of its own."""
+    (job,) = rendered(folder / NIGHTLY)
+    kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
+    assert job["metadata"]["name"] == "pushpull-worker-nightly"
+    assert f"`{job['metadata']['name']}`" in RUNS_PAGE
+    assert job["spec"] == overlaid["job/pushpull-worker"]["spec"]
 
 
 def test_the_secret_is_the_one_that_pods_ask_for() -> None:
